@@ -1,0 +1,122 @@
+"""Make a nano language model with random weights, and its tokenizer beside it: small enough to train on a laptop.
+
+    python quickstart/nano.py --tokenizer data/quickstart/raw/tokenizer --size xs --output-dir data/quickstart/nano-xs
+
+The shape choices are Pythia's (GPT-NeoX: rotary embeddings on a quarter of each head, parallel residual, GELU, untied
+embeddings, no dropout). The three sizes have about 0.1, 0.5 and 2 million parameters besides the embeddings.
+The folder loads with `AutoModelForCausalLM` and `AutoTokenizer`. The tokenizer is saved as it came, without [PAD]: the
+stages add that themselves, as they do for Pythia.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPTNeoXConfig, LlamaConfig, Qwen3Config
+
+SIZES = {"xs": (64, 2, 2), "s": (96, 4, 3), "m": (192, 5, 6)}  # hidden size, layers, heads (each of 32 dimensions)
+
+
+@dataclass
+class Args:
+    tokenizer: str = "data/quickstart/raw/tokenizer"
+    """tokenizer: a local folder or a Hub id; it sets the vocabulary and the ids of BOS and EOS"""
+    size: Literal["xs", "s", "m"] = "xs"
+    """about 0.1, 0.5 or 2 million parameters without embeddings"""
+    architecture: Literal["gpt_neox", "gpt2", "llama", "qwen3"] = "gpt_neox"
+    """gpt_neox is Pythia's; the others are there to see that a stage runs on them"""
+    output_dir: str = "data/quickstart/nano-xs"
+    """folder to write; it must not exist yet"""
+    seed: int = 1
+    """the same seed writes the same weights"""
+
+
+# ---- helpers --------------------------------------------------------------------------------------------------------
+
+
+def fail(message: str):
+    """End the process with one clear message on standard error and exit code 1."""
+    raise SystemExit(f"error: {message}")
+
+
+def padded_vocab_size(num_tokens: int) -> int:
+    """num_tokens and a [PAD], rounded up to a multiple of 64: 50,277 tokens of Pythia's tokenizer give its 50,304."""
+    return -(-(num_tokens + 1) // 64) * 64
+
+
+def nano_config(architecture: str, size: str, num_tokens: int, bos_id: int | None, eos_id: int):
+    """The configuration of a nano model for a tokenizer of num_tokens tokens."""
+    hidden, layers, heads = SIZES[size]
+    vocab_size = padded_vocab_size(num_tokens)
+    common = {"bos_token_id": bos_id, "eos_token_id": eos_id, "max_position_embeddings": 2048}
+    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    # three matrices in a gated MLP instead of two: 8/3 of the hidden size gives the same count as 4 times
+    gated = common | shape | {"vocab_size": vocab_size, "intermediate_size": hidden * 8 // 24 * 8}
+    configs = {
+        "gpt_neox": lambda: GPTNeoXConfig(
+            **common,
+            **shape,
+            vocab_size=vocab_size,
+            intermediate_size=4 * hidden,
+            hidden_act="gelu",
+            rotary_pct=0.25,
+            use_parallel_residual=True,
+            tie_word_embeddings=False,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+        ),
+        # as the real GPT-2: no row for a [PAD] that is added later, tied embeddings, learned positions, dropout of 0.1
+        "gpt2": lambda: GPT2Config(**common, vocab_size=num_tokens, n_embd=hidden, n_layer=layers, n_head=heads),
+        "llama": lambda: LlamaConfig(**gated, num_key_value_heads=heads, tie_word_embeddings=False),
+        # as the small Qwen3 models: tied embeddings, and fewer heads for keys and values than for queries
+        "qwen3": lambda: Qwen3Config(
+            **gated, num_key_value_heads=1, head_dim=hidden // heads, tie_word_embeddings=True
+        ),
+    }
+    return configs[architecture]()
+
+
+def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """Parameters without and with embeddings (token and position tables and the output layer); tied ones count once."""
+    total = sum(p.numel() for p in model.parameters())
+    embeddings = {id(m.weight): m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    embeddings[id(model.get_output_embeddings().weight)] = model.get_output_embeddings().weight
+    return total - sum(weight.numel() for weight in embeddings.values()), total
+
+
+def main(args: Args):
+    # ---- arguments and tokenizer ------------------------------------------------------------------------------------
+    output_dir = Path(args.output_dir)
+    if output_dir.exists():
+        fail(f"{output_dir} exists; remove it (rm -r {output_dir}) or name another --output-dir")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        fail(f"--tokenizer {args.tokenizer} is neither a tokenizer folder nor a Hub id that can be read: {reason}")
+    if tokenizer.eos_token_id is None:
+        fail(f"--tokenizer {args.tokenizer} has no EOS token; the stages end every response with it")
+
+    # ---- model ------------------------------------------------------------------------------------------------------
+    config = nano_config(args.architecture, args.size, len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
+    torch.manual_seed(args.seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+    # ---- save: beside, then renamed, so that the folder is whole or absent ------------------------------------------
+    unfinished = output_dir.with_name(output_dir.name + ".tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(output_dir)
+    inner, total = count_parameters(model)
+    print(
+        f"{output_dir}: {args.architecture} with {inner:,} parameters without embeddings, {total:,} with them; "
+        f"vocabulary {config.vocab_size:,}"
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

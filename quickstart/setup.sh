@@ -1,0 +1,30 @@
+# Sourced by quickstart/run.sh and tests/run.sh from the repository root, with a requirements file as argument:
+# puts the active virtual environment, or else .venv in the repository, first on PATH with those packages installed.
+
+requirements=$1
+if [[ -n "${VIRTUAL_ENV:-}" ]]; then
+    venv=$VIRTUAL_ENV
+    echo "setup: using the active virtual environment $venv"
+else
+    venv=$PWD/.venv
+    if [[ ! -x "$venv/bin/python" ]]; then
+        python=${PYTHON:-python3}
+        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+            echo "error: $python is older than Python 3.11; name a newer one: PYTHON=python3.12 bash $0" >&2
+            exit 1
+        }
+        echo "setup: making the virtual environment $venv"
+        "$python" -m venv "$venv"
+    fi
+fi
+export PATH="$venv/bin:$PATH"
+
+# the stamp holds the checksum of what was installed last; pip runs only when the files ask for something else
+stamp=$venv/installed-requirements
+checksum=$(cat requirements.txt "$requirements" | cksum)
+if [[ "$(cat "$stamp" 2>/dev/null)" != "$checksum" ]]; then
+    echo "setup: pip install -r $requirements (into $venv)"
+    rm -f "$stamp"
+    python -m pip install --quiet --disable-pip-version-check -r "$requirements"
+    echo "$checksum" >"$stamp"
+fi

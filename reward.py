@@ -1,0 +1,774 @@
+"""Reward model on pairwise preferences: the second stage of "The N+ Implementation Details of RLHF with PPO" (section
+6, Details 10 to 16, tables 4 and 5).
+
+One process:    python reward.py --model nano-xs --batch-size 32 --learning-rate 1e-3 --run-eval
+N processes:    torchrun --nproc_per_node 8 reward.py --model 1b --seed 44413 --run-eval
+Paper scale:    accelerate launch --multi_gpu --num_processes 8 reward.py --model 6.9b --seed 44413 --run-eval
+
+Starts from the SFT model of the same name and seed. The run folder (default runs/reward/{model}/{seed}) holds model/
+(an AutoModelForSequenceClassification checkpoint with one label, whose head has a bias that plain transformers
+ignores), metrics.jsonl, args.json, TensorBoard files, eval/ (table 5 as CSV) and, with --save-every, checkpoints/.
+
+Deviations from the paper and its code, each on purpose:
+- a pair is one row `query + chosen + rejected` in which `rejected` does not see `chosen` and its positions restart
+  after the query: the same rewards for nearly half the work.
+- the head's bias is not trained: it cancels in the loss, so that Adam would only amplify rounding; it is set once,
+  after training, by Detail 15 (the paper's code stores it in the config and subtracts it).
+- the head runs in float32 under bf16 autocast, which would keep three digits of a reward.
+- the rows left over after the last whole batch are not trained on (the authors trained on 92,832 of 92,858 pairs too).
+"""
+
+import csv
+import json
+import os
+import shutil
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from math import cos, isfinite, pi
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+import tyro
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import DistributedType, gather_object, set_seed
+from datasets import DatasetDict, load_dataset, load_from_disk
+from huggingface_hub import snapshot_download
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.tensorboard import SummaryWriter
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+STAGE = "reward"
+# preset: (Hub id, micro-batch size in pairs that fits one 80 GB device)
+PRESETS = {
+    "1b": ("EleutherAI/pythia-1b-deduped", 8),
+    "2.8b": ("EleutherAI/pythia-2.8b-deduped", 4),
+    "6.9b": ("EleutherAI/pythia-6.9b-deduped", 1),
+}
+DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+PREFERENCE_DATASET = "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144"
+COLUMNS = ["query", "query_token", "query_reference_response_token", "reference_response_token"]
+PAIR_COLUMNS = [f"query_{side}_token{suffix}" for side in ("chosen", "rejected") for suffix in ("", "_response_label")]
+# what may differ between a run and its --resume: nothing that changes a number
+FREE_ON_RESUME = "micro_batch_size forward_batch_size save_every keep_checkpoints resume track"
+
+
+@dataclass
+class Args:
+    model: str = "1b"
+    """name of the run: 1b, 2.8b, 6.9b or any other; the weights come from --sft-model-path"""
+    seed: int = 44413
+    """seed of the head and the data order (paper: 44413, 55513, 66613, 77713)"""
+    sft_model_path: str | None = None
+    """SFT model: run folder, checkpoint folder or Hub id[@revision]; default runs/sft/{model}/{seed}"""
+    dataset: str | None = None
+    """SFT data, whose reference summaries centre the rewards (Detail 15): folder or Hub id[@revision]; default
+    data/tldr/sft if it exists, else the published set"""
+    preference_dataset: str | None = None
+    """preference data: folder or Hub id[@revision]; default data/tldr/preference if there, or the published set"""
+    output_dir: str | None = None
+    """run folder; default runs/reward/{model}/{seed}"""
+
+    num_train_epochs: float = 1
+    """passes over the train split (table 4)"""
+    total_episodes: int | None = None
+    """pairs to train on; default num_train_epochs passes (table 4: 92,858)"""
+    batch_size: int = 64
+    """pairs per optimiser step over all devices (table 4)"""
+    micro_batch_size: int | None = None
+    """pairs per device and forward/backward pass: memory only, never the result; default: what fits 80 GB, or 8"""
+    forward_batch_size: int = 32
+    """pairs or rows per device in passes without gradient (evaluation, centring)"""
+    learning_rate: float = 3e-6
+    """peak learning rate, cosine to 0 over the run (table 4)"""
+    adam_eps: float = 1e-5
+    """AdamW's epsilon (table 4)"""
+    weight_decay: float = 0.01
+    """AdamW's weight decay (torch's default, as in the paper's code)"""
+    max_grad_norm: float = 0.0
+    """gradient norm to clip at; 0: no clipping (paper)"""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
+
+    eval_every: int = 0
+    """updates between validation accuracies; 0: after the last update only"""
+    run_eval: bool = False
+    """after training, write table 5: accuracy per batch, confidence, split and policy pair of every validation split"""
+    save_every: int = 0
+    """updates between checkpoints for --resume; 0: none"""
+    keep_checkpoints: int = 2
+    """newest checkpoints kept"""
+    resume: bool = False
+    """continue the run in output_dir from its newest checkpoint"""
+    track: bool = False
+    """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+
+
+# ---- helpers: launch, arguments, run folder ------------------------------------------------------
+
+
+def fail(message: str):
+    """End the process with one clear message on standard error and exit code 1."""
+    raise SystemExit(f"error: {message}")
+
+
+def make_accelerator(mixed_precision: str | None) -> Accelerator:
+    """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    gloo = deepspeed and world > 1 and not torch.cuda.is_available()
+    accelerator = Accelerator(
+        mixed_precision=mixed_precision or ("bf16" if torch.cuda.is_available() else "no"),
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo else [],
+    )
+    if accelerator.num_processes != world:
+        fail(
+            f"the launcher started {world} processes but accelerate sees {accelerator.num_processes}: every one would "
+            "train alone. On a CPU launch with ACCELERATE_USE_CPU=true and torchrun --nproc_per_node N"
+        )
+    if deepspeed != (accelerator.distributed_type == DistributedType.DEEPSPEED):
+        fail(f"DeepSpeed was asked for but {accelerator.distributed_type} runs; on a CPU unset ACCELERATE_USE_CPU")
+    return accelerator
+
+
+def split_batch(batch_size: int, micro_batch_size: int | None, world: int, largest: int) -> int:
+    """Rows per device and forward pass: `micro_batch_size` if it splits the batch evenly (if not, an error that names
+    the nearest sizes that do), by default the largest such size up to `largest`."""
+    if batch_size % world:
+        near = sorted({max(1, batch_size // world) * world, (batch_size // world + 1) * world})
+        fail(f"--batch-size {batch_size} does not split over {world} processes; nearest: {' or '.join(map(str, near))}")
+    local = batch_size // world
+    fits = [size for size in range(1, local + 1) if local % size == 0]
+    if micro_batch_size is None:
+        return max(size for size in fits if size <= largest)
+    if micro_batch_size not in fits:
+        near = sorted(fits, key=lambda size: abs(size - micro_batch_size))[:2]
+        fail(
+            f"--micro-batch-size {micro_batch_size} does not divide the {local} rows of a device (--batch-size "
+            f"{batch_size} over {world} processes); nearest: {' or '.join(map(str, sorted(near)))}"
+        )
+    return micro_batch_size
+
+
+def model_name(model: str) -> str:
+    """The {model} of a run folder: the preset, or the last part of a path or Hub id."""
+    return model if model in PRESETS else Path(model.partition("@")[0]).name
+
+
+def open_run(args, accelerator: Accelerator) -> Path:
+    """Make the run folder and its args.json, or check that --resume continues the same run. Called once everything else
+    about the input is known to be good, so that a bad command leaves nothing behind."""
+    folder, settings = Path(args.output_dir), asdict(args)
+    saved = folder / "args.json"
+    if saved.exists() and not args.resume:
+        fail(f"{folder} already holds a run: choose another --output-dir, delete it, or continue it with --resume")
+    if saved.exists():
+        before = json.loads(saved.read_text())
+        changed = [k for k in settings if k not in FREE_ON_RESUME.split() and settings[k] != before.get(k)]
+        if changed:
+            lines = "\n".join(f"  {k}: {before.get(k)} -> {settings[k]}" for k in changed)
+            fail(f"--resume {folder} with other hyperparameters than the run began with:\n{lines}")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        saved.write_text(json.dumps(settings, indent=2) + "\n")
+    accelerator.wait_for_everyone()
+    return folder
+
+
+def save_checkpoint(accelerator: Accelerator, folder: Path, update: int, keep: int):
+    """Everything that --resume needs, under a name that only a complete checkpoint gets. Data order and sampling noise
+    are functions of (seed, update), so that weights and optimiser state are all the state there is."""
+    final = folder / "checkpoints" / f"update_{update:06d}"
+    partial = final.with_suffix(".tmp")
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(partial))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        os.replace(partial, final)
+        for old in sorted(final.parent.glob("update_??????"))[:-keep]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def load_checkpoint(accelerator: Accelerator, folder: Path) -> int:
+    """Load the newest complete checkpoint of the run; returns its update, 0 where there is none."""
+    found = sorted((folder / "checkpoints").glob("update_??????"))
+    if not found:
+        accelerator.print(f"--resume: no checkpoint in {folder}, starting from the beginning")
+        return 0
+    accelerator.print(f"--resume: continuing from {found[-1]}")
+    accelerator.load_state(str(found[-1]))
+    return int(found[-1].name.removeprefix("update_"))
+
+
+class MetricsLog:
+    """One line of metrics.jsonl per update, the same to TensorBoard and, with --track, to W&B; main process only. Lines
+    after `last_update` are cut off: a resumed run writes them again."""
+
+    def __init__(self, args, folder: Path, last_update: int):
+        self.path = folder / "metrics.jsonl"
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        keep = [line for line in lines if last_update and json.loads(line)["update"] <= last_update]
+        self.path.write_text("".join(keep))
+        self.tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=last_update + 1)
+        self.wandb = None
+        if args.track:
+            import wandb
+
+            name = f"{STAGE}__{model_name(args.model)}__{args.seed}"
+            self.wandb = wandb.init(name=name, config=asdict(args), dir=str(folder))
+
+    def write(self, update: int, metrics: dict):
+        metrics = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
+        with self.path.open("a") as file:
+            file.write(json.dumps({"update": update, **metrics}) + "\n")
+        for key, value in metrics.items():
+            self.tensorboard.add_scalar(key, value, update)
+        if self.wandb:
+            self.wandb.log(metrics, step=update)
+
+    def close(self):
+        self.tensorboard.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def write_csv(path: Path, rows: list[dict]):
+    """Write `rows` (equal keys) as one CSV file, beside first, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".tmp")
+    with partial.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(partial, path)
+
+
+def print_table(title: str, rows: list[dict]):
+    """Print rows (equal keys) as a table."""
+    table = Table(*rows[0], title=title)
+    for row in rows:
+        table.add_row(*(f"{value:.4f}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=160).print(table)
+
+
+class ProgressBar(Progress):
+    """A rich progress bar with the rate (updates or rows per second) and the time left; main process only."""
+
+    def __init__(self, accelerator: Accelerator, description: str, total: int, completed: int = 0):
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not accelerator.is_main_process,
+        )
+        self.task = self.add_task(description, total=total, completed=completed, rate="")
+
+    def step(self, count: int = 1):
+        self.update(self.task, advance=count)
+        speed = self.tasks[0].speed
+        self.update(self.task, rate=f"{speed:.2f}/s" if speed else "")
+
+
+# ---- helpers: data -------------------------------------------------------------------------------
+
+
+def checkpoint_folder(flag: str, path: str, hint: str = "") -> str:
+    """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
+    for folder in (Path(path) / "model", Path(path)):
+        if (folder / "config.json").exists():
+            return str(folder)
+    name, _, revision = path.partition("@")
+    if Path(path).exists() or name.count("/") > 1 or name.startswith((".", "/")):
+        fail(f"{flag} {path}: no checkpoint there (config.json is missing). {hint}")
+    try:
+        return snapshot_download(name, revision=revision or None, allow_patterns=["*.json", "*.safetensors", "*.txt"])
+    except Exception as error:
+        fail(f"{flag} {path}: no checkpoint folder and not reachable on the Hub ({type(error).__name__}). {hint}")
+
+
+def load_tokenizer(path: str):
+    """The tokenizer of a checkpoint folder, with `[PAD]` added (Detail 3: never EOS)."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        fail(f"{path}: no tokenizer found there ({type(error).__name__}: {str(error).splitlines()[0]})")
+    if tokenizer.eos_token_id is None:
+        fail(f"{path}: its tokenizer has no EOS token, so that no response could end")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
+    """The DatasetDict in a folder written by tldr_dataset.py, or of a Hub id[@revision]. An error names the flag, the
+    path and what is missing: splits, rows, columns, or the model's tokenizer."""
+    name, _, revision = path.partition("@")
+    try:
+        data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
+    except Exception as error:
+        fail(
+            f"{flag} {path}: neither a data set folder that can be read nor one on the Hub ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}). tldr_dataset.py makes one: python tldr_dataset.py --output-dir data/tldr"
+        )
+    if not isinstance(data, DatasetDict) or not {"train", "validation"} <= set(data):
+        fail(f"{flag} {path}: not a DatasetDict with the splits train and validation; make it with tldr_dataset.py")
+    for split in data:
+        missing = [column for column in columns if column not in data[split].column_names]
+        if missing:
+            fail(f"{flag} {path}: split {split} lacks the columns {missing}; it has {data[split].column_names}")
+        if len(data[split]) == 0:
+            fail(f"{flag} {path}: split {split} is empty")
+        for i in range(min(4, len(data[split]))):
+            stored = [token for token in data[split][i]["query_token"] if token != tokenizer.pad_token_id]
+            if stored != tokenizer(data[split][i]["query"], add_special_tokens=False).input_ids:
+                fail(
+                    f"{flag} {path}: split {split}, row {i}: query_token is not what the model's tokenizer makes of "
+                    f"query ([PAD] = {tokenizer.pad_token_id}): the data was tokenised with another tokenizer. Run "
+                    "tldr_dataset.py with --tokenizer set to this model"
+                )
+    return data.with_format("torch")
+
+
+def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
+    """Rows (stop - start,) at the positions start..stop-1 of an endless stream over n rows: each pass is a new shuffle
+    without replacement (Detail 21). A function of (seed, position) alone: every process can name every batch."""
+    passes = []
+    for epoch in range(start // n, (stop - 1) // n + 1):
+        shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        passes.append(shuffled[max(start - epoch * n, 0) : stop - epoch * n])
+    return torch.cat(passes)
+
+
+def trim(tokens: torch.Tensor, pad_id: int, side: Literal["left", "right"]) -> torch.Tensor:
+    """Cut the columns that are padding in every row: (b, T) -> (b, longest row)."""
+    columns = (tokens != pad_id).any(0).nonzero().flatten()
+    if len(columns) == 0:
+        return tokens[:, :0]
+    return tokens[:, columns[0] :] if side == "left" else tokens[:, : columns[-1] + 1]
+
+
+def micro_batches(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Groups of `size` rows of similar length: less padding, the same batch. lengths (b,) -> row indices."""
+    return list(torch.argsort(lengths, descending=True, stable=True).split(size))
+
+
+def pair_rows(batch: dict, pad_id: int) -> dict:
+    """Split stored pairs into what chosen and rejected share and what they do not.
+
+    batch: query_chosen_token, query_rejected_token (b, T) right-padded and their response labels, in which the query is
+    [PAD]. Returns query (b, Q) left-padded, chosen (b, C) and rejected (b, R) right-padded, and chosen_start,
+    rejected_start (b,): how many of their first tokens still belong to the query (0 but for templates whose last token
+    joins with the response)."""
+    queries, responses, starts = [], ([], []), ([], [])
+    for chosen, chosen_label, rejected, rejected_label in zip(*(batch[column] for column in PAIR_COLUMNS), strict=True):
+        joined = chosen[chosen != pad_id], rejected[rejected != pad_id]
+        labels = chosen_label, rejected_label
+        ends = [len(joined[i]) - int((labels[i] != pad_id).sum()) for i in (0, 1)]  # where the responses begin
+        shared = min(ends)
+        differ = (chosen[:shared] != rejected[:shared]).nonzero().flatten().tolist()
+        shared = differ[0] if differ else shared
+        queries.append(joined[0][:shared])
+        for i in (0, 1):
+            responses[i].append(joined[i][shared:])
+            starts[i].append(ends[i] - shared)
+    return {
+        "query": pad_sequence(queries, batch_first=True, padding_value=pad_id, padding_side="left"),
+        "chosen": pad_sequence(responses[0], batch_first=True, padding_value=pad_id),
+        "rejected": pad_sequence(responses[1], batch_first=True, padding_value=pad_id),
+        "chosen_start": torch.tensor(starts[0]),
+        "rejected_start": torch.tensor(starts[1]),
+    }
+
+
+def pair_inputs(query, chosen, rejected, pad_id: int):
+    """One row `query + chosen + rejected` per pair: tokens (b, T), attention mask (b, 1, T, T) bool in which rejected
+    sees the query and itself but not chosen, position ids (b, T) that restart after the query for rejected."""
+    tokens = torch.cat([query, chosen, rejected], 1)  # (b, T)
+    real = tokens != pad_id
+    part = torch.cat([torch.full((x.shape[1],), i) for i, x in enumerate((query, chosen, rejected))]).to(tokens.device)
+    causal = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).tril()
+    visible = causal & ((part[None, :] == 0) | (part[:, None] == part[None, :]))  # (T, T)
+    mask = visible & real[:, None, :]  # (b, T, T)
+    mask |= torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)  # padding that sees nothing would be NaN
+    positions = (real.long().cumsum(1) - 1).clamp(min=0)
+    in_rejected = (part == 2) & real
+    return tokens, mask[:, None], positions - in_rejected * (chosen != pad_id).sum(1, keepdim=True)
+
+
+# ---- helpers: model ------------------------------------------------------------------------------
+
+
+def position_ids(mask: torch.Tensor) -> torch.Tensor:
+    """Positions that count real tokens only, whatever the padding (Detail 14): mask (b, T) -> (b, T)."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def without_dropout(config):
+    """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
+    for field, value in config.to_dict().items():
+        if "drop" in field and isinstance(value, (int, float)):
+            setattr(config, field, 0.0)
+    return config
+
+
+class RewardModel(nn.Module):
+    """A transformers sequence classifier with one label that returns its scalar at every position."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask, position_ids):
+        """(b, T), (b, T) or (b, 1, T, T), (b, T) -> reward logits (b, T) in float32."""
+        inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
+        hidden = self.model.base_model(input_ids, **inputs).last_hidden_state
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.model.score(hidden.float()).squeeze(-1)
+
+
+def new_reward_model(path: str, tokenizer) -> RewardModel:
+    """The SFT model of a checkpoint folder with a new scalar head: weights normal with standard deviation
+    1 / sqrt(d + 1), bias 0 (Detail 11)."""
+    config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1))
+    config.pad_token_id = tokenizer.pad_token_id
+    model = AutoModelForSequenceClassification.from_pretrained(
+        path, config=config, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    hidden = model.score.weight.shape[1]
+    model.score = nn.Linear(hidden, 1)
+    nn.init.normal_(model.score.weight, std=1 / (hidden + 1) ** 0.5)
+    nn.init.zeros_(model.score.bias)
+    return RewardModel(model)
+
+
+def load_reward_model(path: str, tokenizer) -> RewardModel:
+    """A trained reward model in float32 without dropout, from a checkpoint folder of ours (head bias in `score.bias`)
+    or of the paper's released format (`lm_backbone.*`, `scalar_head.*`, and `config.bias`, which is subtracted)."""
+    settings = json.loads((Path(path) / "config.json").read_text())
+    released = "base_config" in settings
+    config = AutoConfig.for_model(**settings["base_config"]) if released else AutoConfig.from_pretrained(path)
+    config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+    model = AutoModelForSequenceClassification.from_config(
+        without_dropout(config), dtype=torch.float32, attn_implementation="sdpa"
+    )
+    model.score = nn.Linear(model.score.weight.shape[1], 1)
+    state = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        state |= load_file(file)
+    if released:
+        base = model.base_model_prefix
+        state = {key.replace("lm_backbone.", f"{base}.").replace("scalar_head.", "score."): state[key] for key in state}
+        state["score.bias"] = state["score.bias"] - settings.get("bias", 0.0)
+    missing = model.load_state_dict(state, strict=False).missing_keys
+    if missing:
+        fail(f"{path}: not a reward model, these weights are missing: {missing[:4]}; reward.py makes one")
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer):
+        fail(
+            f"{path}: {rows} embeddings do not fit the tokenizer of {len(tokenizer)} ids: a reward model of another one"
+        )
+    return RewardModel(model)
+
+
+def save_reward_model(accelerator: Accelerator, model, tokenizer, folder: Path, shift: float = 0.0):
+    """Write a reward or value model as a sequence classification checkpoint with its tokenizer, beside first, then
+    renamed; `shift` is added to the head's bias."""
+    state = {key.removeprefix("model."): value for key, value in accelerator.get_state_dict(model).items()}
+    state["score.bias"] = state["score.bias"] + shift
+    if accelerator.is_main_process:
+        partial = folder.with_suffix(".tmp")
+        shutil.rmtree(partial, ignore_errors=True)
+        accelerator.unwrap_model(model).model.save_pretrained(partial, state_dict=state)
+        tokenizer.save_pretrained(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    accelerator.wait_for_everyone()
+
+
+def last_token(tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
+    """Index (b,) of the last token before the first [PAD] at or after column `query_width`; the last column where there
+    is none (Detail 12). Padding to the left of the query does not count. tokens (b, T)."""
+    padding = tokens[:, query_width:] == pad_id
+    first = torch.where(padding.any(1), padding.int().argmax(1), padding.shape[1])
+    return query_width + first - 1
+
+
+def response_rewards(model, tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
+    """Rewards (b,) of rows `query + response` (b, T): query padded on either side to `query_width` columns (0 where the
+    whole row is right-padded), response on the right."""
+    mask = tokens != pad_id
+    logits = model(tokens, attention_mask=mask.long(), position_ids=position_ids(mask))  # (b, T)
+    return logits.gather(1, last_token(tokens, query_width, pad_id)[:, None]).squeeze(1)
+
+
+@contextmanager
+def accumulate(accelerator: Accelerator, model, last: bool):
+    """Around the forward and backward pass of one micro-batch: gradients are exchanged after the last one only."""
+    accelerator.sync_gradients = last
+    with nullcontext() if last else accelerator.no_sync(model):
+        yield
+
+
+def prepare(accelerator: Accelerator, model, args):
+    """Model and AdamW as the launcher asked for them (plain, DDP, DeepSpeed)."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    fused = accelerator.device.type == "cuda"
+    optimizer = torch.optim.AdamW(
+        parameters, lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=fused
+    )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # what it would else default to or take from a loader
+        settings = {"train_micro_batch_size_per_gpu": args.micro_batch_size, "gradient_clipping": args.max_grad_norm}
+        accelerator.state.deepspeed_plugin.deepspeed_config.update(settings | {"gradient_accumulation_steps": 1})
+    return accelerator.prepare(model, optimizer)
+
+
+def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:
+    """One step from the gradients summed so far; returns their global norm before clipping, an error if not finite."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # its backward has stepped already
+        norm = float(model.get_global_grad_norm())
+    else:
+        norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf")))
+    if not isfinite(norm):
+        fail(f"{where}: the gradient norm is {norm}; nothing of this update was saved")
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+# ---- helpers: this stage -------------------------------------------------------------------------
+
+
+def cosine_learning_rate(update: int, num_updates: int, peak: float) -> float:
+    """Cosine from `peak` at update 1 to 0 after the last of `num_updates` (tables 3, 4 and 6)."""
+    return peak * 0.5 * (1 + cos(pi * (update - 1) / num_updates))
+
+
+def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor | float = 0.0) -> torch.Tensor:
+    """Equation 1 per pair, with Llama 2's margin: -log sigmoid(chosen - rejected - margin). Rewards (b,) -> (b,)."""
+    return -F.logsigmoid(chosen - rejected - margin)
+
+
+def pair_rewards(model, query, chosen, rejected, pad_id: int):
+    """Rewards of both responses from one forward pass over rows that share the query: chosen (b,), rejected (b,), and
+    the logits at the responses' other positions (n,), which are no rewards and are only looked at (Detail 13)."""
+    tokens, mask, positions = pair_inputs(query, chosen, rejected, pad_id)
+    logits = model(tokens, attention_mask=mask, position_ids=positions)  # (b, T)
+    rewards, others, start = [], [], query.shape[1]
+    for response in (chosen, rejected):
+        own = logits[:, start : start + response.shape[1]]
+        last = last_token(response, 0, pad_id)[:, None]
+        rewards.append(own.gather(1, last).squeeze(1))
+        others.append(own.detach()[torch.arange(response.shape[1], device=own.device) < last])
+        start += response.shape[1]
+    return rewards[0], rewards[1], torch.cat(others)
+
+
+@torch.no_grad()
+def evaluate_pairs(accelerator: Accelerator, model, data, args, pad_id: int, name: str) -> list[dict]:
+    """Both rewards of every pair of a split, in order, with the pair's batch, split, confidence and policies."""
+    found = []
+    mine = list(range(accelerator.process_index, len(data), accelerator.num_processes))
+    with ProgressBar(accelerator, f"rewards of {name}", len(mine)) as bar:
+        for start in range(0, len(mine), args.forward_batch_size):
+            index = mine[start : start + args.forward_batch_size]
+            batch = data[index]
+            pairs = pair_rows(batch, pad_id)
+            query, chosen, rejected = (pairs[key].to(accelerator.device) for key in ("query", "chosen", "rejected"))
+            with accelerator.autocast():
+                rewards = pair_rewards(model, query, chosen, rejected, pad_id)[:2]
+            for i, row in enumerate(zip(index, *(reward.tolist() for reward in rewards), strict=True)):
+                groups = {key: batch[key][i] for key in ("batch", "split", "policies") if key in batch}
+                groups["confidence"] = (batch["extra"][i] if "extra" in batch else {}).get("confidence")
+                found.append((row[0], groups | {"chosen_reward": row[1], "rejected_reward": row[2]}))
+            bar.step(len(index))
+    return [row for _, row in sorted(gather_object(found), key=lambda pair: pair[0])]
+
+
+def accuracy_table(name: str, rows: list[dict]) -> list[dict]:
+    """Table 5's rows of one split: the share of pairs whose chosen reward is higher, overall and per batch, confidence,
+    split and policy pair (Detail 16); values that are null form a group `null`."""
+    table = []
+    for group in ("overall", "batch", "confidence", "split", "policies"):
+        members = {}
+        for row in rows:
+            value = "all" if group == "overall" else row.get(group)
+            members.setdefault("null" if value is None else value, []).append(
+                row["chosen_reward"] > row["rejected_reward"]
+            )
+        for value in sorted(members, key=lambda value: (isinstance(value, str), value)):
+            hits = members[value]
+            table.append(
+                {"data": name, "group": group, "value": value, "pairs": len(hits), "accuracy": sum(hits) / len(hits)}
+            )
+    return table
+
+
+@torch.no_grad()
+def reference_rewards(accelerator: Accelerator, model, data, args, pad_id: int, left: bool, limit: int) -> torch.Tensor:
+    """Rewards (n,) of the reference summaries of the first `limit` rows, in order: right-padded rows, or with the query
+    padded on the left as PPO has it (Detail 14)."""
+    found = []
+    mine = list(range(accelerator.process_index, min(limit, len(data)), accelerator.num_processes))
+    with ProgressBar(accelerator, "rewards of references", len(mine)) as bar:
+        for start in range(0, len(mine), args.forward_batch_size):
+            index = mine[start : start + args.forward_batch_size]
+            batch = data[index]
+            tokens, width = trim(batch["query_reference_response_token"], pad_id, "right"), 0
+            if left:
+                width = batch["query_token"].shape[1]
+                tokens = torch.cat([batch["query_token"], batch["reference_response_token"]], 1)
+            with accelerator.autocast():
+                rewards = response_rewards(model, tokens.to(accelerator.device), width, pad_id)
+            found += zip(index, rewards.tolist(), strict=True)
+            bar.step(len(index))
+    return torch.tensor([reward for _, reward in sorted(gather_object(found))], dtype=torch.float64)
+
+
+def main(args: Args):
+    # ---- setup -----------------------------------------------------------------------------------
+    accelerator = make_accelerator(args.mixed_precision)
+    set_seed(args.seed)
+    world, name = accelerator.num_processes, model_name(args.model)
+    largest = PRESETS.get(args.model, (None, 8))[1]
+    args.micro_batch_size = split_batch(args.batch_size, args.micro_batch_size, world, largest)
+    args.output_dir = args.output_dir or f"runs/{STAGE}/{name}/{args.seed}"
+    args.sft_model_path = args.sft_model_path or f"runs/sft/{name}/{args.seed}"
+    args.dataset = args.dataset or ("data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET)
+    default = "data/tldr/preference" if Path("data/tldr/preference").exists() else PREFERENCE_DATASET
+    args.preference_dataset = args.preference_dataset or default
+
+    # ---- data and model --------------------------------------------------------------------------
+    hint = f"Train it first: python sft.py --model {args.model} --seed {args.seed}"
+    sft_folder = checkpoint_folder("--sft-model-path", args.sft_model_path, hint)
+    tokenizer = load_tokenizer(sft_folder)
+    pad_id = tokenizer.pad_token_id
+    references = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)["train"]
+    data = load_splits("--preference-dataset", args.preference_dataset, PAIR_COLUMNS, tokenizer)
+    train = data["train"]
+    args.total_episodes = args.total_episodes or int(args.num_train_epochs * len(train))
+    num_updates = args.total_episodes // args.batch_size
+    if num_updates == 0:
+        fail(f"{args.total_episodes} pairs are less than one batch (--batch-size {args.batch_size})")
+    reward_model = new_reward_model(sft_folder, tokenizer)
+    reward_model.model.score.bias.requires_grad_(False)  # cancels in the loss; set by Detail 15 below
+    folder = open_run(args, accelerator)
+    model, optimizer = prepare(accelerator, reward_model, args)
+    first = load_checkpoint(accelerator, folder) if args.resume else 0
+    log = MetricsLog(args, folder, first) if accelerator.is_main_process else None
+    accelerator.print(
+        f"{STAGE}: {sft_folder}, {len(train):,} train pairs, {num_updates:,} updates of {args.batch_size} "
+        f"({args.total_episodes % args.batch_size} pairs left over), {world} process(es) x {args.micro_batch_size}, "
+        f"{accelerator.device}, {accelerator.mixed_precision}"
+    )
+
+    # ---- train -----------------------------------------------------------------------------------
+    per_rank = args.batch_size // world
+    begin = time.time()
+    with ProgressBar(accelerator, STAGE, num_updates, first) as bar:
+        for update in range(first + 1, num_updates + 1):
+            start = time.time()
+            order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
+            batch = train[order[accelerator.process_index * per_rank :][:per_rank].tolist()]
+            lengths = sum((batch[column] != pad_id).sum(1) for column in PAIR_COLUMNS[::2])  # (b,)
+            groups = micro_batches(lengths, args.micro_batch_size)
+            sums = torch.zeros(7, device=accelerator.device)
+            for i, index in enumerate(groups):
+                pairs = pair_rows({column: batch[column][index] for column in PAIR_COLUMNS}, pad_id)
+                query, chosen, rejected = (pairs[key].to(accelerator.device) for key in ("query", "chosen", "rejected"))
+                with accumulate(accelerator, model, last=i == len(groups) - 1):
+                    chosen_rewards, rejected_rewards, others = pair_rewards(model, query, chosen, rejected, pad_id)
+                    loss = preference_loss(chosen_rewards, rejected_rewards).sum()
+                    accelerator.backward(
+                        loss * world / args.batch_size
+                    )  # x world: DDP and DeepSpeed average over devices
+                with torch.no_grad():
+                    hits = (chosen_rewards > rejected_rewards).sum()
+                    micro_sums = loss, hits, chosen_rewards.sum(), rejected_rewards.sum()
+                    sums += torch.stack(
+                        [x.float() for x in (*micro_sums, (others < 0).sum(), others.sum())]
+                        + [sums.new_tensor(len(others))]
+                    )
+            learning_rate = cosine_learning_rate(update, num_updates, args.learning_rate)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
+
+            # ---- log, checkpoint -----------------------------------------------------------------
+            loss, hits, chosen, rejected, negative, other_sum, other_count = accelerator.reduce(sums, "sum").tolist()
+            metrics = {
+                "loss/train": loss / args.batch_size,
+                "accuracy/train": hits / args.batch_size,
+                "rewards/chosen": chosen / args.batch_size,
+                "rewards/rejected": rejected / args.batch_size,
+                "rewards/margin": (chosen - rejected) / args.batch_size,
+                "other_logits/share_negative": negative / max(other_count, 1),
+                "other_logits/mean": other_sum / max(other_count, 1),
+                "grad_norm": grad_norm,
+                "learning_rate": learning_rate,
+                "episode": update * args.batch_size,
+            }
+            if update == num_updates or (args.eval_every and update % args.eval_every == 0):
+                rows = evaluate_pairs(accelerator, model, data["validation"], args, pad_id, "validation")
+                metrics["eval/accuracy"] = accuracy_table("validation", rows)[0]["accuracy"]
+            metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
+            if log:
+                log.write(update, metrics)
+            bar.step()
+            if update % max(1, num_updates // 10) == 0:
+                accelerator.print(
+                    f"update {update}/{num_updates}  loss {metrics['loss/train']:.4f}  "
+                    f"accuracy {metrics['accuracy/train']:.3f}"
+                )
+            if args.save_every and update % args.save_every == 0:
+                save_checkpoint(accelerator, folder, update, args.keep_checkpoints)
+
+    # ---- centre (Detail 15), save, look again ----------------------------------------------------
+    rewards = reference_rewards(accelerator, model, references, args, pad_id, left=False, limit=len(references))
+    save_reward_model(accelerator, model, tokenizer, folder / "model", shift=-rewards.mean().item())
+    model = load_reward_model(str(folder / "model"), tokenizer).to(accelerator.device).eval()
+    centred = reference_rewards(accelerator, model, references, args, pad_id, left=False, limit=len(references))
+    limit = min(256, len(references))  # Detail 14 on a sample
+    difference = (
+        reference_rewards(accelerator, model, references, args, pad_id, left=True, limit=limit) - centred[:limit]
+    )
+    statistics = {"max": rewards.max(), "mean": rewards.mean(), "min": rewards.min(), "std": rewards.std()}
+    statistics |= {"mean_after_centring": centred.mean(), "left_minus_right_padding_mean": difference.mean()}
+    statistics |= {"left_minus_right_padding_max_abs": difference.abs().max()}
+    statistics = {key: value.item() for key, value in statistics.items()}
+    if accelerator.is_main_process:
+        write_csv(folder / "eval" / "reference_rewards.csv", [statistics])
+        print_table("rewards of the reference summaries before centring (table 5)", [statistics])
+
+    # ---- evaluate: table 5 -----------------------------------------------------------------------
+    if args.run_eval:
+        table = []
+        for split in [split for split in data if split != "train"]:
+            rows = evaluate_pairs(accelerator, model, data[split], args, pad_id, split)
+            table += accuracy_table(split, rows)
+            if accelerator.is_main_process:
+                write_csv(folder / "eval" / f"pairs_{split}.csv", rows)
+        if accelerator.is_main_process:
+            write_csv(folder / "eval" / "accuracy.csv", table)
+            print_table("validation accuracy (table 5)", table)
+    if log:
+        log.close()
+    accelerator.print(f"done in {time.time() - begin:.0f} s: {folder}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,692 @@
+"""Supervised fine-tuning on the TL;DR reference summaries: the first stage of "The N+ Implementation Details of RLHF
+with PPO" (section 5, Detail 9, table 3).
+
+One process:    python sft.py --model data/nano-xs --batch-size 32 --learning-rate 3e-3 --run-eval
+N processes:    torchrun --nproc_per_node 8 sft.py --model 1b --seed 44413 --run-eval
+Paper scale:    accelerate launch --multi_gpu --num_processes 8 sft.py --model 6.9b --seed 44413 --run-eval
+
+The run folder (default runs/sft/{model}/{seed}) holds model/ (a plain transformers checkpoint), metrics.jsonl,
+args.json, TensorBoard files, eval/ and, with --save-every, checkpoints/.
+
+Deviations from the paper and its code, each on purpose:
+- the loss is divided by the number of target tokens in the whole batch, not per device: the result does not depend on
+  how many devices share the batch.
+- the rows left over after the last whole batch are not trained on (116,722 = 911 x 128 + 114); the count is logged.
+- samples come from Gumbel-max noise keyed by (seed, update, row, position) instead of each device's own generator.
+"""
+
+import csv
+import hashlib
+import json
+import os
+import shutil
+import struct
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from math import cos, isfinite, pi
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+import tyro
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import DistributedType, gather_object, set_seed
+from datasets import DatasetDict, load_dataset, load_from_disk
+from huggingface_hub import snapshot_download
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rouge_score.rouge_scorer import RougeScorer
+from torch.utils.tensorboard import SummaryWriter
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor
+
+STAGE = "sft"
+# preset: (Hub id, micro-batch size that fits one 80 GB device)
+PRESETS = {
+    "1b": ("EleutherAI/pythia-1b-deduped", 16),
+    "2.8b": ("EleutherAI/pythia-2.8b-deduped", 8),
+    "6.9b": ("EleutherAI/pythia-6.9b-deduped", 2),
+}
+DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+TOKEN_COLUMNS = ["query_reference_response_token", "query_reference_response_token_response_label"]
+COLUMNS = ["id", "query", "query_token", "reference_response", *TOKEN_COLUMNS]
+# what may differ between a run and its --resume: nothing that changes a number
+FREE_ON_RESUME = "micro_batch_size forward_batch_size save_every keep_checkpoints resume track"
+
+
+@dataclass
+class Args:
+    model: str = "1b"
+    """base model: 1b, 2.8b, 6.9b (Pythia deduped), a Hub id (`id@revision` allowed) or a local folder"""
+    seed: int = 44413
+    """seed of the data order and the sampling noise (paper: 44413, 55513, 66613, 77713)"""
+    dataset: str | None = None
+    """pre-tokenised SFT data: folder of one DatasetDict or Hub id[@revision]; default data/tldr/sft if it exists, else
+    the published set"""
+    output_dir: str | None = None
+    """run folder; default runs/sft/{model}/{seed}"""
+
+    loss_on: Literal["query_response", "response"] = "query_response"
+    """tokens in the loss: query and response without padding (the paper's code), or the response alone"""
+    num_train_epochs: float = 1
+    """passes over the train split (table 3)"""
+    total_episodes: int | None = None
+    """rows to train on; default num_train_epochs passes (table 3: 116,722)"""
+    batch_size: int = 128
+    """rows per optimiser step over all devices (table 3)"""
+    micro_batch_size: int | None = None
+    """rows per device and forward/backward pass: memory only, never the result; default: what fits 80 GB, or 8"""
+    forward_batch_size: int = 32
+    """rows per device sampled at a time in the evaluation"""
+    learning_rate: float = 3e-6
+    """peak learning rate, cosine to 0 over the run (table 3)"""
+    adam_eps: float = 1e-5
+    """AdamW's epsilon (table 3)"""
+    weight_decay: float = 0.01
+    """AdamW's weight decay (torch's default, as in the paper's code)"""
+    max_grad_norm: float = 0.0
+    """gradient norm to clip at; 0: no clipping (paper)"""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
+
+    eval_every: int = 0
+    """updates between validation losses; 0: before the first update and after the last only"""
+    run_eval: bool = False
+    """after training, sample a summary for every validation and test post and write them with their ROUGE"""
+    response_length: int = 53
+    """tokens sampled at most (Detail 4)"""
+    eval_temperature: float = 0.01
+    """temperature of the evaluation samples (the paper's code)"""
+    save_every: int = 0
+    """updates between checkpoints for --resume; 0: none"""
+    keep_checkpoints: int = 2
+    """newest checkpoints kept"""
+    resume: bool = False
+    """continue the run in output_dir from its newest checkpoint"""
+    track: bool = False
+    """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+
+
+# ---- helpers: launch, arguments, run folder ------------------------------------------------------
+
+
+def fail(message: str):
+    """End the process with one clear message on standard error and exit code 1."""
+    raise SystemExit(f"error: {message}")
+
+
+def make_accelerator(mixed_precision: str | None) -> Accelerator:
+    """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    gloo = deepspeed and world > 1 and not torch.cuda.is_available()
+    accelerator = Accelerator(
+        mixed_precision=mixed_precision or ("bf16" if torch.cuda.is_available() else "no"),
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo else [],
+    )
+    if accelerator.num_processes != world:
+        fail(
+            f"the launcher started {world} processes but accelerate sees {accelerator.num_processes}: every one would "
+            "train alone. On a CPU launch with ACCELERATE_USE_CPU=true and torchrun --nproc_per_node N"
+        )
+    if deepspeed != (accelerator.distributed_type == DistributedType.DEEPSPEED):
+        fail(f"DeepSpeed was asked for but {accelerator.distributed_type} runs; on a CPU unset ACCELERATE_USE_CPU")
+    return accelerator
+
+
+def split_batch(batch_size: int, micro_batch_size: int | None, world: int, largest: int) -> int:
+    """Rows per device and forward pass: `micro_batch_size` if it splits the batch evenly (if not, an error that names
+    the nearest sizes that do), by default the largest such size up to `largest`."""
+    if batch_size % world:
+        near = sorted({max(1, batch_size // world) * world, (batch_size // world + 1) * world})
+        fail(f"--batch-size {batch_size} does not split over {world} processes; nearest: {' or '.join(map(str, near))}")
+    local = batch_size // world
+    fits = [size for size in range(1, local + 1) if local % size == 0]
+    if micro_batch_size is None:
+        return max(size for size in fits if size <= largest)
+    if micro_batch_size not in fits:
+        near = sorted(fits, key=lambda size: abs(size - micro_batch_size))[:2]
+        fail(
+            f"--micro-batch-size {micro_batch_size} does not divide the {local} rows of a device (--batch-size "
+            f"{batch_size} over {world} processes); nearest: {' or '.join(map(str, sorted(near)))}"
+        )
+    return micro_batch_size
+
+
+def model_name(model: str) -> str:
+    """The {model} of a run folder: the preset, or the last part of a path or Hub id."""
+    return model if model in PRESETS else Path(model.partition("@")[0]).name
+
+
+def open_run(args, accelerator: Accelerator) -> Path:
+    """Make the run folder and its args.json, or check that --resume continues the same run. Called once everything else
+    about the input is known to be good, so that a bad command leaves nothing behind."""
+    folder, settings = Path(args.output_dir), asdict(args)
+    saved = folder / "args.json"
+    if saved.exists() and not args.resume:
+        fail(f"{folder} already holds a run: choose another --output-dir, delete it, or continue it with --resume")
+    if saved.exists():
+        before = json.loads(saved.read_text())
+        changed = [k for k in settings if k not in FREE_ON_RESUME.split() and settings[k] != before.get(k)]
+        if changed:
+            lines = "\n".join(f"  {k}: {before.get(k)} -> {settings[k]}" for k in changed)
+            fail(f"--resume {folder} with other hyperparameters than the run began with:\n{lines}")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        saved.write_text(json.dumps(settings, indent=2) + "\n")
+    accelerator.wait_for_everyone()
+    return folder
+
+
+def save_checkpoint(accelerator: Accelerator, folder: Path, update: int, keep: int):
+    """Everything that --resume needs, under a name that only a complete checkpoint gets. Data order and sampling noise
+    are functions of (seed, update), so that weights and optimiser state are all the state there is."""
+    final = folder / "checkpoints" / f"update_{update:06d}"
+    partial = final.with_suffix(".tmp")
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(partial))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        os.replace(partial, final)
+        for old in sorted(final.parent.glob("update_??????"))[:-keep]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def load_checkpoint(accelerator: Accelerator, folder: Path) -> int:
+    """Load the newest complete checkpoint of the run; returns its update, 0 where there is none."""
+    found = sorted((folder / "checkpoints").glob("update_??????"))
+    if not found:
+        accelerator.print(f"--resume: no checkpoint in {folder}, starting from the beginning")
+        return 0
+    accelerator.print(f"--resume: continuing from {found[-1]}")
+    accelerator.load_state(str(found[-1]))
+    return int(found[-1].name.removeprefix("update_"))
+
+
+class MetricsLog:
+    """One line of metrics.jsonl per update, the same to TensorBoard and, with --track, to W&B; main process only. Lines
+    after `last_update` are cut off: a resumed run writes them again."""
+
+    def __init__(self, args, folder: Path, last_update: int):
+        self.path = folder / "metrics.jsonl"
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        keep = [line for line in lines if last_update and json.loads(line)["update"] <= last_update]
+        self.path.write_text("".join(keep))
+        self.tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=last_update + 1)
+        self.wandb = None
+        if args.track:
+            import wandb
+
+            name = f"{STAGE}__{model_name(args.model)}__{args.seed}"
+            self.wandb = wandb.init(name=name, config=asdict(args), dir=str(folder))
+
+    def write(self, update: int, metrics: dict):
+        metrics = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
+        with self.path.open("a") as file:
+            file.write(json.dumps({"update": update, **metrics}) + "\n")
+        for key, value in metrics.items():
+            self.tensorboard.add_scalar(key, value, update)
+        if self.wandb:
+            self.wandb.log(metrics, step=update)
+
+    def close(self):
+        self.tensorboard.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def write_csv(path: Path, rows: list[dict]):
+    """Write `rows` (equal keys) as one CSV file, beside first, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".tmp")
+    with partial.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(partial, path)
+
+
+class ProgressBar(Progress):
+    """A rich progress bar with the rate (updates or rows per second) and the time left; main process only."""
+
+    def __init__(self, accelerator: Accelerator, description: str, total: int, completed: int = 0):
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not accelerator.is_main_process,
+        )
+        self.task = self.add_task(description, total=total, completed=completed, rate="")
+
+    def step(self, count: int = 1):
+        self.update(self.task, advance=count)
+        speed = self.tasks[0].speed
+        self.update(self.task, rate=f"{speed:.2f}/s" if speed else "")
+
+
+# ---- helpers: data -------------------------------------------------------------------------------
+
+
+def checkpoint_folder(flag: str, path: str, hint: str = "") -> str:
+    """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
+    for folder in (Path(path) / "model", Path(path)):
+        if (folder / "config.json").exists():
+            return str(folder)
+    name, _, revision = path.partition("@")
+    if Path(path).exists() or name.count("/") > 1 or name.startswith((".", "/")):
+        fail(f"{flag} {path}: no checkpoint there (config.json is missing). {hint}")
+    try:
+        return snapshot_download(name, revision=revision or None, allow_patterns=["*.json", "*.safetensors", "*.txt"])
+    except Exception as error:
+        fail(f"{flag} {path}: no checkpoint folder and not reachable on the Hub ({type(error).__name__}). {hint}")
+
+
+def load_tokenizer(path: str):
+    """The tokenizer of a checkpoint folder, with `[PAD]` added (Detail 3: never EOS)."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        fail(f"{path}: no tokenizer found there ({type(error).__name__}: {str(error).splitlines()[0]})")
+    if tokenizer.eos_token_id is None:
+        fail(f"{path}: its tokenizer has no EOS token, so that no response could end")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
+    """The DatasetDict in a folder written by tldr_dataset.py, or of a Hub id[@revision]. An error names the flag, the
+    path and what is missing: splits, rows, columns, or the model's tokenizer."""
+    name, _, revision = path.partition("@")
+    try:
+        data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
+    except Exception as error:
+        fail(
+            f"{flag} {path}: neither a data set folder that can be read nor one on the Hub ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}). tldr_dataset.py makes one: python tldr_dataset.py --output-dir data/tldr"
+        )
+    if not isinstance(data, DatasetDict) or not {"train", "validation"} <= set(data):
+        fail(f"{flag} {path}: not a DatasetDict with the splits train and validation; make it with tldr_dataset.py")
+    for split in data:
+        missing = [column for column in columns if column not in data[split].column_names]
+        if missing:
+            fail(f"{flag} {path}: split {split} lacks the columns {missing}; it has {data[split].column_names}")
+        if len(data[split]) == 0:
+            fail(f"{flag} {path}: split {split} is empty")
+        for i in range(min(4, len(data[split]))):
+            stored = [token for token in data[split][i]["query_token"] if token != tokenizer.pad_token_id]
+            if stored != tokenizer(data[split][i]["query"], add_special_tokens=False).input_ids:
+                fail(
+                    f"{flag} {path}: split {split}, row {i}: query_token is not what the model's tokenizer makes of "
+                    f"query ([PAD] = {tokenizer.pad_token_id}): the data was tokenised with another tokenizer. Run "
+                    "tldr_dataset.py with --tokenizer set to this model"
+                )
+    return data.with_format("torch")
+
+
+def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
+    """Rows (stop - start,) at the positions start..stop-1 of an endless stream over n rows: each pass is a new shuffle
+    without replacement (Detail 21). A function of (seed, position) alone: every process can name every batch."""
+    passes = []
+    for epoch in range(start // n, (stop - 1) // n + 1):
+        shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        passes.append(shuffled[max(start - epoch * n, 0) : stop - epoch * n])
+    return torch.cat(passes)
+
+
+def trim(tokens: torch.Tensor, pad_id: int, side: Literal["left", "right"]) -> torch.Tensor:
+    """Cut the columns that are padding in every row: (b, T) -> (b, longest row)."""
+    columns = (tokens != pad_id).any(0).nonzero().flatten()
+    if len(columns) == 0:
+        return tokens[:, :0]
+    return tokens[:, columns[0] :] if side == "left" else tokens[:, : columns[-1] + 1]
+
+
+def micro_batches(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Groups of `size` rows of similar length: less padding, the same batch. lengths (b,) -> row indices."""
+    return list(torch.argsort(lengths, descending=True, stable=True).split(size))
+
+
+# ---- helpers: model ------------------------------------------------------------------------------
+
+
+def position_ids(mask: torch.Tensor) -> torch.Tensor:
+    """Positions that count real tokens only, whatever the padding (Detail 14): mask (b, T) -> (b, T)."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def without_dropout(config):
+    """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
+    for field, value in config.to_dict().items():
+        if "drop" in field and isinstance(value, (int, float)):
+            setattr(config, field, 0.0)
+    return config
+
+
+def load_policy(path: str, tokenizer):
+    """A causal language model in float32, without dropout, whose embeddings hold every id of the tokenizer."""
+    config = without_dropout(AutoConfig.from_pretrained(path))
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32, attn_implementation="sdpa")
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer) - 1:
+        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
+    if rows < len(tokenizer):  # no room for [PAD]
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    return model
+
+
+def save_model(accelerator: Accelerator, model, tokenizer, folder: Path):
+    """Write a plain transformers checkpoint and its tokenizer, beside first, then renamed."""
+    state = accelerator.get_state_dict(model)  # on every rank: ZeRO-3 gathers
+    if accelerator.is_main_process:
+        partial = folder.with_suffix(".tmp")
+        shutil.rmtree(partial, ignore_errors=True)
+        accelerator.unwrap_model(model).save_pretrained(partial, state_dict=state)
+        tokenizer.save_pretrained(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    accelerator.wait_for_everyone()
+
+
+def print_table(title: str, rows: list[dict]):
+    """Print rows (equal keys) as a table."""
+    table = Table(*rows[0], title=title)
+    for row in rows:
+        table.add_row(*(f"{value:.4f}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=160).print(table)
+
+
+@contextmanager
+def accumulate(accelerator: Accelerator, model, last: bool):
+    """Around the forward and backward pass of one micro-batch: gradients are exchanged after the last one only."""
+    accelerator.sync_gradients = last
+    with nullcontext() if last else accelerator.no_sync(model):
+        yield
+
+
+def prepare(accelerator: Accelerator, model, args):
+    """Model and AdamW as the launcher asked for them (plain, DDP, DeepSpeed)."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    fused = accelerator.device.type == "cuda"
+    optimizer = torch.optim.AdamW(
+        parameters, lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=fused
+    )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # what it would else default to or take from a loader
+        settings = {"train_micro_batch_size_per_gpu": args.micro_batch_size, "gradient_clipping": args.max_grad_norm}
+        accelerator.state.deepspeed_plugin.deepspeed_config.update(settings | {"gradient_accumulation_steps": 1})
+    return accelerator.prepare(model, optimizer)
+
+
+def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:
+    """One step from the gradients summed so far; returns their global norm before clipping, an error if not finite."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # its backward has stepped already
+        norm = float(model.get_global_grad_norm())
+    else:
+        norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf")))
+    if not isfinite(norm):
+        fail(f"{where}: the gradient norm is {norm}; nothing of this update was saved")
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+# ---- helpers: sampling ---------------------------------------------------------------------------
+
+
+def noise_keys(seed: int, update: int, rows: list[int]) -> torch.Tensor:
+    """Two 32-bit keys (b, 2) per row, a hash of (seed, update, row)."""
+    digests = [hashlib.blake2b(f"{seed} {update} {row}".encode(), digest_size=8).digest() for row in rows]
+    return torch.tensor([struct.unpack("<ii", digest) for digest in digests], dtype=torch.int32).reshape(-1, 2)
+
+
+def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Tensor:
+    """Gumbel(0, 1) noise (b, V) that depends on (key, position, token) alone, not on batch, device or rank: a 32-bit
+    integer hash (int32 products wrap), read as a uniform with 32 bits near 0, where the largest noise comes from."""
+
+    def mix(x, key):
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+            x = (x ^ ((x >> shift) & (2 ** (32 - shift) - 1))) * factor ^ key
+        return x ^ ((x >> 16) & 0xFFFF)
+
+    step = torch.tensor(position, dtype=torch.int32, device=keys.device)
+    key = [mix(keys[:, i, None] + step * 0x3C6EF35F, keys[:, 1 - i, None]) for i in (0, 1)]  # 2 x (b, 1)
+    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
+    bits = mix(token * (0x9E3779B9 - 2**32) + key[0], key[1])  # (b, V)
+    uniform = (torch.where(bits < 0, bits + 2.0**32, bits.float()) + 0.5) / 2**32
+    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
+
+
+class GumbelMax(LogitsProcessor):
+    """Turns generate()'s arg max into a sample from softmax(logits / temperature): arg max of scaled logits plus keyed
+    Gumbel noise. `banned` (V,) marks ids that are never sampled: [PAD] and ids beyond the tokenizer."""
+
+    def __init__(self, keys: torch.Tensor, query_width: int, temperature: float, banned: torch.Tensor):
+        self.keys, self.query_width, self.temperature, self.banned = keys, query_width, temperature, banned
+
+    def __call__(self, input_ids, scores):
+        noise = gumbel_noise(self.keys, input_ids.shape[1] - self.query_width, scores.shape[1])
+        return (scores / (self.temperature + 1e-7) + noise).masked_fill(self.banned, -torch.inf)
+
+
+def banned_ids(model, tokenizer) -> torch.Tensor:
+    """(V,) bool: [PAD] and the ids beyond the tokenizer, which no sample may hold."""
+    ids = torch.arange(model.get_input_embeddings().num_embeddings)
+    return (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer))
+
+
+@torch.no_grad()
+def generate(model, queries, tokenizer, response_length: int, temperature: float, keys: torch.Tensor) -> torch.Tensor:
+    """Sample responses (b, response_length) to left-padded queries (b, Q); a row that reached EOS is filled with [PAD],
+    which equals sampling on and truncating after the first EOS (Detail 23)."""
+    pad_id, device = tokenizer.pad_token_id, queries.device
+    queries = trim(queries, pad_id, "left")
+    sampler = GumbelMax(keys.to(device), queries.shape[1], temperature, banned_ids(model, tokenizer).to(device))
+    config = GenerationConfig(
+        max_new_tokens=response_length, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=pad_id
+    )
+    was_training = model.training
+    model.eval()  # in train mode, gradient checkpointing would switch the cache off
+    tokens = model.generate(
+        queries, attention_mask=(queries != pad_id).long(), generation_config=config, logits_processor=[sampler]
+    )
+    model.train(was_training)
+    responses = tokens[:, queries.shape[1] :]
+    return F.pad(responses, (0, response_length - responses.shape[1]), value=pad_id)
+
+
+def sample_split(accelerator: Accelerator, model, data, tokenizer, args, name: str) -> list[dict]:
+    """Sampled summaries of every row of a split, in order, with their ROUGE; rows are spread over the processes. A row
+    is a dict of id, query, response, reference, response_tokens, has_eos, rouge1, rouge2, rougeL."""
+    model, rows = accelerator.unwrap_model(model), []
+    rouge = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+    mine = list(range(accelerator.process_index, len(data), accelerator.num_processes))
+    with ProgressBar(accelerator, f"sampling {name}", len(mine)) as bar:
+        for start in range(0, len(mine), args.forward_batch_size):
+            index = mine[start : start + args.forward_batch_size]
+            batch = data[index]
+            with accelerator.autocast():
+                keys = noise_keys(args.seed, 0, index)
+                queries = batch["query_token"].to(accelerator.device)
+                responses = generate(model, queries, tokenizer, args.response_length, args.eval_temperature, keys)
+            for i, tokens in enumerate(responses.tolist()):
+                text = tokenizer.decode(tokens, skip_special_tokens=True)
+                reference = batch["reference_response"][i].removesuffix(tokenizer.eos_token)
+                row = {
+                    "id": batch["id"][i],
+                    "query": batch["query"][i],
+                    "response": text,
+                    "reference": reference,
+                    "response_tokens": sum(token != tokenizer.pad_token_id for token in tokens),
+                    "has_eos": tokenizer.eos_token_id in tokens,
+                }
+                scores = {metric: score.fmeasure for metric, score in rouge.score(reference, text).items()}
+                rows.append((index[i], row | scores))
+            bar.step(len(index))
+    return [row for _, row in sorted(gather_object(rows), key=lambda pair: pair[0])]
+
+
+def sample_summary(rows: list[dict]) -> dict:
+    """Means over sampled rows: ROUGE, length in tokens (EOS counted), share that ended with EOS."""
+    metrics = ("rouge1", "rouge2", "rougeL", "response_tokens", "has_eos")
+    return {metric: sum(float(row[metric]) for row in rows) / len(rows) for metric in metrics}
+
+
+# ---- helpers: this stage -------------------------------------------------------------------------
+
+
+def cosine_learning_rate(update: int, num_updates: int, peak: float) -> float:
+    """Cosine from `peak` at update 1 to 0 after the last of `num_updates` (tables 3, 4 and 6)."""
+    return peak * 0.5 * (1 + cos(pi * (update - 1) / num_updates))
+
+
+def sft_loss(logits: torch.Tensor, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Sum over the tokens marked in `target` of -log p(token | tokens before it). logits (b, T, V), tokens (b, T),
+    target (b, T) bool; a row's first token has nothing before it and never counts."""
+    labels = F.pad(tokens.masked_fill(~target, -100)[:, 1:], (0, 1), value=-100)  # not logits[:, :-1]: that would copy
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def target_mask(batch: dict, loss_on: str, pad_id: int) -> torch.Tensor:
+    """(b, T) bool: the tokens that the loss counts. Padding never is one, EOS is (Detail 3)."""
+    column = "query_reference_response_token" + ("_response_label" if loss_on == "response" else "")
+    return batch[column] != pad_id
+
+
+def loss_and_count(model, batch: dict, loss_on: str, pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed loss and number of targets of one micro-batch, cut to its longest row."""
+    tokens = trim(batch["query_reference_response_token"], pad_id, "right").to(device)  # (b, T)
+    target = target_mask(batch, loss_on, pad_id)[:, : tokens.shape[1]].to(device)
+    mask = tokens != pad_id
+    logits = model(tokens, attention_mask=mask.long(), position_ids=position_ids(mask), use_cache=False).logits
+    return sft_loss(logits, tokens, target), target[:, 1:].sum()
+
+
+@torch.no_grad()
+def validation_loss(accelerator: Accelerator, model, data, args, pad_id: int) -> float:
+    """Mean loss per target token of a whole split (nats)."""
+    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    mine = range(accelerator.process_index, len(data), accelerator.num_processes)
+    for start in range(0, len(mine), args.micro_batch_size):
+        batch = data[list(mine[start : start + args.micro_batch_size])]
+        sums += torch.stack(loss_and_count(model, batch, args.loss_on, pad_id, accelerator.device)).double()
+    loss, targets = accelerator.reduce(sums, "sum").tolist()
+    return loss / targets
+
+
+def main(args: Args):
+    # ---- setup -----------------------------------------------------------------------------------
+    accelerator = make_accelerator(args.mixed_precision)
+    set_seed(args.seed)
+    base, largest = PRESETS.get(args.model, (args.model, 8))
+    world = accelerator.num_processes
+    args.micro_batch_size = split_batch(args.batch_size, args.micro_batch_size, world, largest)
+    args.output_dir = args.output_dir or f"runs/{STAGE}/{model_name(args.model)}/{args.seed}"
+    args.dataset = args.dataset or ("data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET)
+
+    # ---- data and model --------------------------------------------------------------------------
+    base = checkpoint_folder("--model", base)
+    tokenizer = load_tokenizer(base)
+    pad_id = tokenizer.pad_token_id
+    data = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
+    train = data["train"]
+    args.total_episodes = args.total_episodes or int(args.num_train_epochs * len(train))
+    num_updates = args.total_episodes // args.batch_size
+    if num_updates == 0:
+        fail(f"{args.total_episodes} episodes are less than one batch (--batch-size {args.batch_size})")
+    policy = load_policy(base, tokenizer)
+    folder = open_run(args, accelerator)
+    model, optimizer = prepare(accelerator, policy, args)
+    first = load_checkpoint(accelerator, folder) if args.resume else 0
+    log = MetricsLog(args, folder, first) if accelerator.is_main_process else None
+    accelerator.print(
+        f"{STAGE}: {base}, {sum(p.numel() for p in policy.parameters()):,} parameters, {len(train):,} train rows, "
+        f"{num_updates:,} updates of {args.batch_size} ({args.total_episodes % args.batch_size} rows left over), "
+        f"{world} process(es) x {args.micro_batch_size} rows, {accelerator.device}, {accelerator.mixed_precision}"
+    )
+
+    # ---- train -----------------------------------------------------------------------------------
+    per_rank = args.batch_size // world
+    begin = time.time()
+    if first == 0:
+        loss = validation_loss(accelerator, model, data["validation"], args, pad_id)
+        accelerator.print(f"validation loss before training {loss:.4f}")
+        if log:
+            log.write(0, {"eval/loss": loss})
+    with ProgressBar(accelerator, STAGE, num_updates, first) as bar:
+        for update in range(first + 1, num_updates + 1):
+            start = time.time()
+            order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
+            batch = train[order[accelerator.process_index * per_rank :][:per_rank].tolist()]
+            rows = batch["query_reference_response_token"]
+            lengths = (rows != pad_id).sum(1)  # (b,)
+
+            # the loss of the whole batch is a sum over its targets divided by their global number
+            targets = accelerator.reduce(
+                target_mask(batch, args.loss_on, pad_id)[:, 1:].sum().to(accelerator.device), "sum"
+            )
+            loss_sum = torch.zeros((), device=accelerator.device)
+            groups = micro_batches(lengths, args.micro_batch_size)
+            for i, index in enumerate(groups):
+                with accumulate(accelerator, model, last=i == len(groups) - 1):
+                    micro_batch = {column: batch[column][index] for column in TOKEN_COLUMNS}
+                    loss, _ = loss_and_count(model, micro_batch, args.loss_on, pad_id, accelerator.device)
+                    accelerator.backward(loss * world / targets)  # x world: DDP and DeepSpeed average over devices
+                loss_sum += loss.detach()
+            learning_rate = cosine_learning_rate(update, num_updates, args.learning_rate)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
+
+            # ---- log, checkpoint -----------------------------------------------------------------
+            tokens = accelerator.reduce(lengths.sum().to(accelerator.device), "sum")
+            metrics = {
+                "loss/train": accelerator.reduce(loss_sum, "sum") / targets,
+                "grad_norm": grad_norm,
+                "learning_rate": learning_rate,
+                "episode": update * args.batch_size,
+                "tokens/batch": tokens,
+            }
+            if update == num_updates or (args.eval_every and update % args.eval_every == 0):
+                metrics["eval/loss"] = validation_loss(accelerator, model, data["validation"], args, pad_id)
+            metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
+            if log:
+                log.write(update, metrics)
+            bar.step()
+            if update % max(1, num_updates // 10) == 0:
+                accelerator.print(
+                    f"update {update}/{num_updates}  loss {metrics['loss/train']:.4f}  grad norm {grad_norm:.3f}"
+                )
+            if args.save_every and update % args.save_every == 0:
+                save_checkpoint(accelerator, folder, update, args.keep_checkpoints)
+
+    # ---- save, evaluate --------------------------------------------------------------------------
+    save_model(accelerator, model, tokenizer, folder / "model")
+    if "eval/loss" in metrics:
+        accelerator.print(f"validation loss after training {metrics['eval/loss']:.4f}")
+    if args.run_eval:
+        table = []
+        for split in [split for split in ("validation", "test") if split in data]:
+            rows = sample_split(accelerator, model, data[split], tokenizer, args, split)
+            table.append({"split": split, "rows": len(rows)} | sample_summary(rows))
+            if accelerator.is_main_process:
+                write_csv(folder / "eval" / f"samples_{split}.csv", rows)
+        if accelerator.is_main_process:
+            write_csv(folder / "eval" / "rouge.csv", table)
+            print_table("samples", table)
+    if log:
+        log.close()
+    accelerator.print(f"done in {time.time() - begin:.0f} s: {folder}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

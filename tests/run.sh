@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Lint and all tests, from a fresh clone or not:  bash tests/run.sh [arguments for pytest, such as -k name]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+source quickstart/setup.sh tests/requirements.txt
+# one thread a process: the tests run two at a time, and some of them start processes of their own
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=offline
+
+ruff check .
+ruff format --check .
+python -m pytest -n 2 tests "$@"
