@@ -6,8 +6,8 @@ N processes:    torchrun --nproc_per_node 8 dpo.py --model 1b --seed 44413 --run
 Paper scale:    accelerate launch --multi_gpu --num_processes 8 dpo.py --model 6.9b --seed 44413 --run-eval
 
 Starts from the SFT model of the same name and seed, which stays as the reference. The run folder (default
-runs/dpo/{model}/{seed}) holds model/ (a plain transformers checkpoint), metrics.jsonl, args.json, TensorBoard files, eval/
-(samples, ROUGE, table 5 for the implicit reward) and, with --save-every, checkpoints/.
+runs/dpo/{model}/{seed}) holds model/ (a plain transformers checkpoint), metrics.jsonl, args.json, TensorBoard files,
+eval/ (samples, ROUGE, table 5 for the implicit reward) and, with --save-every, checkpoints/.
 
 Deviations from the paper and its code, each on purpose:
 - a pair is one row `query + chosen + rejected` in which `rejected` does not see `chosen` and its positions restart
@@ -441,13 +441,12 @@ def load_policy(path: str, tokenizer):
     return model
 
 
-def save_model(accelerator: Accelerator, model, tokenizer, folder: Path):
-    """Write a plain transformers checkpoint and its tokenizer, beside first, then renamed."""
-    state = accelerator.get_state_dict(model)  # on every rank: ZeRO-3 gathers
+def save_model(accelerator: Accelerator, model, state: dict, tokenizer, folder: Path):
+    """Write a transformers checkpoint with the weights in `state` and its tokenizer, beside first, then renamed."""
     if accelerator.is_main_process:
         partial = folder.with_suffix(".tmp")
         shutil.rmtree(partial, ignore_errors=True)
-        accelerator.unwrap_model(model).save_pretrained(partial, state_dict=state)
+        model.save_pretrained(partial, state_dict=state)
         tokenizer.save_pretrained(partial)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
@@ -636,8 +635,8 @@ def dpo_loss(
 
 
 def pair_logprobs(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed log-probabilities (b,) of the chosen and of the rejected response, EOS included, from one forward pass over
-    rows that share the query; `pairs` as made by pair_rows."""
+    """Summed log-probabilities (b,) of the chosen and of the rejected response, EOS included, from one forward pass
+    over rows that share the query; `pairs` as made by pair_rows."""
     query, chosen, rejected = pairs["query"], pairs["chosen"], pairs["rejected"]
     (b, c), r = chosen.shape, rejected.shape[1]
     tokens, mask, positions = pair_inputs(query, chosen, rejected, pad_id)
@@ -666,8 +665,8 @@ def both_logprobs(accelerator: Accelerator, model, ref_model, batch: dict, pad_i
 
 @torch.no_grad()
 def evaluate_implicit(accelerator: Accelerator, model, ref_model, data, args, pad_id: int, name: str) -> list[dict]:
-    """Both implicit rewards (equation 5) of every pair of a split, in order, with the pair's batch, split, confidence and
-    policies: the columns of the reward model's table (Detail 19)."""
+    """Both implicit rewards (equation 5) of every pair of a split, in order, with the pair's batch, split, confidence
+    and policies: the columns of the reward model's table (Detail 19)."""
     found = []
     mine = list(range(accelerator.process_index, len(data), accelerator.num_processes))
     with ProgressBar(accelerator, f"implicit rewards of {name}", len(mine)) as bar:
@@ -784,7 +783,8 @@ def main(args: Args):
                 save_checkpoint(accelerator, folder, update, args.keep_checkpoints)
 
     # ---- save, evaluate --------------------------------------------------------------------------
-    save_model(accelerator, model, tokenizer, folder / "model")
+    state = accelerator.get_state_dict(model)  # on every rank: ZeRO-3 gathers
+    save_model(accelerator, accelerator.unwrap_model(model), state, tokenizer, folder / "model")
     if args.run_eval:
         accuracies, rouge = [], []
         for split in [split for split in data if split != "train"]:

@@ -484,15 +484,12 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
     return RewardModel(model)
 
 
-def save_reward_model(accelerator: Accelerator, model, tokenizer, folder: Path, shift: float = 0.0):
-    """Write a reward or value model as a sequence classification checkpoint with its tokenizer, beside first, then
-    renamed; `shift` is added to the head's bias."""
-    state = {key.removeprefix("model."): value for key, value in accelerator.get_state_dict(model).items()}
-    state["score.bias"] = state["score.bias"] + shift
+def save_model(accelerator: Accelerator, model, state: dict, tokenizer, folder: Path):
+    """Write a transformers checkpoint with the weights in `state` and its tokenizer, beside first, then renamed."""
     if accelerator.is_main_process:
         partial = folder.with_suffix(".tmp")
         shutil.rmtree(partial, ignore_errors=True)
-        accelerator.unwrap_model(model).model.save_pretrained(partial, state_dict=state)
+        model.save_pretrained(partial, state_dict=state)
         tokenizer.save_pretrained(partial)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
@@ -738,7 +735,9 @@ def main(args: Args):
 
     # ---- centre (Detail 15), save, look again ----------------------------------------------------
     rewards = reference_rewards(accelerator, model, references, args, pad_id, left=False, limit=len(references))
-    save_reward_model(accelerator, model, tokenizer, folder / "model", shift=-rewards.mean().item())
+    state = {key.removeprefix("model."): value for key, value in accelerator.get_state_dict(model).items()}
+    state["score.bias"] = state["score.bias"] - rewards.mean().item()
+    save_model(accelerator, accelerator.unwrap_model(model).model, state, tokenizer, folder / "model")
     model = load_reward_model(str(folder / "model"), tokenizer).to(accelerator.device).eval()
     centred = reference_rewards(accelerator, model, references, args, pad_id, left=False, limit=len(references))
     limit = min(256, len(references))  # Detail 14 on a sample

@@ -384,13 +384,12 @@ def load_policy(path: str, tokenizer):
     return model
 
 
-def save_model(accelerator: Accelerator, model, tokenizer, folder: Path):
-    """Write a plain transformers checkpoint and its tokenizer, beside first, then renamed."""
-    state = accelerator.get_state_dict(model)  # on every rank: ZeRO-3 gathers
+def save_model(accelerator: Accelerator, model, state: dict, tokenizer, folder: Path):
+    """Write a transformers checkpoint with the weights in `state` and its tokenizer, beside first, then renamed."""
     if accelerator.is_main_process:
         partial = folder.with_suffix(".tmp")
         shutil.rmtree(partial, ignore_errors=True)
-        accelerator.unwrap_model(model).save_pretrained(partial, state_dict=state)
+        model.save_pretrained(partial, state_dict=state)
         tokenizer.save_pretrained(partial)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
@@ -669,7 +668,8 @@ def main(args: Args):
                 save_checkpoint(accelerator, folder, update, args.keep_checkpoints)
 
     # ---- save, evaluate --------------------------------------------------------------------------
-    save_model(accelerator, model, tokenizer, folder / "model")
+    state = accelerator.get_state_dict(model)  # on every rank: ZeRO-3 gathers
+    save_model(accelerator, accelerator.unwrap_model(model), state, tokenizer, folder / "model")
     if "eval/loss" in metrics:
         accelerator.print(f"validation loss after training {metrics['eval/loss']:.4f}")
     if args.run_eval:

@@ -116,6 +116,20 @@ def arguments(folder: Path, **changes) -> Args:
     return Args(**{name: str(path) for name, path in paths.items()}, **changes)
 
 
+def test_the_limits_are_the_papers():
+    limits = {field: value for field, value in vars(Args()).items() if field.startswith("max_")}
+    assert limits == {
+        "max_query_length": 512,
+        "max_query_length_cnndm": 1919,
+        "max_sft_response_length": 53,
+        "max_sft_query_response_length": 562,
+        "max_rm_response_length": 169,
+        "max_rm_query_response_length": 638,
+        "max_rm_response_length_cnndm": 155,
+        "max_rm_query_response_length_cnndm": 2021,
+    }
+
+
 # ---- Detail 2: queries -----------------------------------------------------------------------------
 
 

@@ -1,0 +1,1026 @@
+"""PPO against a reward model: the last stage of "The N+ Implementation Details of RLHF with PPO" (section 7, Details 20
+to 25, table 7).
+
+One process:    python ppo.py --model nano-xs --batch-size 64 --total-episodes 3840 --learning-rate 1e-3 --run-eval
+N processes:    torchrun --nproc_per_node 8 ppo.py --model 1b --seed 44413 --run-eval
+Paper scale:    accelerate launch --multi_gpu --num_processes 8 ppo.py --model 6.9b --seed 44413 --run-eval
+
+Starts from the SFT model (policy and reference) and the reward model (reward and value) of the same name and seed. The
+run folder (default runs/ppo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), value_model/,
+metrics.jsonl, args.json, TensorBoard files, eval/ (samples with scores and ROUGE) and, with --save-every, checkpoints/.
+
+Deviations from the paper and its code, each on purpose:
+- the score is added one position past EOS, as in the authors' and OpenAI's code; the text of figure 9 says at EOS.
+- whitening and loss means are over the whole batch; the authors' code takes them per device and micro-batch, so that
+  their objective changes with the hardware. The policy loss is divided by the number of response tokens (through EOS),
+  the value loss by that of value positions (through one past EOS).
+- sampling is Gumbel-max with noise keyed by (seed, update, episode, position); a row stops at its EOS, which equals
+  sampling on and truncating. [PAD] and ids beyond the tokenizer have probability 0 in sampling and in every
+  log-probability.
+- validation samples are drawn at temperature 0.01, as in the authors' code.
+"""
+
+import csv
+import hashlib
+import json
+import os
+import shutil
+import struct
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+import tyro
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import DistributedType, gather_object, set_seed
+from datasets import DatasetDict, load_dataset, load_from_disk
+from huggingface_hub import snapshot_download
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rouge_score.rouge_scorer import RougeScorer
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessor,
+)
+
+STAGE = "ppo"
+# preset: (Hub id, micro-batch size in episodes that fits one 80 GB device)
+PRESETS = {
+    "1b": ("EleutherAI/pythia-1b-deduped", 16),
+    "2.8b": ("EleutherAI/pythia-2.8b-deduped", 8),
+    "6.9b": ("EleutherAI/pythia-6.9b-deduped", 2),
+}
+DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+COLUMNS = ["id", "query", "query_token", "reference_response", "reference_response_token"]
+# what may differ between a run and its --resume: nothing that changes a number
+FREE_ON_RESUME = "micro_batch_size forward_batch_size save_every keep_checkpoints resume track"
+
+
+@dataclass
+class Args:
+    model: str = "1b"
+    """name of the run: 1b, 2.8b, 6.9b or any other; the weights come from the two paths below"""
+    seed: int = 44413
+    """seed of the query order and the sampling noise (paper: 44413, 55513, 66613, 77713)"""
+    sft_model_path: str | None = None
+    """policy and reference: run folder, checkpoint folder or Hub id[@revision]; default runs/sft/{model}/{seed}"""
+    reward_model_paths: list[str] | None = None
+    """one or more reward models, the first of which also starts the value model; default runs/reward/{model}/{seed}"""
+    reward_combination: Literal["mean", "wco", "uwo"] = "mean"
+    """how several rewards become one score: mean, worst case, or mean minus uwo_lambda times variance"""
+    uwo_lambda: float | None = None
+    """weight of the variance in uwo; has no default"""
+    dataset: str | None = None
+    """SFT data, whose posts are the queries: folder or Hub id[@revision]; default data/tldr/sft if it exists, else the
+    published set"""
+    output_dir: str | None = None
+    """run folder; default runs/ppo/{model}/{seed}"""
+
+    total_episodes: int = 1_000_000
+    """responses sampled in all (table 7)"""
+    batch_size: int = 512
+    """episodes per update over all devices (table 7)"""
+    micro_batch_size: int | None = None
+    """episodes per device and forward/backward pass: memory only, never the result; default: what fits 80 GB, or 8"""
+    forward_batch_size: int = 32
+    """episodes per device in passes without gradient (sampling, scoring)"""
+    num_ppo_epochs: int = 4
+    """passes over the batch per update (table 7, K)"""
+    num_mini_batches: int = 1
+    """optimiser steps per pass (table 7, N_mb)"""
+    learning_rate: float = 3e-6
+    """learning rate of the first update, falling linearly to 1/updates of it at the last (table 7)"""
+    adam_eps: float = 1e-5
+    """AdamW's epsilon (table 7)"""
+    weight_decay: float = 0.01
+    """AdamW's weight decay (torch's default, as in the paper's code)"""
+    max_grad_norm: float = 0.0
+    """gradient norm to clip at; 0: no clipping (paper)"""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
+
+    response_length: int = 53
+    """tokens sampled at most (Detail 23)"""
+    temperature: float = 0.7
+    """sampling temperature; every log-probability is taken at it (table 7)"""
+    penalty_reward_value: float = -1.0
+    """score of a response without EOS (Detail 23)"""
+    kl_coef: float = 0.05
+    """beta, the weight of the KL penalty in the reward (table 7)"""
+    whiten_rewards: bool = False
+    """scale token rewards to unit variance, keeping their mean (Detail 24)"""
+    gamma: float = 1.0
+    """discount factor (table 7)"""
+    lam: float = 0.95
+    """lambda of generalised advantage estimation (table 7)"""
+    cliprange: float = 0.2
+    """clipping of the policy ratio (table 7)"""
+    cliprange_value: float = 0.2
+    """clipping of the value around its old value (table 7)"""
+    vf_coef: float = 0.1
+    """weight of the value loss (table 7, c_1)"""
+
+    sample_every: int = 50
+    """updates between printed tables of samples; 0: none"""
+    eval_every: int = 0
+    """updates between validation scores on a fixed batch; 0: after the last update only"""
+    eval_rows: int = 64
+    """validation posts in that batch"""
+    run_eval: bool = False
+    """after training, sample and score a summary for every validation post, and score the references"""
+    eval_temperature: float = 0.01
+    """temperature of the evaluation samples (the paper's code)"""
+    save_every: int = 0
+    """updates between checkpoints for --resume; 0: none"""
+    keep_checkpoints: int = 2
+    """newest checkpoints kept"""
+    resume: bool = False
+    """continue the run in output_dir from its newest checkpoint"""
+    track: bool = False
+    """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+
+
+# ---- helpers: launch, arguments, run folder ------------------------------------------------------
+
+
+def fail(message: str):
+    """End the process with one clear message on standard error and exit code 1."""
+    raise SystemExit(f"error: {message}")
+
+
+def make_accelerator(mixed_precision: str | None) -> Accelerator:
+    """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    gloo = deepspeed and world > 1 and not torch.cuda.is_available()
+    accelerator = Accelerator(
+        mixed_precision=mixed_precision or ("bf16" if torch.cuda.is_available() else "no"),
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo else [],
+    )
+    if accelerator.num_processes != world:
+        fail(
+            f"the launcher started {world} processes but accelerate sees {accelerator.num_processes}: every one would "
+            "train alone. On a CPU launch with ACCELERATE_USE_CPU=true and torchrun --nproc_per_node N"
+        )
+    if deepspeed != (accelerator.distributed_type == DistributedType.DEEPSPEED):
+        fail(f"DeepSpeed was asked for but {accelerator.distributed_type} runs; on a CPU unset ACCELERATE_USE_CPU")
+    return accelerator
+
+
+def split_batch(batch_size: int, micro_batch_size: int | None, world: int, largest: int) -> int:
+    """Rows per device and forward pass: `micro_batch_size` if it splits the batch evenly (if not, an error that names
+    the nearest sizes that do), by default the largest such size up to `largest`."""
+    if batch_size % world:
+        near = sorted({max(1, batch_size // world) * world, (batch_size // world + 1) * world})
+        fail(f"--batch-size {batch_size} does not split over {world} processes; nearest: {' or '.join(map(str, near))}")
+    local = batch_size // world
+    fits = [size for size in range(1, local + 1) if local % size == 0]
+    if micro_batch_size is None:
+        return max(size for size in fits if size <= largest)
+    if micro_batch_size not in fits:
+        near = sorted(fits, key=lambda size: abs(size - micro_batch_size))[:2]
+        fail(
+            f"--micro-batch-size {micro_batch_size} does not divide the {local} rows of a device (--batch-size "
+            f"{batch_size} over {world} processes); nearest: {' or '.join(map(str, sorted(near)))}"
+        )
+    return micro_batch_size
+
+
+def model_name(model: str) -> str:
+    """The {model} of a run folder: the preset, or the last part of a path or Hub id."""
+    return model if model in PRESETS else Path(model.partition("@")[0]).name
+
+
+def open_run(args, accelerator: Accelerator) -> Path:
+    """Make the run folder and its args.json, or check that --resume continues the same run. Called once everything else
+    about the input is known to be good, so that a bad command leaves nothing behind."""
+    folder, settings = Path(args.output_dir), asdict(args)
+    saved = folder / "args.json"
+    if saved.exists() and not args.resume:
+        fail(f"{folder} already holds a run: choose another --output-dir, delete it, or continue it with --resume")
+    if saved.exists():
+        before = json.loads(saved.read_text())
+        changed = [k for k in settings if k not in FREE_ON_RESUME.split() and settings[k] != before.get(k)]
+        if changed:
+            lines = "\n".join(f"  {k}: {before.get(k)} -> {settings[k]}" for k in changed)
+            fail(f"--resume {folder} with other hyperparameters than the run began with:\n{lines}")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        saved.write_text(json.dumps(settings, indent=2) + "\n")
+    accelerator.wait_for_everyone()
+    return folder
+
+
+def save_checkpoint(accelerator: Accelerator, folder: Path, update: int, keep: int):
+    """Everything that --resume needs, under a name that only a complete checkpoint gets. Data order and sampling noise
+    are functions of (seed, update), so that weights and optimiser state are all the state there is."""
+    final = folder / "checkpoints" / f"update_{update:06d}"
+    partial = final.with_suffix(".tmp")
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(partial))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        os.replace(partial, final)
+        for old in sorted(final.parent.glob("update_??????"))[:-keep]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def load_checkpoint(accelerator: Accelerator, folder: Path) -> int:
+    """Load the newest complete checkpoint of the run; returns its update, 0 where there is none."""
+    found = sorted((folder / "checkpoints").glob("update_??????"))
+    if not found:
+        accelerator.print(f"--resume: no checkpoint in {folder}, starting from the beginning")
+        return 0
+    accelerator.print(f"--resume: continuing from {found[-1]}")
+    accelerator.load_state(str(found[-1]))
+    return int(found[-1].name.removeprefix("update_"))
+
+
+class MetricsLog:
+    """One line of metrics.jsonl per update, the same to TensorBoard and, with --track, to W&B; main process only. Lines
+    after `last_update` are cut off: a resumed run writes them again."""
+
+    def __init__(self, args, folder: Path, last_update: int):
+        self.path = folder / "metrics.jsonl"
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        keep = [line for line in lines if last_update and json.loads(line)["update"] <= last_update]
+        self.path.write_text("".join(keep))
+        self.tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=last_update + 1)
+        self.wandb = None
+        if args.track:
+            import wandb
+
+            name = f"{STAGE}__{model_name(args.model)}__{args.seed}"
+            self.wandb = wandb.init(name=name, config=asdict(args), dir=str(folder))
+
+    def write(self, update: int, metrics: dict):
+        metrics = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
+        with self.path.open("a") as file:
+            file.write(json.dumps({"update": update, **metrics}) + "\n")
+        for key, value in metrics.items():
+            self.tensorboard.add_scalar(key, value, update)
+        if self.wandb:
+            self.wandb.log(metrics, step=update)
+
+    def close(self):
+        self.tensorboard.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def write_csv(path: Path, rows: list[dict]):
+    """Write `rows` (equal keys) as one CSV file, beside first, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".tmp")
+    with partial.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(partial, path)
+
+
+def print_table(title: str, rows: list[dict]):
+    """Print rows (equal keys) as a table."""
+    table = Table(*rows[0], title=title)
+    for row in rows:
+        table.add_row(*(f"{value:.4f}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=160).print(table)
+
+
+class ProgressBar(Progress):
+    """A rich progress bar with the rate (updates or rows per second) and the time left; main process only."""
+
+    def __init__(self, accelerator: Accelerator, description: str, total: int, completed: int = 0):
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not accelerator.is_main_process,
+        )
+        self.task = self.add_task(description, total=total, completed=completed, rate="")
+
+    def step(self, count: int = 1):
+        self.update(self.task, advance=count)
+        speed = self.tasks[0].speed
+        self.update(self.task, rate=f"{speed:.2f}/s" if speed else "")
+
+
+# ---- helpers: data -------------------------------------------------------------------------------
+
+
+def checkpoint_folder(flag: str, path: str, hint: str = "") -> str:
+    """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
+    for folder in (Path(path) / "model", Path(path)):
+        if (folder / "config.json").exists():
+            return str(folder)
+    name, _, revision = path.partition("@")
+    if Path(path).exists() or name.count("/") > 1 or name.startswith((".", "/")):
+        fail(f"{flag} {path}: no checkpoint there (config.json is missing). {hint}")
+    try:
+        return snapshot_download(name, revision=revision or None, allow_patterns=["*.json", "*.safetensors", "*.txt"])
+    except Exception as error:
+        fail(f"{flag} {path}: no checkpoint folder and not reachable on the Hub ({type(error).__name__}). {hint}")
+
+
+def load_tokenizer(path: str):
+    """The tokenizer of a checkpoint folder, with `[PAD]` added (Detail 3: never EOS)."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        fail(f"{path}: no tokenizer found there ({type(error).__name__}: {str(error).splitlines()[0]})")
+    if tokenizer.eos_token_id is None:
+        fail(f"{path}: its tokenizer has no EOS token, so that no response could end")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
+    """The DatasetDict in a folder written by tldr_dataset.py, or of a Hub id[@revision]. An error names the flag, the
+    path and what is missing: splits, rows, columns, or the model's tokenizer."""
+    name, _, revision = path.partition("@")
+    try:
+        data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
+    except Exception as error:
+        fail(
+            f"{flag} {path}: neither a data set folder that can be read nor one on the Hub ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}). tldr_dataset.py makes one: python tldr_dataset.py --output-dir data/tldr"
+        )
+    if not isinstance(data, DatasetDict) or not {"train", "validation"} <= set(data):
+        fail(f"{flag} {path}: not a DatasetDict with the splits train and validation; make it with tldr_dataset.py")
+    for split in data:
+        missing = [column for column in columns if column not in data[split].column_names]
+        if missing:
+            fail(f"{flag} {path}: split {split} lacks the columns {missing}; it has {data[split].column_names}")
+        if len(data[split]) == 0:
+            fail(f"{flag} {path}: split {split} is empty")
+        for i in range(min(4, len(data[split]))):
+            stored = [token for token in data[split][i]["query_token"] if token != tokenizer.pad_token_id]
+            if stored != tokenizer(data[split][i]["query"], add_special_tokens=False).input_ids:
+                fail(
+                    f"{flag} {path}: split {split}, row {i}: query_token is not what the model's tokenizer makes of "
+                    f"query ([PAD] = {tokenizer.pad_token_id}): the data was tokenised with another tokenizer. Run "
+                    "tldr_dataset.py with --tokenizer set to this model"
+                )
+    return data.with_format("torch")
+
+
+def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
+    """Rows (stop - start,) at the positions start..stop-1 of an endless stream over n rows: each pass is a new shuffle
+    without replacement (Detail 21). A function of (seed, position) alone: every process can name every batch."""
+    passes = []
+    for epoch in range(start // n, (stop - 1) // n + 1):
+        shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        passes.append(shuffled[max(start - epoch * n, 0) : stop - epoch * n])
+    return torch.cat(passes)
+
+
+def trim(tokens: torch.Tensor, pad_id: int, side: Literal["left", "right"]) -> torch.Tensor:
+    """Cut the columns that are padding in every row: (b, T) -> (b, longest row)."""
+    columns = (tokens != pad_id).any(0).nonzero().flatten()
+    if len(columns) == 0:
+        return tokens[:, :0]
+    return tokens[:, columns[0] :] if side == "left" else tokens[:, : columns[-1] + 1]
+
+
+def micro_batches(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Groups of `size` rows of similar length: less padding, the same batch. lengths (b,) -> row indices."""
+    return list(torch.argsort(lengths, descending=True, stable=True).split(size))
+
+
+# ---- helpers: model ------------------------------------------------------------------------------
+
+
+def position_ids(mask: torch.Tensor) -> torch.Tensor:
+    """Positions that count real tokens only, whatever the padding (Detail 14): mask (b, T) -> (b, T)."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def without_dropout(config):
+    """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
+    for field, value in config.to_dict().items():
+        if "drop" in field and isinstance(value, (int, float)):
+            setattr(config, field, 0.0)
+    return config
+
+
+def load_policy(path: str, tokenizer):
+    """A causal language model in float32, without dropout, whose embeddings hold every id of the tokenizer."""
+    config = without_dropout(AutoConfig.from_pretrained(path))
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32, attn_implementation="sdpa")
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer) - 1:
+        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
+    if rows < len(tokenizer):  # no room for [PAD]
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    return model
+
+
+class RewardModel(nn.Module):
+    """A transformers sequence classifier with one label that returns its scalar at every position."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask, position_ids):
+        """(b, T), (b, T) or (b, 1, T, T), (b, T) -> reward logits (b, T) in float32."""
+        inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
+        hidden = self.model.base_model(input_ids, **inputs).last_hidden_state
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.model.score(hidden.float()).squeeze(-1)
+
+
+def load_reward_model(path: str, tokenizer) -> RewardModel:
+    """A trained reward model in float32 without dropout, from a checkpoint folder of ours (head bias in `score.bias`)
+    or of the paper's released format (`lm_backbone.*`, `scalar_head.*`, and `config.bias`, which is subtracted)."""
+    settings = json.loads((Path(path) / "config.json").read_text())
+    released = "base_config" in settings
+    config = AutoConfig.for_model(**settings["base_config"]) if released else AutoConfig.from_pretrained(path)
+    config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+    model = AutoModelForSequenceClassification.from_config(
+        without_dropout(config), dtype=torch.float32, attn_implementation="sdpa"
+    )
+    model.score = nn.Linear(model.score.weight.shape[1], 1)
+    state = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        state |= load_file(file)
+    if released:
+        base = model.base_model_prefix
+        state = {key.replace("lm_backbone.", f"{base}.").replace("scalar_head.", "score."): state[key] for key in state}
+        state["score.bias"] = state["score.bias"] - settings.get("bias", 0.0)
+    missing = model.load_state_dict(state, strict=False).missing_keys
+    if missing:
+        fail(f"{path}: not a reward model, these weights are missing: {missing[:4]}; reward.py makes one")
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer):
+        fail(
+            f"{path}: {rows} embeddings do not fit the tokenizer of {len(tokenizer)} ids: a reward model of another one"
+        )
+    return RewardModel(model)
+
+
+def save_model(accelerator: Accelerator, model, state: dict, tokenizer, folder: Path):
+    """Write a transformers checkpoint with the weights in `state` and its tokenizer, beside first, then renamed."""
+    if accelerator.is_main_process:
+        partial = folder.with_suffix(".tmp")
+        shutil.rmtree(partial, ignore_errors=True)
+        model.save_pretrained(partial, state_dict=state)
+        tokenizer.save_pretrained(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    accelerator.wait_for_everyone()
+
+
+def last_token(tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
+    """Index (b,) of the last token before the first [PAD] at or after column `query_width`; the last column where there
+    is none (Detail 12). Padding to the left of the query does not count. tokens (b, T)."""
+    padding = tokens[:, query_width:] == pad_id
+    first = torch.where(padding.any(1), padding.int().argmax(1), padding.shape[1])
+    return query_width + first - 1
+
+
+def response_rewards(model, tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
+    """Rewards (b,) of rows `query + response` (b, T): query padded on either side to `query_width` columns (0 where the
+    whole row is right-padded), response on the right."""
+    mask = tokens != pad_id
+    logits = model(tokens, attention_mask=mask.long(), position_ids=position_ids(mask))  # (b, T)
+    return logits.gather(1, last_token(tokens, query_width, pad_id)[:, None]).squeeze(1)
+
+
+@contextmanager
+def accumulate(accelerator: Accelerator, model, last: bool):
+    """Around the forward and backward pass of one micro-batch: gradients are exchanged after the last one only."""
+    accelerator.sync_gradients = last
+    with nullcontext() if last else accelerator.no_sync(model):
+        yield
+
+
+def prepare(accelerator: Accelerator, model, args):
+    """Model and AdamW as the launcher asked for them (plain, DDP, DeepSpeed)."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    fused = accelerator.device.type == "cuda"
+    optimizer = torch.optim.AdamW(
+        parameters, lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=fused
+    )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # what it would else default to or take from a loader
+        settings = {"train_micro_batch_size_per_gpu": args.micro_batch_size, "gradient_clipping": args.max_grad_norm}
+        accelerator.state.deepspeed_plugin.deepspeed_config.update(settings | {"gradient_accumulation_steps": 1})
+    return accelerator.prepare(model, optimizer)
+
+
+def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:
+    """One step from the gradients summed so far; returns their global norm before clipping, an error if not finite."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # its backward has stepped already
+        norm = float(model.get_global_grad_norm())
+    else:
+        norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf")))
+    if not isfinite(norm):
+        fail(f"{where}: the gradient norm is {norm}; nothing of this update was saved")
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+# ---- helpers: sampling ---------------------------------------------------------------------------
+
+
+def noise_keys(seed: int, update: int, rows: list[int]) -> torch.Tensor:
+    """Two 32-bit keys (b, 2) per row, a hash of (seed, update, row)."""
+    digests = [hashlib.blake2b(f"{seed} {update} {row}".encode(), digest_size=8).digest() for row in rows]
+    return torch.tensor([struct.unpack("<ii", digest) for digest in digests], dtype=torch.int32).reshape(-1, 2)
+
+
+def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Tensor:
+    """Gumbel(0, 1) noise (b, V) that depends on (key, position, token) alone, not on batch, device or rank: a 32-bit
+    integer hash (int32 products wrap), read as a uniform with 32 bits near 0, where the largest noise comes from."""
+
+    def mix(x, key):
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+            x = (x ^ ((x >> shift) & (2 ** (32 - shift) - 1))) * factor ^ key
+        return x ^ ((x >> 16) & 0xFFFF)
+
+    step = torch.tensor(position, dtype=torch.int32, device=keys.device)
+    key = [mix(keys[:, i, None] + step * 0x3C6EF35F, keys[:, 1 - i, None]) for i in (0, 1)]  # 2 x (b, 1)
+    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
+    bits = mix(token * (0x9E3779B9 - 2**32) + key[0], key[1])  # (b, V)
+    uniform = (torch.where(bits < 0, bits + 2.0**32, bits.float()) + 0.5) / 2**32
+    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
+
+
+class GumbelMax(LogitsProcessor):
+    """Turns generate()'s arg max into a sample from softmax(logits / temperature): arg max of scaled logits plus keyed
+    Gumbel noise. `banned` (V,) marks ids that are never sampled: [PAD] and ids beyond the tokenizer."""
+
+    def __init__(self, keys: torch.Tensor, query_width: int, temperature: float, banned: torch.Tensor):
+        self.keys, self.query_width, self.temperature, self.banned = keys, query_width, temperature, banned
+
+    def __call__(self, input_ids, scores):
+        noise = gumbel_noise(self.keys, input_ids.shape[1] - self.query_width, scores.shape[1])
+        return (scores / (self.temperature + 1e-7) + noise).masked_fill(self.banned, -torch.inf)
+
+
+def banned_ids(model, tokenizer) -> torch.Tensor:
+    """(V,) bool: [PAD] and the ids beyond the tokenizer, which no sample may hold."""
+    ids = torch.arange(model.get_input_embeddings().num_embeddings)
+    return (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer))
+
+
+@torch.no_grad()
+def generate(model, queries, tokenizer, response_length: int, temperature: float, keys: torch.Tensor) -> torch.Tensor:
+    """Sample responses (b, response_length) to left-padded queries (b, Q); a row that reached EOS is filled with [PAD],
+    which equals sampling on and truncating after the first EOS (Detail 23)."""
+    pad_id, device = tokenizer.pad_token_id, queries.device
+    queries = trim(queries, pad_id, "left")
+    sampler = GumbelMax(keys.to(device), queries.shape[1], temperature, banned_ids(model, tokenizer).to(device))
+    config = GenerationConfig(
+        max_new_tokens=response_length, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=pad_id
+    )
+    was_training = model.training
+    model.eval()  # in train mode, gradient checkpointing would switch the cache off
+    tokens = model.generate(
+        queries, attention_mask=(queries != pad_id).long(), generation_config=config, logits_processor=[sampler]
+    )
+    model.train(was_training)
+    responses = tokens[:, queries.shape[1] :]
+    return F.pad(responses, (0, response_length - responses.shape[1]), value=pad_id)
+
+
+def sample_summary(rows: list[dict]) -> dict:
+    """Means over sampled rows: ROUGE, length in tokens (EOS counted), share that ended with EOS."""
+    metrics = ("rouge1", "rouge2", "rougeL", "response_tokens", "has_eos")
+    return {metric: sum(float(row[metric]) for row in rows) / len(rows) for metric in metrics}
+
+
+# ---- helpers: this stage -------------------------------------------------------------------------
+
+
+def linear_learning_rate(update: int, num_updates: int, peak: float) -> float:
+    """Linear from `peak` at update 1 to peak / num_updates at the last (table 7)."""
+    return peak * (1 - (update - 1) / num_updates)
+
+
+def truncate_response(responses: torch.Tensor, eos_id: int, pad_id: int) -> torch.Tensor:
+    """Detail 23: everything after the first EOS becomes [PAD]; a row without EOS stays. (b, R) -> (b, R)."""
+    ended = (responses == eos_id).int().cumsum(1) - (responses == eos_id).int() > 0  # an EOS lies before
+    return responses.masked_fill(ended, pad_id)
+
+
+def combine(scores: torch.Tensor, method: str = "mean", uwo_lambda: float | None = None) -> torch.Tensor:
+    """Scores of k reward models (k, b) -> one score (b,): mean, worst case (wco), or mean - lambda x variance (uwo; the
+    variance over k, not k - 1). Reward model ensembles, equations 3 to 5."""
+    if method == "wco":
+        return scores.min(0).values
+    mean = scores.mean(0)
+    return mean if method == "mean" else mean - uwo_lambda * (scores - mean).square().mean(0)
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    """log softmax(logits / (temperature + 1e-7)) at the tokens (Detail 20): logits (b, R, V), tokens (b, R) -> (b, R)."""
+    logits = logits.float() / (temperature + 1e-7)
+    return logits.gather(2, tokens[:, :, None]).squeeze(2) - logits.logsumexp(2)
+
+
+def response_logits(policy, queries: torch.Tensor, responses: torch.Tensor, pad_id: int, banned: torch.Tensor):
+    """Logits (b, W, V) that predict responses (b, W) after left-padded queries (b, Q), impossible ids at -1e9."""
+    tokens = torch.cat([queries, responses[:, :-1]], 1)  # the last token predicts nothing that is asked for
+    mask = tokens != pad_id
+    inputs = {"attention_mask": mask.long(), "position_ids": position_ids(mask), "use_cache": False}
+    logits = policy(tokens, logits_to_keep=responses.shape[1], **inputs).logits
+    return logits.masked_fill(banned, -1e9)
+
+
+class PolicyAndValue(nn.Module):
+    """Policy and value model, separate networks (Detail 22) in one module for DDP's and DeepSpeed's sake."""
+
+    def __init__(self, policy, value_model: RewardModel):
+        super().__init__()
+        self.policy, self.value_model = policy, value_model
+
+    def forward(self, queries, responses, pad_id: int, banned: torch.Tensor, temperature: float):
+        """queries (b, Q) left-padded, responses (b, W) -> log-probabilities (b, W) of the response tokens, values (b, W)
+        of the states before them, entropy (b, W, no gradient) of the policy there (nats)."""
+        logits = response_logits(self.policy, queries, responses, pad_id, banned)  # (b, W, V)
+        with torch.no_grad():
+            scaled = logits.float() / (temperature + 1e-7)
+            entropy = scaled.logsumexp(2) - (scaled.softmax(2) * scaled).sum(2)
+        tokens = torch.cat([queries, responses[:, :-1]], 1)
+        mask = tokens != pad_id
+        values = self.value_model(tokens, mask.long(), position_ids(mask))[:, -responses.shape[1] :]
+        return token_logprobs(logits, responses, temperature), values, entropy
+
+
+def token_rewards(scores: torch.Tensor, logratio: torch.Tensor, lengths: torch.Tensor, kl_coef: float) -> torch.Tensor:
+    """Rewards (b, R): -kl_coef x (log pi - log pi_ref) at each token (k1, equation 3), and the score (b,) one position
+    past EOS, or on the last position where there is no room (Detail 23). logratio (b, R), 0 after a response's end;
+    lengths (b,) of the responses in tokens, EOS counted."""
+    rewards = -kl_coef * logratio
+    place = lengths.clamp(max=logratio.shape[1] - 1)
+    return rewards.scatter_add(1, place[:, None], scores[:, None].to(rewards))
+
+
+def gae(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimation: rewards and values (b, R), 0 outside the value mask -> advantages (b, R) and
+    returns = advantages + values."""
+    advantages, last = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        next_values = values[:, t + 1] if t + 1 < rewards.shape[1] else 0.0
+        last = rewards[:, t] + gamma * next_values - values[:, t] + gamma * lam * last
+        advantages[:, t] = last
+    return advantages, advantages + values
+
+
+def whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
+    """(values - mean) / sqrt(var + 1e-8) with biased variance over the mask, the mean added back if not shift_mean
+    (Details 24 and 25); 0 outside the mask. (b, R), (b, R) bool -> (b, R)."""
+    count = mask.sum()
+    mean = (values * mask).sum() / count
+    variance = ((values - mean).square() * mask).sum() / count
+    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
+    return (whitened if shift_mean else whitened + mean) * mask
+
+
+def ppo_loss(
+    logprobs: torch.Tensor,
+    values: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    old_values: torch.Tensor,
+    advantages: torch.Tensor,
+    returns: torch.Tensor,
+    response_mask: torch.Tensor,
+    value_mask: torch.Tensor,
+    cliprange: float,
+    cliprange_value: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Clipped losses of a micro-batch, all arguments (b, W): the policy loss summed over the response mask, the value
+    loss (half the larger of the clipped and the unclipped square) summed over the value mask, and sums for the log:
+    clipped ratios, clipped values, (log-ratio)^2 / 2, ratios, squared ratios (5,)."""
+    logratio = (logprobs - old_logprobs).masked_fill(~response_mask, 0.0)
+    ratio = logratio.exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    policy_loss = (torch.max(unclipped, clipped) * response_mask).sum()
+    near = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
+    square, clipped_square = (values - returns).square(), (near - returns).square()
+    value_loss = 0.5 * (torch.max(square, clipped_square) * value_mask).sum()
+    with torch.no_grad():
+        sums = (
+            ((clipped > unclipped) & response_mask).sum(),
+            ((clipped_square > square) & value_mask).sum(),
+            0.5 * logratio.square().sum(),
+            (ratio * response_mask).sum(),
+            (ratio.square() * response_mask).sum(),
+        )
+    return policy_loss, value_loss, torch.stack([x.float() for x in sums])
+
+
+@torch.no_grad()
+def rollout(accelerator: Accelerator, model, ref_policy, reward_models, queries, keys, tokenizer, banned, args) -> dict:
+    """Sample a response to each left-padded query (b, Q) and look at it with every model. Returns responses, logprobs,
+    ref_logprobs, values, entropy (b, R), 0 where the position is outside its mask, and scores (b, k)."""
+    pad_id, R = tokenizer.pad_token_id, args.response_length
+    policy = accelerator.unwrap_model(model).policy
+    found = {"responses": torch.full((len(queries), R), pad_id, device=accelerator.device)}
+    for key in ("logprobs", "ref_logprobs", "values", "entropy"):
+        found[key] = torch.zeros(len(queries), R, device=accelerator.device)
+    found["scores"] = torch.zeros(len(queries), len(reward_models), device=accelerator.device)
+    for index in micro_batches((queries != pad_id).sum(1), args.forward_batch_size):
+        query = trim(queries[index].to(accelerator.device), pad_id, "left")
+        with accelerator.autocast():
+            response = generate(policy, query, tokenizer, R, args.temperature, keys[index])
+            response = truncate_response(response, tokenizer.eos_token_id, pad_id)  # Detail 23
+            lengths = (response != pad_id).sum(1)
+            width = min(int(lengths.max()) + 1, R)  # through one past the longest response's EOS
+            logprobs, values, entropy = model(query, response[:, :width], pad_id, banned, args.temperature)
+            ref_logits = response_logits(ref_policy, query, response[:, :width], pad_id, banned)
+            ref_logprobs = token_logprobs(ref_logits, response[:, :width], args.temperature)
+            scores = [
+                response_rewards(rm, torch.cat([query, response], 1), query.shape[1], pad_id) for rm in reward_models
+            ]
+        response_mask, value_mask = episode_masks(lengths, width)
+        found["responses"][index] = response
+        found["logprobs"][index, :width] = logprobs * response_mask
+        found["ref_logprobs"][index, :width] = ref_logprobs * response_mask
+        found["entropy"][index, :width] = entropy * response_mask
+        found["values"][index, :width] = values * value_mask
+        found["scores"][index] = torch.stack(scores, 1)
+    return found
+
+
+def episode_masks(lengths: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Response mask (through EOS) and value mask (through one past EOS, where the score lies), both (b, width) bool, for
+    responses of `lengths` (b,) tokens, EOS counted."""
+    place = torch.arange(width, device=lengths.device)
+    return place < lengths[:, None], place <= lengths[:, None]
+
+
+@torch.no_grad()
+def sample_and_score(accelerator: Accelerator, model, reward_models, data, tokenizer, args, name: str) -> list[dict]:
+    """Sampled summaries of every row of a split, in order, with the scores that samples and references get and their ROUGE;
+    rows are spread over the processes. A row is a dict of id, query, response, reference, response_tokens, has_eos, score
+    (of a response without EOS as well: the penalty is PPO's), reference_score, rouge1, rouge2, rougeL."""
+    policy, pad_id, found = accelerator.unwrap_model(model).policy, tokenizer.pad_token_id, []
+    rouge = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+    mine = list(range(accelerator.process_index, len(data), accelerator.num_processes))
+    with ProgressBar(accelerator, f"sampling {name}", len(mine)) as bar:
+        for start in range(0, len(mine), args.forward_batch_size):
+            index = mine[start : start + args.forward_batch_size]
+            batch = data[index]
+            query = trim(batch["query_token"].to(accelerator.device), pad_id, "left")
+            keys, scores = noise_keys(args.seed, 0, index), {}
+            with accelerator.autocast():
+                response = generate(policy, query, tokenizer, args.response_length, args.eval_temperature, keys)
+                reference = batch["reference_response_token"].to(accelerator.device)
+                for key, tokens in (("score", response), ("reference_score", reference)):
+                    rows = torch.cat([query, tokens], 1)
+                    each = [response_rewards(rm, rows, query.shape[1], pad_id) for rm in reward_models]
+                    scores[key] = combine(torch.stack(each), args.reward_combination, args.uwo_lambda).tolist()
+            for i, tokens in enumerate(response.tolist()):
+                text = tokenizer.decode(tokens, skip_special_tokens=True)
+                reference_text = batch["reference_response"][i].removesuffix(tokenizer.eos_token)
+                row = {
+                    "id": batch["id"][i],
+                    "query": batch["query"][i],
+                    "response": text,
+                    "reference": reference_text,
+                    "response_tokens": sum(token != pad_id for token in tokens),
+                    "has_eos": tokenizer.eos_token_id in tokens,
+                    "score": scores["score"][i],
+                    "reference_score": scores["reference_score"][i],
+                }
+                row |= {metric: score.fmeasure for metric, score in rouge.score(reference_text, text).items()}
+                found.append((index[i], row))
+            bar.step(len(index))
+    return [row for _, row in sorted(gather_object(found), key=lambda pair: pair[0])]
+
+
+def main(args: Args):
+    # ---- setup -----------------------------------------------------------------------------------
+    accelerator = make_accelerator(args.mixed_precision)
+    set_seed(args.seed)
+    world, rank, name = accelerator.num_processes, accelerator.process_index, model_name(args.model)
+    if args.batch_size % args.num_mini_batches:
+        fail(f"--batch-size {args.batch_size} does not split into --num-mini-batches {args.num_mini_batches}")
+    mini_batch_size, largest = args.batch_size // args.num_mini_batches, PRESETS.get(args.model, (None, 8))[1]
+    args.micro_batch_size = split_batch(mini_batch_size, args.micro_batch_size, world, largest)
+    if (args.reward_combination == "uwo") != (args.uwo_lambda is not None):
+        fail("--reward-combination uwo needs --uwo-lambda (the ensemble paper's PPO: 0.1), and nothing else takes it")
+    args.output_dir = args.output_dir or f"runs/{STAGE}/{name}/{args.seed}"
+    args.sft_model_path = args.sft_model_path or f"runs/sft/{name}/{args.seed}"
+    args.reward_model_paths = args.reward_model_paths or [f"runs/reward/{name}/{args.seed}"]
+    args.dataset = args.dataset or ("data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET)
+    num_updates = args.total_episodes // args.batch_size
+    if num_updates == 0:
+        fail(f"--total-episodes {args.total_episodes} is less than one batch (--batch-size {args.batch_size})")
+
+    # ---- data and models -------------------------------------------------------------------------
+    hint = f"Train it first: python {{}}.py --model {args.model} --seed {args.seed}"
+    sft_folder = checkpoint_folder("--sft-model-path", args.sft_model_path, hint.format("sft"))
+    reward_folders = [
+        checkpoint_folder("--reward-model-paths", p, hint.format("reward")) for p in args.reward_model_paths
+    ]
+    tokenizer = load_tokenizer(sft_folder)
+    for path in reward_folders:
+        if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+            fail(f"--reward-model-paths {path}: a reward model of another tokenizer than {sft_folder}")
+    pad_id, eos_id, R = tokenizer.pad_token_id, tokenizer.eos_token_id, args.response_length
+    data = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
+    train = data["train"].select_columns(["query_token"])
+    policy, ref_policy = load_policy(sft_folder, tokenizer), load_policy(sft_folder, tokenizer)
+    reward_models = [load_reward_model(path, tokenizer) for path in reward_folders]
+    value_model = load_reward_model(reward_folders[0], tokenizer)  # Detail 22: all weights, the head included
+    for frozen in (ref_policy, *reward_models):
+        frozen.to(accelerator.device).eval().requires_grad_(False)
+    banned = banned_ids(policy, tokenizer).to(accelerator.device)
+    folder = open_run(args, accelerator)
+    model, optimizer = prepare(accelerator, PolicyAndValue(policy, value_model), args)
+    first = load_checkpoint(accelerator, folder) if args.resume else 0
+    log = MetricsLog(args, folder, first) if accelerator.is_main_process else None
+    accelerator.print(
+        f"{STAGE}: {sft_folder} against {', '.join(reward_folders)}, {len(train):,} queries, {num_updates:,} updates of "
+        f"{args.batch_size} ({args.total_episodes % args.batch_size} episodes left over), {world} process(es) x "
+        f"{args.micro_batch_size}, {accelerator.device}, {accelerator.mixed_precision}"
+    )
+
+    begin = time.time()
+    with ProgressBar(accelerator, STAGE, num_updates, first) as bar:
+        for update in range(first + 1, num_updates + 1):
+            # ---- rollout: sample, then score (no gradient) ---------------------------------------
+            start = time.time()
+            episodes = range((update - 1) * args.batch_size, update * args.batch_size)
+            order = data_order(len(train), args.seed, episodes.start, episodes.stop)  # Detail 21
+            queries = train[order.tolist()]["query_token"]  # (B, Q), the same on every process
+            mine = slice(rank * args.batch_size // world, (rank + 1) * args.batch_size // world)
+            keys = noise_keys(args.seed, update, list(episodes[mine]))
+            found = rollout(accelerator, model, ref_policy, reward_models, queries[mine], keys, tokenizer, banned, args)
+            # from here on every process holds the whole batch, so that no number depends on how it was split
+            found = {key: accelerator.gather(value) for key, value in found.items()}
+            responses, logprobs, values = found["responses"], found["logprobs"], found["values"]  # (B, R)
+            queries = queries.to(accelerator.device)
+            lengths = (responses != pad_id).sum(1)  # (B,)
+            response_mask, value_mask = episode_masks(lengths, R)  # (B, R)
+            raw_scores = combine(found["scores"].T, args.reward_combination, args.uwo_lambda)  # (B,)
+            has_eos = (responses == eos_id).any(1)
+            scores = torch.where(has_eos, raw_scores, args.penalty_reward_value)  # Detail 23
+
+            # ---- rewards and advantages ----------------------------------------------------------
+            logratio = logprobs - found["ref_logprobs"]
+            rewards = token_rewards(scores, logratio, lengths, args.kl_coef)
+            if args.whiten_rewards:
+                rewards = whiten(rewards, value_mask, shift_mean=False)  # Detail 24
+            advantages, returns = gae(rewards, values, args.gamma, args.lam)
+            advantages = whiten(advantages, response_mask)  # Detail 25
+            rollout_seconds = time.time() - start
+
+            # ---- K epochs of clipped updates -----------------------------------------------------
+            learning_rate = linear_learning_rate(update, num_updates, args.learning_rate)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            sums, grad_norms = torch.zeros(7, device=accelerator.device), []
+            first_deviation = torch.zeros(1, device=accelerator.device)
+            per_rank = mini_batch_size // world
+            row_lengths = (queries != pad_id).sum(1) + lengths
+            for epoch in range(args.num_ppo_epochs):
+                shuffled = data_order(
+                    args.batch_size, args.seed + update, epoch * args.batch_size, (epoch + 1) * args.batch_size
+                )
+                for mini_batch in shuffled.to(accelerator.device).split(mini_batch_size):
+                    policy_count, value_count = response_mask[mini_batch].sum(), value_mask[mini_batch].sum()
+                    rows = mini_batch[rank * per_rank : (rank + 1) * per_rank]
+                    groups = [rows[index] for index in micro_batches(row_lengths[rows], args.micro_batch_size)]
+                    for i, row in enumerate(groups):
+                        query = trim(queries[row], pad_id, "left")
+                        width = min(int(lengths[row].max()) + 1, R)
+                        old = (
+                            x[row, :width] for x in (logprobs, values, advantages, returns, response_mask, value_mask)
+                        )
+                        with accumulate(accelerator, model, last=i == len(groups) - 1):
+                            new_logprobs, new_values, _ = model(
+                                query, responses[row, :width], pad_id, banned, args.temperature
+                            )
+                            old_logprobs, *rest = old
+                            clips = args.cliprange, args.cliprange_value
+                            policy_sum, value_sum, stats = ppo_loss(
+                                new_logprobs, new_values, old_logprobs, *rest, *clips
+                            )
+                            loss = policy_sum / policy_count + args.vf_coef * value_sum / value_count
+                            accelerator.backward(loss * world)  # x world: DDP and DeepSpeed average over devices
+                        # means over the update's optimiser steps
+                        counts = torch.stack(
+                            [policy_count, value_count, policy_count, value_count, *[policy_count] * 3]
+                        )
+                        sums += torch.cat([policy_sum.detach()[None], value_sum.detach()[None], stats]) / counts
+                        if not grad_norms:
+                            deviation = (new_logprobs.detach() - old_logprobs).exp().sub(1).abs()[rest[3]]
+                            first_deviation = torch.maximum(first_deviation, deviation.max())
+                    where = f"update {update}, episodes {episodes.start} to {episodes.stop - 1}"
+                    grad_norms.append(optimizer_step(accelerator, model, optimizer, args.max_grad_norm, where))
+
+            # ---- log, samples, checkpoint --------------------------------------------------------
+            kl = logratio.sum(1)
+            policy_loss, value_loss, clip, value_clip, approx_kl, ratio, square = (
+                accelerator.reduce(sums, "sum") / len(grad_norms)
+            ).tolist()
+            metrics = {
+                "objective/rlhf_reward": (scores - args.kl_coef * kl).mean().item(),
+                "objective/score": scores.mean().item(),
+                "objective/raw_score": raw_scores.mean().item(),
+                "objective/score_std": scores.std(unbiased=False).item(),
+                "objective/rlhf_reward_std": (scores - args.kl_coef * kl).std(unbiased=False).item(),
+                "objective/kl": kl.mean().item(),
+                "objective/kl_k2": (0.5 * logratio.square()).sum(1).mean().item(),
+                "objective/kl_k3": ((-logratio).exp() - 1 + logratio).sum(1).mean().item(),
+                "objective/entropy": found["entropy"].sum(1).mean().item(),
+                "objective/entropy_per_token": (found["entropy"].sum() / response_mask.sum()).item(),
+                "response/eos_rate": has_eos.float().mean().item(),
+                "response/length": lengths.float().mean().item(),
+                "loss/policy": policy_loss,
+                "loss/value": value_loss,
+                "policy/clip_fraction": clip,
+                "policy/approx_kl": approx_kl,
+                "policy/ratio": ratio,
+                "policy/ratio_variance": square - ratio**2,
+                "policy/first_ratio_deviation": accelerator.gather(first_deviation).max().item(),
+                "value/clip_fraction": value_clip,
+                "value/mean": (values.sum() / value_mask.sum()).item(),
+                "value/returns": (returns.sum() / value_mask.sum()).item(),
+                "grad_norm": sum(grad_norms) / len(grad_norms),
+                "learning_rate": learning_rate,
+                "episode": episodes.stop,
+            }
+            if update == num_updates or (args.eval_every and update % args.eval_every == 0):
+                fixed = data["validation"].select(range(min(args.eval_rows, len(data["validation"]))))
+                rows = sample_and_score(accelerator, model, reward_models, fixed, tokenizer, args, "validation batch")
+                metrics["eval/score"] = sum(row["score"] for row in rows) / len(rows)
+            metrics |= {"time/rollout": rollout_seconds, "time/update": time.time() - start}
+            metrics |= {"time/total": time.time() - begin}
+            if log:
+                log.write(update, metrics)
+            bar.step()
+            if update % max(1, num_updates // 20) == 0:
+                keys = "objective/rlhf_reward objective/score objective/kl response/eos_rate response/length"
+                accelerator.print(
+                    f"update {update}/{num_updates}  "
+                    + "  ".join(f"{k.split('/')[1]} {metrics[k]:.3f}" for k in keys.split())
+                )
+            if args.sample_every and update % args.sample_every == 0 and accelerator.is_main_process:
+                shown = [
+                    {
+                        "query (end)": tokenizer.decode(queries[i][queries[i] != pad_id])[-200:],
+                        "response": tokenizer.decode(responses[i][responses[i] != pad_id]),
+                        "score": scores[i].item(),
+                        "kl": kl[i].item(),
+                    }
+                    for i in range(min(4, args.batch_size))
+                ]
+                print_table(f"samples of update {update}", shown)
+            if args.save_every and update % args.save_every == 0:
+                save_checkpoint(accelerator, folder, update, args.keep_checkpoints)
+
+    # ---- save, evaluate --------------------------------------------------------------------------
+    state = accelerator.get_state_dict(model)  # on every rank: ZeRO-3 gathers
+    trained = accelerator.unwrap_model(model)
+    for part, prefix, target in (
+        (trained.policy, "policy.", "model"),
+        (trained.value_model.model, "value_model.model.", "value_model"),
+    ):
+        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        save_model(accelerator, part, own, tokenizer, folder / target)
+    if args.run_eval:
+        rows = sample_and_score(accelerator, model, reward_models, data["validation"], tokenizer, args, "validation")
+        summary = {"split": "validation", "rows": len(rows)} | sample_summary(rows)
+        for key in ("score", "reference_score"):
+            summary[key] = sum(row[key] for row in rows) / len(rows)
+        summary["score_above_reference"] = sum(row["score"] > row["reference_score"] for row in rows) / len(rows)
+        if accelerator.is_main_process:
+            write_csv(folder / "eval" / "samples_validation.csv", rows)
+            write_csv(folder / "eval" / "rouge.csv", [summary])
+            print_table("samples", [summary])
+    if log:
+        log.close()
+    accelerator.print(f"done in {time.time() - begin:.0f} s: {folder}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
