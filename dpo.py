@@ -16,7 +16,6 @@ Deviations from the paper and its code, each on purpose:
 - samples come from Gumbel-max noise keyed by (seed, update, row, position) instead of each device's own generator.
 """
 
-import csv
 import hashlib
 import json
 import os
@@ -29,6 +28,7 @@ from math import cos, isfinite, pi
 from pathlib import Path
 from typing import Literal
 
+import pandas
 import torch
 import torch.nn.functional as F
 import tyro
@@ -38,7 +38,6 @@ from datasets import DatasetDict, load_dataset, load_from_disk
 from huggingface_hub import snapshot_download
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 from rouge_score.rouge_scorer import RougeScorer
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.tensorboard import SummaryWriter
@@ -252,45 +251,25 @@ class MetricsLog:
             self.wandb.finish()
 
 
-def write_csv(path: Path, rows: list[dict]):
-    """Write `rows` (equal keys) as one CSV file, beside first, then renamed."""
+def write_table(path: Path, rows: list[dict], title: str = ""):
+    """Write rows as one CSV file, beside first, then renamed; print them too where there is a title."""
+    frame = pandas.DataFrame(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".tmp")
-    with partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(partial, path)
+    frame.to_csv(path.with_suffix(".tmp"), index=False)
+    os.replace(path.with_suffix(".tmp"), path)
+    if title:
+        print(f"\n{title}\n{frame.to_string(index=False)}\n")
 
 
-def print_table(title: str, rows: list[dict]):
-    """Print rows (equal keys) as a table."""
-    table = Table(*rows[0], title=title)
-    for row in rows:
-        table.add_row(*(f"{value:.4f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=160).print(table)
-
-
-class ProgressBar(Progress):
-    """A rich progress bar with the rate (updates or rows per second) and the time left; main process only."""
-
-    def __init__(self, accelerator: Accelerator, description: str, total: int, completed: int = 0):
-        super().__init__(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=not accelerator.is_main_process,
-        )
-        self.task = self.add_task(description, total=total, completed=completed, rate="")
-
-    def step(self, count: int = 1):
-        self.update(self.task, advance=count)
-        speed = self.tasks[0].speed
-        self.update(self.task, rate=f"{speed:.2f}/s" if speed else "")
+def progress(accelerator: Accelerator, items, description: str):
+    """Yield `items` under a rich progress bar with the rate and the time left, shown by the main process only."""
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")]
+    columns += [TimeElapsedColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
+        task = bar.add_task(description, total=len(items), rate="")
+        for item in items:
+            yield item
+            bar.update(task, advance=1, rate=f"{bar.tasks[0].speed or 0:.2f}/s")
 
 
 # ---- helpers: data -------------------------------------------------------------------------------
@@ -368,6 +347,19 @@ def trim(tokens: torch.Tensor, pad_id: int, side: Literal["left", "right"]) -> t
     if len(columns) == 0:
         return tokens[:, :0]
     return tokens[:, columns[0] :] if side == "left" else tokens[:, : columns[-1] + 1]
+
+
+def shares(accelerator: Accelerator, data, size: int, description: str):
+    """Yield (row indices, rows) of this process's share of a whole split, up to `size` rows at a time."""
+    mine = list(range(accelerator.process_index, len(data), accelerator.num_processes))
+    for start in progress(accelerator, range(0, len(mine), size), description):
+        index = mine[start : start + size]
+        yield index, data[index]
+
+
+def in_order(found: list[tuple]) -> list:
+    """Gather the (row index, result) pairs of all processes -> results in the order of the rows."""
+    return [result for _, result in sorted(gather_object(found), key=lambda pair: pair[0])]
 
 
 def micro_batches(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
@@ -552,34 +544,23 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
 
 
 def sample_split(accelerator: Accelerator, model, data, tokenizer, args, name: str) -> list[dict]:
-    """Sampled summaries of every row of a split, in order, with their ROUGE; rows are spread over the processes. A row
-    is a dict of id, query, response, reference, response_tokens, has_eos, rouge1, rouge2, rougeL."""
-    model, rows = accelerator.unwrap_model(model), []
+    """Sampled summaries of every row of a split, in order: dicts of id, query, response, reference, response_tokens
+    (EOS counted), has_eos, and the F-measures rouge1, rouge2, rougeL (with Porter stemming)."""
+    policy, pad_id, found = accelerator.unwrap_model(model), tokenizer.pad_token_id, []
     rouge = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
-    mine = list(range(accelerator.process_index, len(data), accelerator.num_processes))
-    with ProgressBar(accelerator, f"sampling {name}", len(mine)) as bar:
-        for start in range(0, len(mine), args.forward_batch_size):
-            index = mine[start : start + args.forward_batch_size]
-            batch = data[index]
-            with accelerator.autocast():
-                keys = noise_keys(args.seed, 0, index)
-                queries = batch["query_token"].to(accelerator.device)
-                responses = generate(model, queries, tokenizer, args.response_length, args.eval_temperature, keys)
-            for i, tokens in enumerate(responses.tolist()):
-                text = tokenizer.decode(tokens, skip_special_tokens=True)
-                reference = batch["reference_response"][i].removesuffix(tokenizer.eos_token)
-                row = {
-                    "id": batch["id"][i],
-                    "query": batch["query"][i],
-                    "response": text,
-                    "reference": reference,
-                    "response_tokens": sum(token != tokenizer.pad_token_id for token in tokens),
-                    "has_eos": tokenizer.eos_token_id in tokens,
-                }
-                scores = {metric: score.fmeasure for metric, score in rouge.score(reference, text).items()}
-                rows.append((index[i], row | scores))
-            bar.step(len(index))
-    return [row for _, row in sorted(gather_object(rows), key=lambda pair: pair[0])]
+    for index, batch in shares(accelerator, data, args.forward_batch_size, f"sampling {name}"):
+        query, keys = batch["query_token"].to(accelerator.device), noise_keys(args.seed, 0, index)
+        with accelerator.autocast():
+            responses = generate(policy, query, tokenizer, args.response_length, args.eval_temperature, keys)
+        for i, tokens in enumerate(responses.tolist()):
+            row = {"id": batch["id"][i], "query": batch["query"][i]}
+            row["response"] = tokenizer.decode(tokens, skip_special_tokens=True)
+            row["reference"] = batch["reference_response"][i].removesuffix(tokenizer.eos_token)
+            row["response_tokens"] = sum(token != pad_id for token in tokens)
+            row["has_eos"] = tokenizer.eos_token_id in tokens
+            scores = rouge.score(row["reference"], row["response"])
+            found.append((index[i], row | {metric: score.fmeasure for metric, score in scores.items()}))
+    return in_order(found)
 
 
 def sample_summary(rows: list[dict]) -> dict:
@@ -596,22 +577,24 @@ def cosine_learning_rate(update: int, num_updates: int, peak: float) -> float:
     return peak * 0.5 * (1 + cos(pi * (update - 1) / num_updates))
 
 
+def pair_groups(batch: dict, i: int) -> dict:
+    """What table 5 groups pair i of a batch by: batch, split, policies, confidence (None where unknown)."""
+    groups = {key: batch[key][i] for key in ("batch", "split", "policies") if key in batch}
+    confidence = batch["extra"][i]["confidence"] if "extra" in batch else None
+    return groups | {"confidence": None if confidence is None else int(confidence)}
+
+
 def accuracy_table(name: str, rows: list[dict]) -> list[dict]:
-    """Table 5's rows of one split: the share of pairs whose chosen reward is higher, overall and per batch, confidence,
-    split and policy pair (Detail 16); values that are null form a group `null`."""
-    table = []
-    for group in ("overall", "batch", "confidence", "split", "policies"):
-        members = {}
-        for row in rows:
-            value = "all" if group == "overall" else row.get(group)
-            members.setdefault("null" if value is None else value, []).append(
-                row["chosen_reward"] > row["rejected_reward"]
-            )
-        for value in sorted(members, key=lambda value: (isinstance(value, str), value)):
-            hits = members[value]
-            table.append(
-                {"data": name, "group": group, "value": value, "pairs": len(hits), "accuracy": sum(hits) / len(hits)}
-            )
+    """Table 5's rows of one split: the share of pairs whose chosen reward is the higher one, over all and per batch,
+    confidence, split and policy pair (Detail 16). Null values are a group of their own."""
+    frame = pandas.DataFrame(rows)
+    frame["hit"] = frame["chosen_reward"] > frame["rejected_reward"]
+    table = [{"data": name, "group": "overall", "value": "all", "pairs": len(frame), "accuracy": frame["hit"].mean()}]
+    for group in [group for group in ("batch", "confidence", "split", "policies") if group in frame]:
+        for value, hits in frame.groupby(frame[group].astype(object), dropna=False)["hit"]:
+            value = "null" if pandas.isna(value) else int(value) if group == "confidence" else value
+            row = {"data": name, "group": group, "value": value, "pairs": len(hits), "accuracy": hits.mean()}
+            table.append(row)
     return table
 
 
@@ -665,25 +648,18 @@ def both_logprobs(accelerator: Accelerator, model, ref_model, batch: dict, pad_i
 
 @torch.no_grad()
 def evaluate_implicit(accelerator: Accelerator, model, ref_model, data, args, pad_id: int, name: str) -> list[dict]:
-    """Both implicit rewards (equation 5) of every pair of a split, in order, with the pair's batch, split, confidence
-    and policies: the columns of the reward model's table (Detail 19)."""
+    """Both implicit rewards (equation 5) of every pair of a split, in order, with what table 5 groups the pair by
+    (Detail 19)."""
     found = []
-    mine = list(range(accelerator.process_index, len(data), accelerator.num_processes))
-    with ProgressBar(accelerator, f"implicit rewards of {name}", len(mine)) as bar:
-        for start in range(0, len(mine), args.forward_batch_size):
-            index = mine[start : start + args.forward_batch_size]
-            batch = data[index]
-            policy_chosen, policy_rejected, ref_chosen, ref_rejected = both_logprobs(
-                accelerator, model, ref_model, batch, pad_id
-            )
-            chosen = (args.beta * (policy_chosen - ref_chosen)).tolist()
-            rejected = (args.beta * (policy_rejected - ref_rejected)).tolist()
-            for i, row in enumerate(zip(index, chosen, rejected, strict=True)):
-                groups = {key: batch[key][i] for key in ("batch", "split", "policies") if key in batch}
-                groups["confidence"] = (batch["extra"][i] if "extra" in batch else {}).get("confidence")
-                found.append((row[0], groups | {"chosen_reward": row[1], "rejected_reward": row[2]}))
-            bar.step(len(index))
-    return [row for _, row in sorted(gather_object(found), key=lambda pair: pair[0])]
+    for index, batch in shares(accelerator, data, args.forward_batch_size, f"implicit rewards of {name}"):
+        policy_chosen, policy_rejected, ref_chosen, ref_rejected = both_logprobs(
+            accelerator, model, ref_model, batch, pad_id
+        )
+        chosen, rejected = args.beta * (policy_chosen - ref_chosen), args.beta * (policy_rejected - ref_rejected)
+        for i, row in enumerate(index):
+            rewards = {"chosen_reward": chosen[i].item(), "rejected_reward": rejected[i].item()}
+            found.append((row, pair_groups(batch, i) | rewards))
+    return in_order(found)
 
 
 def main(args: Args):
@@ -726,61 +702,57 @@ def main(args: Args):
     # ---- train -----------------------------------------------------------------------------------
     per_rank = args.batch_size // world
     begin = time.time()
-    with ProgressBar(accelerator, STAGE, num_updates, first) as bar:
-        for update in range(first + 1, num_updates + 1):
-            start = time.time()
-            # Detail 19: the reward model's order for the same seed
-            order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
-            batch = train[order[accelerator.process_index * per_rank :][:per_rank].tolist()]
-            lengths = sum((batch[column] != pad_id).sum(1) for column in PAIR_COLUMNS[::2])  # (b,)
-            groups = micro_batches(lengths, args.micro_batch_size)
-            sums = torch.zeros(6, device=accelerator.device)
-            for i, index in enumerate(groups):
-                rows = {column: batch[column][index] for column in PAIR_COLUMNS}
-                with accumulate(accelerator, model, last=i == len(groups) - 1):
-                    logprobs = both_logprobs(accelerator, model, ref_model, rows, pad_id)
-                    loss = dpo_loss(*logprobs, args.beta, args.loss_type, args.label_smoothing).sum()
-                    accelerator.backward(
-                        loss * world / args.batch_size
-                    )  # x world: DDP and DeepSpeed average over devices
-                policy_chosen, policy_rejected, ref_chosen, ref_rejected = (x.detach() for x in logprobs)
-                chosen = args.beta * (policy_chosen - ref_chosen)
-                rejected = args.beta * (policy_rejected - ref_rejected)
-                hits = (chosen > rejected).float()
-                stats = (
-                    loss.detach(),
-                    hits.sum(),
-                    chosen.sum(),
-                    rejected.sum(),
-                    policy_chosen.sum(),
-                    policy_rejected.sum(),
-                )
-                sums += torch.stack(stats)
-            learning_rate = cosine_learning_rate(update, num_updates, args.learning_rate)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
-            grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
+    for update in progress(accelerator, range(first + 1, num_updates + 1), STAGE):
+        start = time.time()
+        # Detail 19: the reward model's order for the same seed
+        order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
+        batch = train[order[accelerator.process_index * per_rank :][:per_rank].tolist()]
+        lengths = sum((batch[column] != pad_id).sum(1) for column in PAIR_COLUMNS[::2])  # (b,)
+        groups = micro_batches(lengths, args.micro_batch_size)
+        sums = torch.zeros(6, device=accelerator.device)
+        for i, index in enumerate(groups):
+            rows = {column: batch[column][index] for column in PAIR_COLUMNS}
+            with accumulate(accelerator, model, last=i == len(groups) - 1):
+                logprobs = both_logprobs(accelerator, model, ref_model, rows, pad_id)
+                loss = dpo_loss(*logprobs, args.beta, args.loss_type, args.label_smoothing).sum()
+                accelerator.backward(loss * world / args.batch_size)  # x world: DDP and DeepSpeed average over devices
+            policy_chosen, policy_rejected, ref_chosen, ref_rejected = (x.detach() for x in logprobs)
+            chosen = args.beta * (policy_chosen - ref_chosen)
+            rejected = args.beta * (policy_rejected - ref_rejected)
+            hits = (chosen > rejected).float()
+            stats = (
+                loss.detach(),
+                hits.sum(),
+                chosen.sum(),
+                rejected.sum(),
+                policy_chosen.sum(),
+                policy_rejected.sum(),
+            )
+            sums += torch.stack(stats)
+        learning_rate = cosine_learning_rate(update, num_updates, args.learning_rate)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
 
-            # ---- log, checkpoint -----------------------------------------------------------------
-            means = (accelerator.reduce(sums, "sum") / args.batch_size).tolist()
-            keys = "loss/train accuracy/train rewards/chosen rewards/rejected logprobs/chosen logprobs/rejected".split()
-            metrics = dict(zip(keys, means, strict=True))
-            metrics["rewards/margin"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
-            metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate, "episode": update * args.batch_size}
-            if update == num_updates or (args.eval_every and update % args.eval_every == 0):
-                rows = evaluate_implicit(accelerator, model, ref_model, data["validation"], args, pad_id, "validation")
-                metrics["eval/accuracy"] = accuracy_table("validation", rows)[0]["accuracy"]
-            metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
-            if log:
-                log.write(update, metrics)
-            bar.step()
-            if update % max(1, num_updates // 10) == 0:
-                accelerator.print(
-                    f"update {update}/{num_updates}  loss {metrics['loss/train']:.4f}  "
-                    f"accuracy {metrics['accuracy/train']:.3f}  chosen {metrics['rewards/chosen']:.4f}"
-                )
-            if args.save_every and update % args.save_every == 0:
-                save_checkpoint(accelerator, folder, update, args.keep_checkpoints)
+        # ---- log, checkpoint -----------------------------------------------------------------
+        means = (accelerator.reduce(sums, "sum") / args.batch_size).tolist()
+        keys = "loss/train accuracy/train rewards/chosen rewards/rejected logprobs/chosen logprobs/rejected".split()
+        metrics = dict(zip(keys, means, strict=True))
+        metrics["rewards/margin"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate, "episode": update * args.batch_size}
+        if update == num_updates or (args.eval_every and update % args.eval_every == 0):
+            rows = evaluate_implicit(accelerator, model, ref_model, data["validation"], args, pad_id, "validation")
+            metrics["eval/accuracy"] = accuracy_table("validation", rows)[0]["accuracy"]
+        metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
+        if log:
+            log.write(update, metrics)
+        if update % max(1, num_updates // 10) == 0:
+            accelerator.print(
+                f"update {update}/{num_updates}  loss {metrics['loss/train']:.4f}  "
+                f"accuracy {metrics['accuracy/train']:.3f}  chosen {metrics['rewards/chosen']:.4f}"
+            )
+        if args.save_every and update % args.save_every == 0:
+            save_checkpoint(accelerator, folder, update, args.keep_checkpoints)
 
     # ---- save, evaluate --------------------------------------------------------------------------
     state = accelerator.get_state_dict(model)  # on every rank: ZeRO-3 gathers
@@ -791,17 +763,15 @@ def main(args: Args):
             rows = evaluate_implicit(accelerator, model, ref_model, data[split], args, pad_id, split)
             accuracies += accuracy_table(split, rows)
             if accelerator.is_main_process:
-                write_csv(folder / "eval" / f"pairs_{split}.csv", rows)
+                write_table(folder / "eval" / f"pairs_{split}.csv", rows)
         for split in [split for split in ("validation", "test") if split in posts]:
             rows = sample_split(accelerator, model, posts[split], tokenizer, args, split)
             rouge.append({"split": split, "rows": len(rows)} | sample_summary(rows))
             if accelerator.is_main_process:
-                write_csv(folder / "eval" / f"samples_{split}.csv", rows)
+                write_table(folder / "eval" / f"samples_{split}.csv", rows)
         if accelerator.is_main_process:
-            write_csv(folder / "eval" / "accuracy.csv", accuracies)
-            write_csv(folder / "eval" / "rouge.csv", rouge)
-            print_table("accuracy of the implicit reward (figure 8)", accuracies)
-            print_table("samples", rouge)
+            write_table(folder / "eval" / "accuracy.csv", accuracies, "accuracy of the implicit reward (figure 8)")
+            write_table(folder / "eval" / "rouge.csv", rouge, "samples")
     if log:
         log.close()
     accelerator.print(f"done in {time.time() - begin:.0f} s: {folder}")

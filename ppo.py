@@ -20,7 +20,6 @@ Deviations from the paper and its code, each on purpose:
 - validation samples are drawn at temperature 0.01, as in the authors' code.
 """
 
-import csv
 import hashlib
 import json
 import os
@@ -33,6 +32,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Literal
 
+import pandas
 import torch
 import torch.nn.functional as F
 import tyro
@@ -43,6 +43,7 @@ from huggingface_hub import snapshot_download
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 from rouge_score.rouge_scorer import RougeScorer
 from safetensors.torch import load_file
 from torch import nn
@@ -285,45 +286,25 @@ class MetricsLog:
             self.wandb.finish()
 
 
-def write_csv(path: Path, rows: list[dict]):
-    """Write `rows` (equal keys) as one CSV file, beside first, then renamed."""
+def write_table(path: Path, rows: list[dict], title: str = ""):
+    """Write rows as one CSV file, beside first, then renamed; print them too where there is a title."""
+    frame = pandas.DataFrame(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".tmp")
-    with partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(partial, path)
+    frame.to_csv(path.with_suffix(".tmp"), index=False)
+    os.replace(path.with_suffix(".tmp"), path)
+    if title:
+        print(f"\n{title}\n{frame.to_string(index=False)}\n")
 
 
-def print_table(title: str, rows: list[dict]):
-    """Print rows (equal keys) as a table."""
-    table = Table(*rows[0], title=title)
-    for row in rows:
-        table.add_row(*(f"{value:.4f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=160).print(table)
-
-
-class ProgressBar(Progress):
-    """A rich progress bar with the rate (updates or rows per second) and the time left; main process only."""
-
-    def __init__(self, accelerator: Accelerator, description: str, total: int, completed: int = 0):
-        super().__init__(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=not accelerator.is_main_process,
-        )
-        self.task = self.add_task(description, total=total, completed=completed, rate="")
-
-    def step(self, count: int = 1):
-        self.update(self.task, advance=count)
-        speed = self.tasks[0].speed
-        self.update(self.task, rate=f"{speed:.2f}/s" if speed else "")
+def progress(accelerator: Accelerator, items, description: str):
+    """Yield `items` under a rich progress bar with the rate and the time left, shown by the main process only."""
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")]
+    columns += [TimeElapsedColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
+        task = bar.add_task(description, total=len(items), rate="")
+        for item in items:
+            yield item
+            bar.update(task, advance=1, rate=f"{bar.tasks[0].speed or 0:.2f}/s")
 
 
 # ---- helpers: data -------------------------------------------------------------------------------
@@ -401,6 +382,19 @@ def trim(tokens: torch.Tensor, pad_id: int, side: Literal["left", "right"]) -> t
     if len(columns) == 0:
         return tokens[:, :0]
     return tokens[:, columns[0] :] if side == "left" else tokens[:, : columns[-1] + 1]
+
+
+def shares(accelerator: Accelerator, data, size: int, description: str):
+    """Yield (row indices, rows) of this process's share of a whole split, up to `size` rows at a time."""
+    mine = list(range(accelerator.process_index, len(data), accelerator.num_processes))
+    for start in progress(accelerator, range(0, len(mine), size), description):
+        index = mine[start : start + size]
+        yield index, data[index]
+
+
+def in_order(found: list[tuple]) -> list:
+    """Gather the (row index, result) pairs of all processes -> results in the order of the rows."""
+    return [result for _, result in sorted(gather_object(found), key=lambda pair: pair[0])]
 
 
 def micro_batches(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
@@ -636,7 +630,7 @@ def combine(scores: torch.Tensor, method: str = "mean", uwo_lambda: float | None
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    """log softmax(logits / (temperature + 1e-7)) at the tokens (Detail 20): logits (b, R, V), tokens (b, R) -> (b, R)."""
+    """log softmax(logits / (temperature + 1e-7)) at the tokens (Detail 20): (b, R, V), (b, R) -> (b, R)."""
     logits = logits.float() / (temperature + 1e-7)
     return logits.gather(2, tokens[:, :, None]).squeeze(2) - logits.logsumexp(2)
 
@@ -658,8 +652,8 @@ class PolicyAndValue(nn.Module):
         self.policy, self.value_model = policy, value_model
 
     def forward(self, queries, responses, pad_id: int, banned: torch.Tensor, temperature: float):
-        """queries (b, Q) left-padded, responses (b, W) -> log-probabilities (b, W) of the response tokens, values (b, W)
-        of the states before them, entropy (b, W, no gradient) of the policy there (nats)."""
+        """queries (b, Q) left-padded, responses (b, W) -> log-probabilities (b, W) of the response tokens, values (b,
+        W) of the states before them, entropy (b, W, no gradient) of the policy there (nats)."""
         logits = response_logits(self.policy, queries, responses, pad_id, banned)  # (b, W, V)
         with torch.no_grad():
             scaled = logits.float() / (temperature + 1e-7)
@@ -768,50 +762,46 @@ def rollout(accelerator: Accelerator, model, ref_policy, reward_models, queries,
 
 
 def episode_masks(lengths: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Response mask (through EOS) and value mask (through one past EOS, where the score lies), both (b, width) bool, for
-    responses of `lengths` (b,) tokens, EOS counted."""
+    """Response mask (through EOS) and value mask (through one past EOS, where the score lies), both (b, width) bool,
+    of responses of `lengths` (b,) tokens, EOS counted."""
     place = torch.arange(width, device=lengths.device)
     return place < lengths[:, None], place <= lengths[:, None]
 
 
 @torch.no_grad()
 def sample_and_score(accelerator: Accelerator, model, reward_models, data, tokenizer, args, name: str) -> list[dict]:
-    """Sampled summaries of every row of a split, in order, with the scores that samples and references get and their ROUGE;
-    rows are spread over the processes. A row is a dict of id, query, response, reference, response_tokens, has_eos, score
-    (of a response without EOS as well: the penalty is PPO's), reference_score, rouge1, rouge2, rougeL."""
+    """Sampled summaries of every row of a split, in order: dicts of id, query, response, reference, response_tokens
+    (EOS counted), has_eos, score (without PPO's penalty for a missing EOS), reference_score, and the F-measures rouge1,
+    rouge2, rougeL (with Porter stemming)."""
     policy, pad_id, found = accelerator.unwrap_model(model).policy, tokenizer.pad_token_id, []
     rouge = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
-    mine = list(range(accelerator.process_index, len(data), accelerator.num_processes))
-    with ProgressBar(accelerator, f"sampling {name}", len(mine)) as bar:
-        for start in range(0, len(mine), args.forward_batch_size):
-            index = mine[start : start + args.forward_batch_size]
-            batch = data[index]
-            query = trim(batch["query_token"].to(accelerator.device), pad_id, "left")
-            keys, scores = noise_keys(args.seed, 0, index), {}
-            with accelerator.autocast():
-                response = generate(policy, query, tokenizer, args.response_length, args.eval_temperature, keys)
-                reference = batch["reference_response_token"].to(accelerator.device)
-                for key, tokens in (("score", response), ("reference_score", reference)):
-                    rows = torch.cat([query, tokens], 1)
-                    each = [response_rewards(rm, rows, query.shape[1], pad_id) for rm in reward_models]
-                    scores[key] = combine(torch.stack(each), args.reward_combination, args.uwo_lambda).tolist()
-            for i, tokens in enumerate(response.tolist()):
-                text = tokenizer.decode(tokens, skip_special_tokens=True)
-                reference_text = batch["reference_response"][i].removesuffix(tokenizer.eos_token)
-                row = {
-                    "id": batch["id"][i],
-                    "query": batch["query"][i],
-                    "response": text,
-                    "reference": reference_text,
-                    "response_tokens": sum(token != pad_id for token in tokens),
-                    "has_eos": tokenizer.eos_token_id in tokens,
-                    "score": scores["score"][i],
-                    "reference_score": scores["reference_score"][i],
-                }
-                row |= {metric: score.fmeasure for metric, score in rouge.score(reference_text, text).items()}
-                found.append((index[i], row))
-            bar.step(len(index))
-    return [row for _, row in sorted(gather_object(found), key=lambda pair: pair[0])]
+    for index, batch in shares(accelerator, data, args.forward_batch_size, f"sampling {name}"):
+        query, keys, scores = batch["query_token"].to(accelerator.device), noise_keys(args.seed, 0, index), []
+        with accelerator.autocast():
+            responses = generate(policy, query, tokenizer, args.response_length, args.eval_temperature, keys)
+            for tokens in (responses, batch["reference_response_token"].to(accelerator.device)):
+                rows = trim(torch.cat([query, tokens], 1), pad_id, "left")
+                width = rows.shape[1] - tokens.shape[1]
+                each = torch.stack([response_rewards(rm, rows, width, pad_id) for rm in reward_models])
+                scores.append(combine(each, args.reward_combination, args.uwo_lambda).tolist())
+        for i, tokens in enumerate(responses.tolist()):
+            row = {"id": batch["id"][i], "query": batch["query"][i]}
+            row["response"] = tokenizer.decode(tokens, skip_special_tokens=True)
+            row["reference"] = batch["reference_response"][i].removesuffix(tokenizer.eos_token)
+            row["response_tokens"] = sum(token != pad_id for token in tokens)
+            row["has_eos"] = tokenizer.eos_token_id in tokens
+            row["score"], row["reference_score"] = scores[0][i], scores[1][i]
+            measures = rouge.score(row["reference"], row["response"])
+            found.append((index[i], row | {metric: score.fmeasure for metric, score in measures.items()}))
+    return in_order(found)
+
+
+def print_samples(title: str, rows: list[dict]):
+    """Print rows (equal keys) as a table that wraps long texts."""
+    table = Table(*rows[0], title=title, show_lines=True)
+    for row in rows:
+        table.add_row(*(Text(f"{value:.3f}" if isinstance(value, float) else value) for value in row.values()))
+    Console(width=160).print(table)
 
 
 def main(args: Args):
@@ -857,145 +847,137 @@ def main(args: Args):
     first = load_checkpoint(accelerator, folder) if args.resume else 0
     log = MetricsLog(args, folder, first) if accelerator.is_main_process else None
     accelerator.print(
-        f"{STAGE}: {sft_folder} against {', '.join(reward_folders)}, {len(train):,} queries, {num_updates:,} updates of "
-        f"{args.batch_size} ({args.total_episodes % args.batch_size} episodes left over), {world} process(es) x "
+        f"{STAGE}: {sft_folder} against {', '.join(reward_folders)}, {len(train):,} queries, {num_updates:,} updates "
+        f"of {args.batch_size} ({args.total_episodes % args.batch_size} episodes left over), {world} process(es) x "
         f"{args.micro_batch_size}, {accelerator.device}, {accelerator.mixed_precision}"
     )
 
     begin = time.time()
-    with ProgressBar(accelerator, STAGE, num_updates, first) as bar:
-        for update in range(first + 1, num_updates + 1):
-            # ---- rollout: sample, then score (no gradient) ---------------------------------------
-            start = time.time()
-            episodes = range((update - 1) * args.batch_size, update * args.batch_size)
-            order = data_order(len(train), args.seed, episodes.start, episodes.stop)  # Detail 21
-            queries = train[order.tolist()]["query_token"]  # (B, Q), the same on every process
-            mine = slice(rank * args.batch_size // world, (rank + 1) * args.batch_size // world)
-            keys = noise_keys(args.seed, update, list(episodes[mine]))
-            found = rollout(accelerator, model, ref_policy, reward_models, queries[mine], keys, tokenizer, banned, args)
-            # from here on every process holds the whole batch, so that no number depends on how it was split
-            found = {key: accelerator.gather(value) for key, value in found.items()}
-            responses, logprobs, values = found["responses"], found["logprobs"], found["values"]  # (B, R)
-            queries = queries.to(accelerator.device)
-            lengths = (responses != pad_id).sum(1)  # (B,)
-            response_mask, value_mask = episode_masks(lengths, R)  # (B, R)
-            raw_scores = combine(found["scores"].T, args.reward_combination, args.uwo_lambda)  # (B,)
-            has_eos = (responses == eos_id).any(1)
-            scores = torch.where(has_eos, raw_scores, args.penalty_reward_value)  # Detail 23
+    for update in progress(accelerator, range(first + 1, num_updates + 1), STAGE):
+        # ---- rollout: sample, then score (no gradient) ---------------------------------------
+        start = time.time()
+        episodes = range((update - 1) * args.batch_size, update * args.batch_size)
+        order = data_order(len(train), args.seed, episodes.start, episodes.stop)  # Detail 21
+        queries = train[order.tolist()]["query_token"]  # (B, Q), the same on every process
+        mine = slice(rank * args.batch_size // world, (rank + 1) * args.batch_size // world)
+        keys = noise_keys(args.seed, update, list(episodes[mine]))
+        found = rollout(accelerator, model, ref_policy, reward_models, queries[mine], keys, tokenizer, banned, args)
+        # from here on every process holds the whole batch, so that no number depends on how it was split
+        found = {key: accelerator.gather(value) for key, value in found.items()}
+        responses, logprobs, values = found["responses"], found["logprobs"], found["values"]  # (B, R)
+        queries = queries.to(accelerator.device)
+        lengths = (responses != pad_id).sum(1)  # (B,)
+        response_mask, value_mask = episode_masks(lengths, R)  # (B, R)
+        raw_scores = combine(found["scores"].T, args.reward_combination, args.uwo_lambda)  # (B,)
+        has_eos = (responses == eos_id).any(1)
+        scores = torch.where(has_eos, raw_scores, args.penalty_reward_value)  # Detail 23
 
-            # ---- rewards and advantages ----------------------------------------------------------
-            logratio = logprobs - found["ref_logprobs"]
-            rewards = token_rewards(scores, logratio, lengths, args.kl_coef)
-            if args.whiten_rewards:
-                rewards = whiten(rewards, value_mask, shift_mean=False)  # Detail 24
-            advantages, returns = gae(rewards, values, args.gamma, args.lam)
-            advantages = whiten(advantages, response_mask)  # Detail 25
-            rollout_seconds = time.time() - start
+        # ---- rewards and advantages ----------------------------------------------------------
+        logratio = logprobs - found["ref_logprobs"]
+        rewards = token_rewards(scores, logratio, lengths, args.kl_coef)
+        if args.whiten_rewards:
+            rewards = whiten(rewards, value_mask, shift_mean=False)  # Detail 24
+        advantages, returns = gae(rewards, values, args.gamma, args.lam)
+        advantages = whiten(advantages, response_mask)  # Detail 25
+        rollout_seconds = time.time() - start
 
-            # ---- K epochs of clipped updates -----------------------------------------------------
-            learning_rate = linear_learning_rate(update, num_updates, args.learning_rate)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
-            sums, grad_norms = torch.zeros(7, device=accelerator.device), []
-            first_deviation = torch.zeros(1, device=accelerator.device)
-            per_rank = mini_batch_size // world
-            row_lengths = (queries != pad_id).sum(1) + lengths
-            for epoch in range(args.num_ppo_epochs):
-                shuffled = data_order(
-                    args.batch_size, args.seed + update, epoch * args.batch_size, (epoch + 1) * args.batch_size
-                )
-                for mini_batch in shuffled.to(accelerator.device).split(mini_batch_size):
-                    policy_count, value_count = response_mask[mini_batch].sum(), value_mask[mini_batch].sum()
-                    rows = mini_batch[rank * per_rank : (rank + 1) * per_rank]
-                    groups = [rows[index] for index in micro_batches(row_lengths[rows], args.micro_batch_size)]
-                    for i, row in enumerate(groups):
-                        query = trim(queries[row], pad_id, "left")
-                        width = min(int(lengths[row].max()) + 1, R)
-                        old = (
-                            x[row, :width] for x in (logprobs, values, advantages, returns, response_mask, value_mask)
+        # ---- K epochs of clipped updates -----------------------------------------------------
+        learning_rate = linear_learning_rate(update, num_updates, args.learning_rate)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        sums, grad_norms = torch.zeros(7, device=accelerator.device), []
+        first_deviation = torch.zeros(1, device=accelerator.device)
+        per_rank = mini_batch_size // world
+        row_lengths = (queries != pad_id).sum(1) + lengths
+        for epoch in range(args.num_ppo_epochs):
+            shuffled = data_order(
+                args.batch_size, args.seed + update, epoch * args.batch_size, (epoch + 1) * args.batch_size
+            )
+            for mini_batch in shuffled.to(accelerator.device).split(mini_batch_size):
+                policy_count, value_count = response_mask[mini_batch].sum(), value_mask[mini_batch].sum()
+                rows = mini_batch[rank * per_rank : (rank + 1) * per_rank]
+                groups = [rows[index] for index in micro_batches(row_lengths[rows], args.micro_batch_size)]
+                for i, row in enumerate(groups):
+                    query = trim(queries[row], pad_id, "left")
+                    width = min(int(lengths[row].max()) + 1, R)
+                    old = (x[row, :width] for x in (logprobs, values, advantages, returns, response_mask, value_mask))
+                    with accumulate(accelerator, model, last=i == len(groups) - 1):
+                        new_logprobs, new_values, _ = model(
+                            query, responses[row, :width], pad_id, banned, args.temperature
                         )
-                        with accumulate(accelerator, model, last=i == len(groups) - 1):
-                            new_logprobs, new_values, _ = model(
-                                query, responses[row, :width], pad_id, banned, args.temperature
-                            )
-                            old_logprobs, *rest = old
-                            clips = args.cliprange, args.cliprange_value
-                            policy_sum, value_sum, stats = ppo_loss(
-                                new_logprobs, new_values, old_logprobs, *rest, *clips
-                            )
-                            loss = policy_sum / policy_count + args.vf_coef * value_sum / value_count
-                            accelerator.backward(loss * world)  # x world: DDP and DeepSpeed average over devices
-                        # means over the update's optimiser steps
-                        counts = torch.stack(
-                            [policy_count, value_count, policy_count, value_count, *[policy_count] * 3]
-                        )
-                        sums += torch.cat([policy_sum.detach()[None], value_sum.detach()[None], stats]) / counts
-                        if not grad_norms:
-                            deviation = (new_logprobs.detach() - old_logprobs).exp().sub(1).abs()[rest[3]]
-                            first_deviation = torch.maximum(first_deviation, deviation.max())
-                    where = f"update {update}, episodes {episodes.start} to {episodes.stop - 1}"
-                    grad_norms.append(optimizer_step(accelerator, model, optimizer, args.max_grad_norm, where))
+                        old_logprobs, *rest = old
+                        clips = args.cliprange, args.cliprange_value
+                        policy_sum, value_sum, stats = ppo_loss(new_logprobs, new_values, old_logprobs, *rest, *clips)
+                        loss = policy_sum / policy_count + args.vf_coef * value_sum / value_count
+                        accelerator.backward(loss * world)  # x world: DDP and DeepSpeed average over devices
+                    # means over the update's optimiser steps
+                    counts = torch.stack([policy_count, value_count, policy_count, value_count, *[policy_count] * 3])
+                    sums += torch.cat([policy_sum.detach()[None], value_sum.detach()[None], stats]) / counts
+                    if not grad_norms:
+                        deviation = (new_logprobs.detach() - old_logprobs).exp().sub(1).abs()[rest[3]]
+                        first_deviation = torch.maximum(first_deviation, deviation.max())
+                where = f"update {update}, episodes {episodes.start} to {episodes.stop - 1}"
+                grad_norms.append(optimizer_step(accelerator, model, optimizer, args.max_grad_norm, where))
 
-            # ---- log, samples, checkpoint --------------------------------------------------------
-            kl = logratio.sum(1)
-            policy_loss, value_loss, clip, value_clip, approx_kl, ratio, square = (
-                accelerator.reduce(sums, "sum") / len(grad_norms)
-            ).tolist()
-            metrics = {
-                "objective/rlhf_reward": (scores - args.kl_coef * kl).mean().item(),
-                "objective/score": scores.mean().item(),
-                "objective/raw_score": raw_scores.mean().item(),
-                "objective/score_std": scores.std(unbiased=False).item(),
-                "objective/rlhf_reward_std": (scores - args.kl_coef * kl).std(unbiased=False).item(),
-                "objective/kl": kl.mean().item(),
-                "objective/kl_k2": (0.5 * logratio.square()).sum(1).mean().item(),
-                "objective/kl_k3": ((-logratio).exp() - 1 + logratio).sum(1).mean().item(),
-                "objective/entropy": found["entropy"].sum(1).mean().item(),
-                "objective/entropy_per_token": (found["entropy"].sum() / response_mask.sum()).item(),
-                "response/eos_rate": has_eos.float().mean().item(),
-                "response/length": lengths.float().mean().item(),
-                "loss/policy": policy_loss,
-                "loss/value": value_loss,
-                "policy/clip_fraction": clip,
-                "policy/approx_kl": approx_kl,
-                "policy/ratio": ratio,
-                "policy/ratio_variance": square - ratio**2,
-                "policy/first_ratio_deviation": accelerator.gather(first_deviation).max().item(),
-                "value/clip_fraction": value_clip,
-                "value/mean": (values.sum() / value_mask.sum()).item(),
-                "value/returns": (returns.sum() / value_mask.sum()).item(),
-                "grad_norm": sum(grad_norms) / len(grad_norms),
-                "learning_rate": learning_rate,
-                "episode": episodes.stop,
-            }
-            if update == num_updates or (args.eval_every and update % args.eval_every == 0):
-                fixed = data["validation"].select(range(min(args.eval_rows, len(data["validation"]))))
-                rows = sample_and_score(accelerator, model, reward_models, fixed, tokenizer, args, "validation batch")
-                metrics["eval/score"] = sum(row["score"] for row in rows) / len(rows)
-            metrics |= {"time/rollout": rollout_seconds, "time/update": time.time() - start}
-            metrics |= {"time/total": time.time() - begin}
-            if log:
-                log.write(update, metrics)
-            bar.step()
-            if update % max(1, num_updates // 20) == 0:
-                keys = "objective/rlhf_reward objective/score objective/kl response/eos_rate response/length"
-                accelerator.print(
-                    f"update {update}/{num_updates}  "
-                    + "  ".join(f"{k.split('/')[1]} {metrics[k]:.3f}" for k in keys.split())
-                )
-            if args.sample_every and update % args.sample_every == 0 and accelerator.is_main_process:
-                shown = [
-                    {
-                        "query (end)": tokenizer.decode(queries[i][queries[i] != pad_id])[-200:],
-                        "response": tokenizer.decode(responses[i][responses[i] != pad_id]),
-                        "score": scores[i].item(),
-                        "kl": kl[i].item(),
-                    }
-                    for i in range(min(4, args.batch_size))
-                ]
-                print_table(f"samples of update {update}", shown)
-            if args.save_every and update % args.save_every == 0:
-                save_checkpoint(accelerator, folder, update, args.keep_checkpoints)
+        # ---- log, samples, checkpoint --------------------------------------------------------
+        kl = logratio.sum(1)
+        policy_loss, value_loss, clip, value_clip, approx_kl, ratio, square = (
+            accelerator.reduce(sums, "sum") / len(grad_norms)
+        ).tolist()
+        metrics = {
+            "objective/rlhf_reward": (scores - args.kl_coef * kl).mean().item(),
+            "objective/score": scores.mean().item(),
+            "objective/raw_score": raw_scores.mean().item(),
+            "objective/score_std": scores.std(unbiased=False).item(),
+            "objective/rlhf_reward_std": (scores - args.kl_coef * kl).std(unbiased=False).item(),
+            "objective/kl": kl.mean().item(),
+            "objective/kl_k2": (0.5 * logratio.square()).sum(1).mean().item(),
+            "objective/kl_k3": ((-logratio).exp() - 1 + logratio).sum(1).mean().item(),
+            "objective/entropy": found["entropy"].sum(1).mean().item(),
+            "objective/entropy_per_token": (found["entropy"].sum() / response_mask.sum()).item(),
+            "response/eos_rate": has_eos.float().mean().item(),
+            "response/length": lengths.float().mean().item(),
+            "loss/policy": policy_loss,
+            "loss/value": value_loss,
+            "policy/clip_fraction": clip,
+            "policy/approx_kl": approx_kl,
+            "policy/ratio": ratio,
+            "policy/ratio_variance": square - ratio**2,
+            "policy/first_ratio_deviation": accelerator.gather(first_deviation).max().item(),
+            "value/clip_fraction": value_clip,
+            "value/mean": (values.sum() / value_mask.sum()).item(),
+            "value/returns": (returns.sum() / value_mask.sum()).item(),
+            "grad_norm": sum(grad_norms) / len(grad_norms),
+            "learning_rate": learning_rate,
+            "episode": episodes.stop,
+        }
+        if update == num_updates or (args.eval_every and update % args.eval_every == 0):
+            fixed = data["validation"].select(range(min(args.eval_rows, len(data["validation"]))))
+            rows = sample_and_score(accelerator, model, reward_models, fixed, tokenizer, args, "validation batch")
+            metrics["eval/score"] = sum(row["score"] for row in rows) / len(rows)
+        metrics |= {"time/rollout": rollout_seconds, "time/update": time.time() - start}
+        metrics |= {"time/total": time.time() - begin}
+        if log:
+            log.write(update, metrics)
+        if update % max(1, num_updates // 20) == 0:
+            keys = "objective/rlhf_reward objective/score objective/kl response/eos_rate response/length"
+            accelerator.print(
+                f"update {update}/{num_updates}  "
+                + "  ".join(f"{k.split('/')[1]} {metrics[k]:.3f}" for k in keys.split())
+            )
+        if args.sample_every and update % args.sample_every == 0 and accelerator.is_main_process:
+            shown = [
+                {
+                    "query (end)": tokenizer.decode(queries[i][queries[i] != pad_id])[-200:],
+                    "response": tokenizer.decode(responses[i][responses[i] != pad_id]),
+                    "score": scores[i].item(),
+                    "kl": kl[i].item(),
+                }
+                for i in range(min(4, args.batch_size))
+            ]
+            print_samples(f"samples of update {update}", shown)
+        if args.save_every and update % args.save_every == 0:
+            save_checkpoint(accelerator, folder, update, args.keep_checkpoints)
 
     # ---- save, evaluate --------------------------------------------------------------------------
     state = accelerator.get_state_dict(model)  # on every rank: ZeRO-3 gathers
@@ -1013,9 +995,8 @@ def main(args: Args):
             summary[key] = sum(row[key] for row in rows) / len(rows)
         summary["score_above_reference"] = sum(row["score"] > row["reference_score"] for row in rows) / len(rows)
         if accelerator.is_main_process:
-            write_csv(folder / "eval" / "samples_validation.csv", rows)
-            write_csv(folder / "eval" / "rouge.csv", [summary])
-            print_table("samples", [summary])
+            write_table(folder / "eval" / "samples_validation.csv", rows)
+            write_table(folder / "eval" / "rouge.csv", [summary], "samples")
     if log:
         log.close()
     accelerator.print(f"done in {time.time() - begin:.0f} s: {folder}")

@@ -18,7 +18,6 @@ Deviations from the paper and its code, each on purpose:
 - the rows left over after the last whole batch are not trained on (the authors trained on 92,832 of 92,858 pairs too).
 """
 
-import csv
 import json
 import os
 import shutil
@@ -29,6 +28,7 @@ from math import cos, isfinite, pi
 from pathlib import Path
 from typing import Literal
 
+import pandas
 import torch
 import torch.nn.functional as F
 import tyro
@@ -38,7 +38,6 @@ from datasets import DatasetDict, load_dataset, load_from_disk
 from huggingface_hub import snapshot_download
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -243,45 +242,25 @@ class MetricsLog:
             self.wandb.finish()
 
 
-def write_csv(path: Path, rows: list[dict]):
-    """Write `rows` (equal keys) as one CSV file, beside first, then renamed."""
+def write_table(path: Path, rows: list[dict], title: str = ""):
+    """Write rows as one CSV file, beside first, then renamed; print them too where there is a title."""
+    frame = pandas.DataFrame(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".tmp")
-    with partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(partial, path)
+    frame.to_csv(path.with_suffix(".tmp"), index=False)
+    os.replace(path.with_suffix(".tmp"), path)
+    if title:
+        print(f"\n{title}\n{frame.to_string(index=False)}\n")
 
 
-def print_table(title: str, rows: list[dict]):
-    """Print rows (equal keys) as a table."""
-    table = Table(*rows[0], title=title)
-    for row in rows:
-        table.add_row(*(f"{value:.4f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=160).print(table)
-
-
-class ProgressBar(Progress):
-    """A rich progress bar with the rate (updates or rows per second) and the time left; main process only."""
-
-    def __init__(self, accelerator: Accelerator, description: str, total: int, completed: int = 0):
-        super().__init__(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=not accelerator.is_main_process,
-        )
-        self.task = self.add_task(description, total=total, completed=completed, rate="")
-
-    def step(self, count: int = 1):
-        self.update(self.task, advance=count)
-        speed = self.tasks[0].speed
-        self.update(self.task, rate=f"{speed:.2f}/s" if speed else "")
+def progress(accelerator: Accelerator, items, description: str):
+    """Yield `items` under a rich progress bar with the rate and the time left, shown by the main process only."""
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")]
+    columns += [TimeElapsedColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
+        task = bar.add_task(description, total=len(items), rate="")
+        for item in items:
+            yield item
+            bar.update(task, advance=1, rate=f"{bar.tasks[0].speed or 0:.2f}/s")
 
 
 # ---- helpers: data -------------------------------------------------------------------------------
@@ -359,6 +338,19 @@ def trim(tokens: torch.Tensor, pad_id: int, side: Literal["left", "right"]) -> t
     if len(columns) == 0:
         return tokens[:, :0]
     return tokens[:, columns[0] :] if side == "left" else tokens[:, : columns[-1] + 1]
+
+
+def shares(accelerator: Accelerator, data, size: int, description: str):
+    """Yield (row indices, rows) of this process's share of a whole split, up to `size` rows at a time."""
+    mine = list(range(accelerator.process_index, len(data), accelerator.num_processes))
+    for start in progress(accelerator, range(0, len(mine), size), description):
+        index = mine[start : start + size]
+        yield index, data[index]
+
+
+def in_order(found: list[tuple]) -> list:
+    """Gather the (row index, result) pairs of all processes -> results in the order of the rows."""
+    return [result for _, result in sorted(gather_object(found), key=lambda pair: pair[0])]
 
 
 def micro_batches(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
@@ -574,65 +566,56 @@ def pair_rewards(model, query, chosen, rejected, pad_id: int):
     return rewards[0], rewards[1], torch.cat(others)
 
 
+def pair_groups(batch: dict, i: int) -> dict:
+    """What table 5 groups pair i of a batch by: batch, split, policies, confidence (None where unknown)."""
+    groups = {key: batch[key][i] for key in ("batch", "split", "policies") if key in batch}
+    confidence = batch["extra"][i]["confidence"] if "extra" in batch else None
+    return groups | {"confidence": None if confidence is None else int(confidence)}
+
+
 @torch.no_grad()
 def evaluate_pairs(accelerator: Accelerator, model, data, args, pad_id: int, name: str) -> list[dict]:
-    """Both rewards of every pair of a split, in order, with the pair's batch, split, confidence and policies."""
+    """Both rewards of every pair of a split, in order, with what table 5 groups the pair by."""
     found = []
-    mine = list(range(accelerator.process_index, len(data), accelerator.num_processes))
-    with ProgressBar(accelerator, f"rewards of {name}", len(mine)) as bar:
-        for start in range(0, len(mine), args.forward_batch_size):
-            index = mine[start : start + args.forward_batch_size]
-            batch = data[index]
-            pairs = pair_rows(batch, pad_id)
-            query, chosen, rejected = (pairs[key].to(accelerator.device) for key in ("query", "chosen", "rejected"))
-            with accelerator.autocast():
-                rewards = pair_rewards(model, query, chosen, rejected, pad_id)[:2]
-            for i, row in enumerate(zip(index, *(reward.tolist() for reward in rewards), strict=True)):
-                groups = {key: batch[key][i] for key in ("batch", "split", "policies") if key in batch}
-                groups["confidence"] = (batch["extra"][i] if "extra" in batch else {}).get("confidence")
-                found.append((row[0], groups | {"chosen_reward": row[1], "rejected_reward": row[2]}))
-            bar.step(len(index))
-    return [row for _, row in sorted(gather_object(found), key=lambda pair: pair[0])]
+    for index, batch in shares(accelerator, data, args.forward_batch_size, f"rewards of {name}"):
+        pairs = pair_rows(batch, pad_id)
+        query, chosen, rejected = (pairs[key].to(accelerator.device) for key in ("query", "chosen", "rejected"))
+        with accelerator.autocast():
+            chosen_rewards, rejected_rewards, _ = pair_rewards(model, query, chosen, rejected, pad_id)
+        for i, row in enumerate(index):
+            rewards = {"chosen_reward": chosen_rewards[i].item(), "rejected_reward": rejected_rewards[i].item()}
+            found.append((row, pair_groups(batch, i) | rewards))
+    return in_order(found)
 
 
 def accuracy_table(name: str, rows: list[dict]) -> list[dict]:
-    """Table 5's rows of one split: the share of pairs whose chosen reward is higher, overall and per batch, confidence,
-    split and policy pair (Detail 16); values that are null form a group `null`."""
-    table = []
-    for group in ("overall", "batch", "confidence", "split", "policies"):
-        members = {}
-        for row in rows:
-            value = "all" if group == "overall" else row.get(group)
-            members.setdefault("null" if value is None else value, []).append(
-                row["chosen_reward"] > row["rejected_reward"]
-            )
-        for value in sorted(members, key=lambda value: (isinstance(value, str), value)):
-            hits = members[value]
-            table.append(
-                {"data": name, "group": group, "value": value, "pairs": len(hits), "accuracy": sum(hits) / len(hits)}
-            )
+    """Table 5's rows of one split: the share of pairs whose chosen reward is the higher one, over all and per batch,
+    confidence, split and policy pair (Detail 16). Null values are a group of their own."""
+    frame = pandas.DataFrame(rows)
+    frame["hit"] = frame["chosen_reward"] > frame["rejected_reward"]
+    table = [{"data": name, "group": "overall", "value": "all", "pairs": len(frame), "accuracy": frame["hit"].mean()}]
+    for group in [group for group in ("batch", "confidence", "split", "policies") if group in frame]:
+        for value, hits in frame.groupby(frame[group].astype(object), dropna=False)["hit"]:
+            value = "null" if pandas.isna(value) else int(value) if group == "confidence" else value
+            row = {"data": name, "group": group, "value": value, "pairs": len(hits), "accuracy": hits.mean()}
+            table.append(row)
     return table
 
 
 @torch.no_grad()
-def reference_rewards(accelerator: Accelerator, model, data, args, pad_id: int, left: bool, limit: int) -> torch.Tensor:
-    """Rewards (n,) of the reference summaries of the first `limit` rows, in order: right-padded rows, or with the query
-    padded on the left as PPO has it (Detail 14)."""
+def reference_rewards(accelerator: Accelerator, model, data, args, pad_id: int, left: bool) -> torch.Tensor:
+    """Rewards (n,) of the reference summaries of a split, in order: right-padded rows, or with the query padded on the
+    left as PPO has it (Detail 14)."""
     found = []
-    mine = list(range(accelerator.process_index, min(limit, len(data)), accelerator.num_processes))
-    with ProgressBar(accelerator, "rewards of references", len(mine)) as bar:
-        for start in range(0, len(mine), args.forward_batch_size):
-            index = mine[start : start + args.forward_batch_size]
-            batch = data[index]
-            tokens, width = trim(batch["query_reference_response_token"], pad_id, "right"), 0
-            if left:
-                width = batch["query_token"].shape[1]
-                tokens = torch.cat([batch["query_token"], batch["reference_response_token"]], 1)
-            with accelerator.autocast():
-                rewards = response_rewards(model, tokens.to(accelerator.device), width, pad_id)
-            found += zip(index, rewards.tolist(), strict=True)
-            bar.step(len(index))
-    return torch.tensor([reward for _, reward in sorted(gather_object(found))], dtype=torch.float64)
+    for index, batch in shares(accelerator, data, args.forward_batch_size, "rewards of references"):
+        tokens, width = trim(batch["query_reference_response_token"], pad_id, "right"), 0
+        if left:
+            tokens = torch.cat([batch["query_token"], batch["reference_response_token"]], 1)
+            width = batch["query_token"].shape[1]
+        with accelerator.autocast():
+            rewards = response_rewards(model, tokens.to(accelerator.device), width, pad_id)
+        found += zip(index, rewards.tolist(), strict=True)
+    return torch.tensor(in_order(found), dtype=torch.float64)
 
 
 def main(args: Args):
@@ -675,82 +658,76 @@ def main(args: Args):
     # ---- train -----------------------------------------------------------------------------------
     per_rank = args.batch_size // world
     begin = time.time()
-    with ProgressBar(accelerator, STAGE, num_updates, first) as bar:
-        for update in range(first + 1, num_updates + 1):
-            start = time.time()
-            order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
-            batch = train[order[accelerator.process_index * per_rank :][:per_rank].tolist()]
-            lengths = sum((batch[column] != pad_id).sum(1) for column in PAIR_COLUMNS[::2])  # (b,)
-            groups = micro_batches(lengths, args.micro_batch_size)
-            sums = torch.zeros(7, device=accelerator.device)
-            for i, index in enumerate(groups):
-                pairs = pair_rows({column: batch[column][index] for column in PAIR_COLUMNS}, pad_id)
-                query, chosen, rejected = (pairs[key].to(accelerator.device) for key in ("query", "chosen", "rejected"))
-                with accumulate(accelerator, model, last=i == len(groups) - 1):
-                    chosen_rewards, rejected_rewards, others = pair_rewards(model, query, chosen, rejected, pad_id)
-                    loss = preference_loss(chosen_rewards, rejected_rewards).sum()
-                    accelerator.backward(
-                        loss * world / args.batch_size
-                    )  # x world: DDP and DeepSpeed average over devices
-                with torch.no_grad():
-                    hits = (chosen_rewards > rejected_rewards).sum()
-                    micro_sums = loss, hits, chosen_rewards.sum(), rejected_rewards.sum()
-                    sums += torch.stack(
-                        [x.float() for x in (*micro_sums, (others < 0).sum(), others.sum())]
-                        + [sums.new_tensor(len(others))]
-                    )
-            learning_rate = cosine_learning_rate(update, num_updates, args.learning_rate)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
-            grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
-
-            # ---- log, checkpoint -----------------------------------------------------------------
-            loss, hits, chosen, rejected, negative, other_sum, other_count = accelerator.reduce(sums, "sum").tolist()
-            metrics = {
-                "loss/train": loss / args.batch_size,
-                "accuracy/train": hits / args.batch_size,
-                "rewards/chosen": chosen / args.batch_size,
-                "rewards/rejected": rejected / args.batch_size,
-                "rewards/margin": (chosen - rejected) / args.batch_size,
-                "other_logits/share_negative": negative / max(other_count, 1),
-                "other_logits/mean": other_sum / max(other_count, 1),
-                "grad_norm": grad_norm,
-                "learning_rate": learning_rate,
-                "episode": update * args.batch_size,
-            }
-            if update == num_updates or (args.eval_every and update % args.eval_every == 0):
-                rows = evaluate_pairs(accelerator, model, data["validation"], args, pad_id, "validation")
-                metrics["eval/accuracy"] = accuracy_table("validation", rows)[0]["accuracy"]
-            metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
-            if log:
-                log.write(update, metrics)
-            bar.step()
-            if update % max(1, num_updates // 10) == 0:
-                accelerator.print(
-                    f"update {update}/{num_updates}  loss {metrics['loss/train']:.4f}  "
-                    f"accuracy {metrics['accuracy/train']:.3f}"
+    for update in progress(accelerator, range(first + 1, num_updates + 1), STAGE):
+        start = time.time()
+        order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
+        batch = train[order[accelerator.process_index * per_rank :][:per_rank].tolist()]
+        lengths = sum((batch[column] != pad_id).sum(1) for column in PAIR_COLUMNS[::2])  # (b,)
+        groups = micro_batches(lengths, args.micro_batch_size)
+        sums = torch.zeros(7, device=accelerator.device)
+        for i, index in enumerate(groups):
+            pairs = pair_rows({column: batch[column][index] for column in PAIR_COLUMNS}, pad_id)
+            query, chosen, rejected = (pairs[key].to(accelerator.device) for key in ("query", "chosen", "rejected"))
+            with accumulate(accelerator, model, last=i == len(groups) - 1):
+                chosen_rewards, rejected_rewards, others = pair_rewards(model, query, chosen, rejected, pad_id)
+                loss = preference_loss(chosen_rewards, rejected_rewards).sum()
+                accelerator.backward(loss * world / args.batch_size)  # x world: DDP and DeepSpeed average over devices
+            with torch.no_grad():
+                hits = (chosen_rewards > rejected_rewards).sum()
+                micro_sums = loss, hits, chosen_rewards.sum(), rejected_rewards.sum()
+                sums += torch.stack(
+                    [x.float() for x in (*micro_sums, (others < 0).sum(), others.sum())]
+                    + [sums.new_tensor(len(others))]
                 )
-            if args.save_every and update % args.save_every == 0:
-                save_checkpoint(accelerator, folder, update, args.keep_checkpoints)
+        learning_rate = cosine_learning_rate(update, num_updates, args.learning_rate)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
+
+        # ---- log, checkpoint -----------------------------------------------------------------
+        loss, hits, chosen, rejected, negative, other_sum, other_count = accelerator.reduce(sums, "sum").tolist()
+        metrics = {
+            "loss/train": loss / args.batch_size,
+            "accuracy/train": hits / args.batch_size,
+            "rewards/chosen": chosen / args.batch_size,
+            "rewards/rejected": rejected / args.batch_size,
+            "rewards/margin": (chosen - rejected) / args.batch_size,
+            "other_logits/share_negative": negative / max(other_count, 1),
+            "other_logits/mean": other_sum / max(other_count, 1),
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "episode": update * args.batch_size,
+        }
+        if update == num_updates or (args.eval_every and update % args.eval_every == 0):
+            rows = evaluate_pairs(accelerator, model, data["validation"], args, pad_id, "validation")
+            metrics["eval/accuracy"] = accuracy_table("validation", rows)[0]["accuracy"]
+        metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
+        if log:
+            log.write(update, metrics)
+        if update % max(1, num_updates // 10) == 0:
+            accelerator.print(
+                f"update {update}/{num_updates}  loss {metrics['loss/train']:.4f}  "
+                f"accuracy {metrics['accuracy/train']:.3f}"
+            )
+        if args.save_every and update % args.save_every == 0:
+            save_checkpoint(accelerator, folder, update, args.keep_checkpoints)
 
     # ---- centre (Detail 15), save, look again ----------------------------------------------------
-    rewards = reference_rewards(accelerator, model, references, args, pad_id, left=False, limit=len(references))
+    rewards = reference_rewards(accelerator, model, references, args, pad_id, left=False)
     state = {key.removeprefix("model."): value for key, value in accelerator.get_state_dict(model).items()}
     state["score.bias"] = state["score.bias"] - rewards.mean().item()
     save_model(accelerator, accelerator.unwrap_model(model).model, state, tokenizer, folder / "model")
     model = load_reward_model(str(folder / "model"), tokenizer).to(accelerator.device).eval()
-    centred = reference_rewards(accelerator, model, references, args, pad_id, left=False, limit=len(references))
-    limit = min(256, len(references))  # Detail 14 on a sample
-    difference = (
-        reference_rewards(accelerator, model, references, args, pad_id, left=True, limit=limit) - centred[:limit]
-    )
+    centred = reference_rewards(accelerator, model, references, args, pad_id, left=False)
+    sample = references.select(range(min(256, len(references))))
+    difference = reference_rewards(accelerator, model, sample, args, pad_id, left=True) - centred[: len(sample)]
     statistics = {"max": rewards.max(), "mean": rewards.mean(), "min": rewards.min(), "std": rewards.std()}
     statistics |= {"mean_after_centring": centred.mean(), "left_minus_right_padding_mean": difference.mean()}
     statistics |= {"left_minus_right_padding_max_abs": difference.abs().max()}
-    statistics = {key: value.item() for key, value in statistics.items()}
+    statistics = [{"statistic": key, "value": value.item()} for key, value in statistics.items()]
     if accelerator.is_main_process:
-        write_csv(folder / "eval" / "reference_rewards.csv", [statistics])
-        print_table("rewards of the reference summaries before centring (table 5)", [statistics])
+        title = "rewards of the reference summaries before centring (table 5), and Details 14 and 15"
+        write_table(folder / "eval" / "reference_rewards.csv", statistics, title)
 
     # ---- evaluate: table 5 -----------------------------------------------------------------------
     if args.run_eval:
@@ -759,10 +736,9 @@ def main(args: Args):
             rows = evaluate_pairs(accelerator, model, data[split], args, pad_id, split)
             table += accuracy_table(split, rows)
             if accelerator.is_main_process:
-                write_csv(folder / "eval" / f"pairs_{split}.csv", rows)
+                write_table(folder / "eval" / f"pairs_{split}.csv", rows)
         if accelerator.is_main_process:
-            write_csv(folder / "eval" / "accuracy.csv", table)
-            print_table("validation accuracy (table 5)", table)
+            write_table(folder / "eval" / "accuracy.csv", table, "validation accuracy (table 5)")
     if log:
         log.close()
     accelerator.print(f"done in {time.time() - begin:.0f} s: {folder}")

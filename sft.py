@@ -15,7 +15,6 @@ Deviations from the paper and its code, each on purpose:
 - samples come from Gumbel-max noise keyed by (seed, update, row, position) instead of each device's own generator.
 """
 
-import csv
 import hashlib
 import json
 import os
@@ -28,6 +27,7 @@ from math import cos, isfinite, pi
 from pathlib import Path
 from typing import Literal
 
+import pandas
 import torch
 import torch.nn.functional as F
 import tyro
@@ -37,7 +37,6 @@ from datasets import DatasetDict, load_dataset, load_from_disk
 from huggingface_hub import snapshot_download
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 from rouge_score.rouge_scorer import RougeScorer
 from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor
@@ -241,37 +240,25 @@ class MetricsLog:
             self.wandb.finish()
 
 
-def write_csv(path: Path, rows: list[dict]):
-    """Write `rows` (equal keys) as one CSV file, beside first, then renamed."""
+def write_table(path: Path, rows: list[dict], title: str = ""):
+    """Write rows as one CSV file, beside first, then renamed; print them too where there is a title."""
+    frame = pandas.DataFrame(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".tmp")
-    with partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(partial, path)
+    frame.to_csv(path.with_suffix(".tmp"), index=False)
+    os.replace(path.with_suffix(".tmp"), path)
+    if title:
+        print(f"\n{title}\n{frame.to_string(index=False)}\n")
 
 
-class ProgressBar(Progress):
-    """A rich progress bar with the rate (updates or rows per second) and the time left; main process only."""
-
-    def __init__(self, accelerator: Accelerator, description: str, total: int, completed: int = 0):
-        super().__init__(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=not accelerator.is_main_process,
-        )
-        self.task = self.add_task(description, total=total, completed=completed, rate="")
-
-    def step(self, count: int = 1):
-        self.update(self.task, advance=count)
-        speed = self.tasks[0].speed
-        self.update(self.task, rate=f"{speed:.2f}/s" if speed else "")
+def progress(accelerator: Accelerator, items, description: str):
+    """Yield `items` under a rich progress bar with the rate and the time left, shown by the main process only."""
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")]
+    columns += [TimeElapsedColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
+        task = bar.add_task(description, total=len(items), rate="")
+        for item in items:
+            yield item
+            bar.update(task, advance=1, rate=f"{bar.tasks[0].speed or 0:.2f}/s")
 
 
 # ---- helpers: data -------------------------------------------------------------------------------
@@ -351,6 +338,19 @@ def trim(tokens: torch.Tensor, pad_id: int, side: Literal["left", "right"]) -> t
     return tokens[:, columns[0] :] if side == "left" else tokens[:, : columns[-1] + 1]
 
 
+def shares(accelerator: Accelerator, data, size: int, description: str):
+    """Yield (row indices, rows) of this process's share of a whole split, up to `size` rows at a time."""
+    mine = list(range(accelerator.process_index, len(data), accelerator.num_processes))
+    for start in progress(accelerator, range(0, len(mine), size), description):
+        index = mine[start : start + size]
+        yield index, data[index]
+
+
+def in_order(found: list[tuple]) -> list:
+    """Gather the (row index, result) pairs of all processes -> results in the order of the rows."""
+    return [result for _, result in sorted(gather_object(found), key=lambda pair: pair[0])]
+
+
 def micro_batches(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
     """Groups of `size` rows of similar length: less padding, the same batch. lengths (b,) -> row indices."""
     return list(torch.argsort(lengths, descending=True, stable=True).split(size))
@@ -394,14 +394,6 @@ def save_model(accelerator: Accelerator, model, state: dict, tokenizer, folder: 
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     accelerator.wait_for_everyone()
-
-
-def print_table(title: str, rows: list[dict]):
-    """Print rows (equal keys) as a table."""
-    table = Table(*rows[0], title=title)
-    for row in rows:
-        table.add_row(*(f"{value:.4f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=160).print(table)
 
 
 @contextmanager
@@ -503,34 +495,23 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
 
 
 def sample_split(accelerator: Accelerator, model, data, tokenizer, args, name: str) -> list[dict]:
-    """Sampled summaries of every row of a split, in order, with their ROUGE; rows are spread over the processes. A row
-    is a dict of id, query, response, reference, response_tokens, has_eos, rouge1, rouge2, rougeL."""
-    model, rows = accelerator.unwrap_model(model), []
+    """Sampled summaries of every row of a split, in order: dicts of id, query, response, reference, response_tokens
+    (EOS counted), has_eos, and the F-measures rouge1, rouge2, rougeL (with Porter stemming)."""
+    policy, pad_id, found = accelerator.unwrap_model(model), tokenizer.pad_token_id, []
     rouge = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
-    mine = list(range(accelerator.process_index, len(data), accelerator.num_processes))
-    with ProgressBar(accelerator, f"sampling {name}", len(mine)) as bar:
-        for start in range(0, len(mine), args.forward_batch_size):
-            index = mine[start : start + args.forward_batch_size]
-            batch = data[index]
-            with accelerator.autocast():
-                keys = noise_keys(args.seed, 0, index)
-                queries = batch["query_token"].to(accelerator.device)
-                responses = generate(model, queries, tokenizer, args.response_length, args.eval_temperature, keys)
-            for i, tokens in enumerate(responses.tolist()):
-                text = tokenizer.decode(tokens, skip_special_tokens=True)
-                reference = batch["reference_response"][i].removesuffix(tokenizer.eos_token)
-                row = {
-                    "id": batch["id"][i],
-                    "query": batch["query"][i],
-                    "response": text,
-                    "reference": reference,
-                    "response_tokens": sum(token != tokenizer.pad_token_id for token in tokens),
-                    "has_eos": tokenizer.eos_token_id in tokens,
-                }
-                scores = {metric: score.fmeasure for metric, score in rouge.score(reference, text).items()}
-                rows.append((index[i], row | scores))
-            bar.step(len(index))
-    return [row for _, row in sorted(gather_object(rows), key=lambda pair: pair[0])]
+    for index, batch in shares(accelerator, data, args.forward_batch_size, f"sampling {name}"):
+        query, keys = batch["query_token"].to(accelerator.device), noise_keys(args.seed, 0, index)
+        with accelerator.autocast():
+            responses = generate(policy, query, tokenizer, args.response_length, args.eval_temperature, keys)
+        for i, tokens in enumerate(responses.tolist()):
+            row = {"id": batch["id"][i], "query": batch["query"][i]}
+            row["response"] = tokenizer.decode(tokens, skip_special_tokens=True)
+            row["reference"] = batch["reference_response"][i].removesuffix(tokenizer.eos_token)
+            row["response_tokens"] = sum(token != pad_id for token in tokens)
+            row["has_eos"] = tokenizer.eos_token_id in tokens
+            scores = rouge.score(row["reference"], row["response"])
+            found.append((index[i], row | {metric: score.fmeasure for metric, score in scores.items()}))
+    return in_order(found)
 
 
 def sample_summary(rows: list[dict]) -> dict:
@@ -573,9 +554,7 @@ def loss_and_count(model, batch: dict, loss_on: str, pad_id: int, device) -> tup
 def validation_loss(accelerator: Accelerator, model, data, args, pad_id: int) -> float:
     """Mean loss per target token of a whole split (nats)."""
     sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
-    mine = range(accelerator.process_index, len(data), accelerator.num_processes)
-    for start in range(0, len(mine), args.micro_batch_size):
-        batch = data[list(mine[start : start + args.micro_batch_size])]
+    for _, batch in shares(accelerator, data, args.micro_batch_size, "validation loss"):
         sums += torch.stack(loss_and_count(model, batch, args.loss_on, pad_id, accelerator.device)).double()
     loss, targets = accelerator.reduce(sums, "sum").tolist()
     return loss / targets
@@ -620,52 +599,50 @@ def main(args: Args):
         accelerator.print(f"validation loss before training {loss:.4f}")
         if log:
             log.write(0, {"eval/loss": loss})
-    with ProgressBar(accelerator, STAGE, num_updates, first) as bar:
-        for update in range(first + 1, num_updates + 1):
-            start = time.time()
-            order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
-            batch = train[order[accelerator.process_index * per_rank :][:per_rank].tolist()]
-            rows = batch["query_reference_response_token"]
-            lengths = (rows != pad_id).sum(1)  # (b,)
+    for update in progress(accelerator, range(first + 1, num_updates + 1), STAGE):
+        start = time.time()
+        order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
+        batch = train[order[accelerator.process_index * per_rank :][:per_rank].tolist()]
+        rows = batch["query_reference_response_token"]
+        lengths = (rows != pad_id).sum(1)  # (b,)
 
-            # the loss of the whole batch is a sum over its targets divided by their global number
-            targets = accelerator.reduce(
-                target_mask(batch, args.loss_on, pad_id)[:, 1:].sum().to(accelerator.device), "sum"
+        # the loss of the whole batch is a sum over its targets divided by their global number
+        targets = accelerator.reduce(
+            target_mask(batch, args.loss_on, pad_id)[:, 1:].sum().to(accelerator.device), "sum"
+        )
+        loss_sum = torch.zeros((), device=accelerator.device)
+        groups = micro_batches(lengths, args.micro_batch_size)
+        for i, index in enumerate(groups):
+            with accumulate(accelerator, model, last=i == len(groups) - 1):
+                micro_batch = {column: batch[column][index] for column in TOKEN_COLUMNS}
+                loss, _ = loss_and_count(model, micro_batch, args.loss_on, pad_id, accelerator.device)
+                accelerator.backward(loss * world / targets)  # x world: DDP and DeepSpeed average over devices
+            loss_sum += loss.detach()
+        learning_rate = cosine_learning_rate(update, num_updates, args.learning_rate)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
+
+        # ---- log, checkpoint -----------------------------------------------------------------
+        tokens = accelerator.reduce(lengths.sum().to(accelerator.device), "sum")
+        metrics = {
+            "loss/train": accelerator.reduce(loss_sum, "sum") / targets,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "episode": update * args.batch_size,
+            "tokens/batch": tokens,
+        }
+        if update == num_updates or (args.eval_every and update % args.eval_every == 0):
+            metrics["eval/loss"] = validation_loss(accelerator, model, data["validation"], args, pad_id)
+        metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
+        if log:
+            log.write(update, metrics)
+        if update % max(1, num_updates // 10) == 0:
+            accelerator.print(
+                f"update {update}/{num_updates}  loss {metrics['loss/train']:.4f}  grad norm {grad_norm:.3f}"
             )
-            loss_sum = torch.zeros((), device=accelerator.device)
-            groups = micro_batches(lengths, args.micro_batch_size)
-            for i, index in enumerate(groups):
-                with accumulate(accelerator, model, last=i == len(groups) - 1):
-                    micro_batch = {column: batch[column][index] for column in TOKEN_COLUMNS}
-                    loss, _ = loss_and_count(model, micro_batch, args.loss_on, pad_id, accelerator.device)
-                    accelerator.backward(loss * world / targets)  # x world: DDP and DeepSpeed average over devices
-                loss_sum += loss.detach()
-            learning_rate = cosine_learning_rate(update, num_updates, args.learning_rate)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
-            grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
-
-            # ---- log, checkpoint -----------------------------------------------------------------
-            tokens = accelerator.reduce(lengths.sum().to(accelerator.device), "sum")
-            metrics = {
-                "loss/train": accelerator.reduce(loss_sum, "sum") / targets,
-                "grad_norm": grad_norm,
-                "learning_rate": learning_rate,
-                "episode": update * args.batch_size,
-                "tokens/batch": tokens,
-            }
-            if update == num_updates or (args.eval_every and update % args.eval_every == 0):
-                metrics["eval/loss"] = validation_loss(accelerator, model, data["validation"], args, pad_id)
-            metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
-            if log:
-                log.write(update, metrics)
-            bar.step()
-            if update % max(1, num_updates // 10) == 0:
-                accelerator.print(
-                    f"update {update}/{num_updates}  loss {metrics['loss/train']:.4f}  grad norm {grad_norm:.3f}"
-                )
-            if args.save_every and update % args.save_every == 0:
-                save_checkpoint(accelerator, folder, update, args.keep_checkpoints)
+        if args.save_every and update % args.save_every == 0:
+            save_checkpoint(accelerator, folder, update, args.keep_checkpoints)
 
     # ---- save, evaluate --------------------------------------------------------------------------
     state = accelerator.get_state_dict(model)  # on every rank: ZeRO-3 gathers
@@ -678,10 +655,9 @@ def main(args: Args):
             rows = sample_split(accelerator, model, data[split], tokenizer, args, split)
             table.append({"split": split, "rows": len(rows)} | sample_summary(rows))
             if accelerator.is_main_process:
-                write_csv(folder / "eval" / f"samples_{split}.csv", rows)
+                write_table(folder / "eval" / f"samples_{split}.csv", rows)
         if accelerator.is_main_process:
-            write_csv(folder / "eval" / "rouge.csv", table)
-            print_table("samples", table)
+            write_table(folder / "eval" / "rouge.csv", table, "samples")
     if log:
         log.close()
     accelerator.print(f"done in {time.time() - begin:.0f} s: {folder}")
