@@ -826,13 +826,12 @@ def main(args: Args):
     # ---- data and models -------------------------------------------------------------------------
     hint = f"Train it first: python {{}}.py --model {args.model} --seed {args.seed}"
     sft_folder = checkpoint_folder("--sft-model-path", args.sft_model_path, hint.format("sft"))
-    reward_folders = [
-        checkpoint_folder("--reward-model-paths", p, hint.format("reward")) for p in args.reward_model_paths
-    ]
+    flag, hints = "--reward-model-paths", hint.format("reward")
+    reward_folders = [checkpoint_folder(flag, path, hints) for path in args.reward_model_paths]
     tokenizer = load_tokenizer(sft_folder)
     for path in reward_folders:
         if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
-            fail(f"--reward-model-paths {path}: a reward model of another tokenizer than {sft_folder}")
+            fail(f"{flag} {path}: a reward model of another tokenizer than {sft_folder}")
     pad_id, eos_id, R = tokenizer.pad_token_id, tokenizer.eos_token_id, args.response_length
     data = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
     train = data["train"].select_columns(["query_token"])
@@ -887,12 +886,11 @@ def main(args: Args):
             group["lr"] = learning_rate
         sums, grad_norms = torch.zeros(7, device=accelerator.device), []
         first_deviation = torch.zeros(1, device=accelerator.device)
-        per_rank = mini_batch_size // world
+        per_rank, size = mini_batch_size // world, args.batch_size
         row_lengths = (queries != pad_id).sum(1) + lengths
         for epoch in range(args.num_ppo_epochs):
-            shuffled = data_order(
-                args.batch_size, args.seed + update, epoch * args.batch_size, (epoch + 1) * args.batch_size
-            )
+            # a shuffle of the whole batch per epoch, the same on every process
+            shuffled = data_order(size, args.seed + update, epoch * size, (epoch + 1) * size)
             for mini_batch in shuffled.to(accelerator.device).split(mini_batch_size):
                 policy_count, value_count = response_mask[mini_batch].sum(), value_mask[mini_batch].sum()
                 rows = mini_batch[rank * per_rank : (rank + 1) * per_rank]
@@ -900,53 +898,50 @@ def main(args: Args):
                 for i, row in enumerate(groups):
                     query = trim(queries[row], pad_id, "left")
                     width = min(int(lengths[row].max()) + 1, R)
-                    old = (x[row, :width] for x in (logprobs, values, advantages, returns, response_mask, value_mask))
+                    old, values_old, advantage, target, counted, value_counted = (
+                        x[row, :width] for x in (logprobs, values, advantages, returns, response_mask, value_mask)
+                    )
                     with accumulate(accelerator, model, last=i == len(groups) - 1):
-                        new_logprobs, new_values, _ = model(
-                            query, responses[row, :width], pad_id, banned, args.temperature
-                        )
-                        old_logprobs, *rest = old
-                        clips = args.cliprange, args.cliprange_value
-                        policy_sum, value_sum, stats = ppo_loss(new_logprobs, new_values, old_logprobs, *rest, *clips)
+                        new, values_new, _ = model(query, responses[row, :width], pad_id, banned, args.temperature)
+                        policy_sum, value_sum, stats = ppo_loss(
+                            new, values_new, old, values_old, advantage, target, counted, value_counted,
+                            args.cliprange, args.cliprange_value,
+                        )  # fmt: skip
                         loss = policy_sum / policy_count + args.vf_coef * value_sum / value_count
                         accelerator.backward(loss * world)  # x world: DDP and DeepSpeed average over devices
-                    # means over the update's optimiser steps
                     counts = torch.stack([policy_count, value_count, policy_count, value_count, *[policy_count] * 3])
-                    sums += torch.cat([policy_sum.detach()[None], value_sum.detach()[None], stats]) / counts
-                    if not grad_norms:
-                        deviation = (new_logprobs.detach() - old_logprobs).exp().sub(1).abs()[rest[3]]
-                        first_deviation = torch.maximum(first_deviation, deviation.max())
+                    sums += torch.cat([torch.stack([policy_sum, value_sum]).detach(), stats]) / counts
+                    if not grad_norms:  # before the first step every ratio is 1
+                        deviation = (new.detach() - old).exp().sub(1).abs()[counted].max()
+                        first_deviation = torch.maximum(first_deviation, deviation)
                 where = f"update {update}, episodes {episodes.start} to {episodes.stop - 1}"
                 grad_norms.append(optimizer_step(accelerator, model, optimizer, args.max_grad_norm, where))
 
         # ---- log, samples, checkpoint --------------------------------------------------------
         kl = logratio.sum(1)
-        policy_loss, value_loss, clip, value_clip, approx_kl, ratio, square = (
-            accelerator.reduce(sums, "sum") / len(grad_norms)
-        ).tolist()
+        rlhf_rewards = scores - args.kl_coef * kl
+        means = (accelerator.reduce(sums, "sum") / len(grad_norms)).tolist()  # over the update's optimiser steps
+        policy_loss, value_loss, clipped, value_clipped, approx_kl, ratio, squared_ratio = means
         metrics = {
-            "objective/rlhf_reward": (scores - args.kl_coef * kl).mean().item(),
-            "objective/score": scores.mean().item(),
-            "objective/raw_score": raw_scores.mean().item(),
-            "objective/score_std": scores.std(unbiased=False).item(),
-            "objective/rlhf_reward_std": (scores - args.kl_coef * kl).std(unbiased=False).item(),
-            "objective/kl": kl.mean().item(),
-            "objective/kl_k2": (0.5 * logratio.square()).sum(1).mean().item(),
-            "objective/kl_k3": ((-logratio).exp() - 1 + logratio).sum(1).mean().item(),
-            "objective/entropy": found["entropy"].sum(1).mean().item(),
-            "objective/entropy_per_token": (found["entropy"].sum() / response_mask.sum()).item(),
-            "response/eos_rate": has_eos.float().mean().item(),
-            "response/length": lengths.float().mean().item(),
+            "objective/rlhf_reward": rlhf_rewards.mean(),
+            "objective/score": scores.mean(),
+            "objective/score_without_penalty": raw_scores.mean(),
+            "objective/kl": kl.mean(),
+            "objective/kl_k2": (0.5 * logratio.square()).sum(1).mean(),
+            "objective/kl_k3": ((-logratio).exp() - 1 + logratio).sum(1).mean(),
+            "objective/entropy": found["entropy"].sum(1).mean(),
+            "objective/reward_model_spread": found["scores"].std(1, unbiased=False).mean(),
+            "response/eos_rate": has_eos.float().mean(),
+            "response/length": lengths.float().mean(),
             "loss/policy": policy_loss,
             "loss/value": value_loss,
-            "policy/clip_fraction": clip,
+            "policy/clip_fraction": clipped,
             "policy/approx_kl": approx_kl,
             "policy/ratio": ratio,
-            "policy/ratio_variance": square - ratio**2,
-            "policy/first_ratio_deviation": accelerator.gather(first_deviation).max().item(),
-            "value/clip_fraction": value_clip,
-            "value/mean": (values.sum() / value_mask.sum()).item(),
-            "value/returns": (returns.sum() / value_mask.sum()).item(),
+            "policy/ratio_variance": squared_ratio - ratio**2,
+            "policy/first_ratio_deviation": accelerator.gather(first_deviation).max(),
+            "value/clip_fraction": value_clipped,
+            "value/mean": values.sum() / value_mask.sum(),
             "grad_norm": sum(grad_norms) / len(grad_norms),
             "learning_rate": learning_rate,
             "episode": episodes.stop,
@@ -960,32 +955,22 @@ def main(args: Args):
         if log:
             log.write(update, metrics)
         if update % max(1, num_updates // 20) == 0:
-            keys = "objective/rlhf_reward objective/score objective/kl response/eos_rate response/length"
-            accelerator.print(
-                f"update {update}/{num_updates}  "
-                + "  ".join(f"{k.split('/')[1]} {metrics[k]:.3f}" for k in keys.split())
-            )
+            keys = "objective/rlhf_reward objective/score objective/kl response/eos_rate response/length".split()
+            shown = "  ".join(f"{key.partition('/')[2]} {metrics[key]:.3f}" for key in keys)
+            accelerator.print(f"update {update}/{num_updates}  {shown}")
         if args.sample_every and update % args.sample_every == 0 and accelerator.is_main_process:
-            shown = [
-                {
-                    "query (end)": tokenizer.decode(queries[i][queries[i] != pad_id])[-200:],
-                    "response": tokenizer.decode(responses[i][responses[i] != pad_id]),
-                    "score": scores[i].item(),
-                    "kl": kl[i].item(),
-                }
-                for i in range(min(4, args.batch_size))
-            ]
-            print_samples(f"samples of update {update}", shown)
+            texts = [[tokenizer.decode(row[row != pad_id]) for row in rows[:4]] for rows in (queries, responses)]
+            columns = zip(*texts, scores.tolist(), kl.tolist(), strict=False)
+            rows = [{"query (end)": q[-200:], "response": r, "score": s, "kl": k} for q, r, s, k in columns]
+            print_samples(f"samples of update {update}", rows)
         if args.save_every and update % args.save_every == 0:
             save_checkpoint(accelerator, folder, update, args.keep_checkpoints)
 
     # ---- save, evaluate --------------------------------------------------------------------------
     state = accelerator.get_state_dict(model)  # on every rank: ZeRO-3 gathers
     trained = accelerator.unwrap_model(model)
-    for part, prefix, target in (
-        (trained.policy, "policy.", "model"),
-        (trained.value_model.model, "value_model.model.", "value_model"),
-    ):
+    parts = ("model", trained.policy, "policy."), ("value_model", trained.value_model.model, "value_model.model.")
+    for target, part, prefix in parts:
         own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         save_model(accelerator, part, own, tokenizer, folder / target)
     if args.run_eval:

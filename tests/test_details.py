@@ -1,0 +1,1262 @@
+"""The paper's 25 details: one test each (but 8, 17 and 18), against numbers that are worked out here by other means.
+
+The reference computations run plain transformers models on unpadded or right-padded rows, without masks or position
+ids: under causal attention no real token sees what lies to its right. `tests/undo_details.py` undoes every detail in a
+copy of the scripts and checks that its test notices.
+"""
+
+import csv
+import json
+import math
+import random
+import statistics
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import load_from_disk
+from safetensors.torch import load_file
+from torch.nn.functional import logsigmoid, softplus
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+import dpo
+import nano
+import ppo
+import reward
+import sft
+import tldr_dataset
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+EOS = "<|endoftext|>"
+BATCH = 12  # rows per update of the runs below: 64 rows are five updates and four rows left over
+LEARNING_RATE = 1e-3
+SEED = 7
+
+
+# ---- helpers -----------------------------------------------------------------------------------------
+
+
+def close(found, expected, tolerance: float = 1e-5) -> bool:
+    """Are both (tensors, or lists of numbers, of one shape) equal within an absolute and relative tolerance?"""
+    found, expected = (torch.as_tensor(x, dtype=torch.float64) for x in (found, expected))
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def read_csv(path: Path) -> list[dict]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_jsonl(path: Path, rows: list[dict]):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def edit_config(folder: Path, **fields):
+    """Set fields of a checkpoint's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def padded_tokenizer(folder: Path):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def right_padded(rows: list[list[int]]) -> torch.Tensor:
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+
+
+class PlainReward(torch.nn.Module):
+    """The reward model of a checkpoint folder (or the backbone of one, with the head given), by plain transformers."""
+
+    def __init__(self, folder: Path, weight: torch.Tensor | None = None, bias: float = 0.0):
+        super().__init__()
+        self.backbone = AutoModel.from_pretrained(folder)
+        if weight is None:
+            state = load_file(folder / "model.safetensors")
+            weight, bias = state["score.weight"], state["score.bias"].item()
+        self.weight = torch.nn.Parameter(weight.clone())
+        self.bias = torch.nn.Parameter(torch.tensor([bias]))
+
+    def forward(self, rows: list[list[int]]) -> torch.Tensor:
+        """Unpadded rows -> logits (b, T); what lies behind a row's end is without meaning."""
+        return self.backbone(right_padded(rows)).last_hidden_state @ self.weight[0] + self.bias
+
+    def last(self, rows: list[list[int]]) -> torch.Tensor:
+        """Logits (b,) at the last token of each row."""
+        logits = self(rows)
+        return torch.stack([logits[i, len(row) - 1] for i, row in enumerate(rows)])
+
+
+def token_logprobs(policy, allowed: list[int], query: list[list[int]], response: list[list[int]], temperature: float):
+    """Log-probabilities of the response tokens (a tensor per row) at a temperature, over the allowed ids alone."""
+    logits = policy(right_padded([q + r for q, r in zip(query, response, strict=True)])).logits
+    found = []
+    for i, (q, r) in enumerate(zip(query, response, strict=True)):
+        own = (logits[i, len(q) - 1 : len(q) + len(r) - 1] / (temperature + 1e-7))[:, allowed].log_softmax(1)
+        found.append(own[torch.arange(len(r)), [allowed.index(token) for token in r]])
+    return found
+
+
+def cosine(update: int, updates: int) -> float:
+    return LEARNING_RATE * (1 + math.cos(math.pi * (update - 1) / updates)) / 2
+
+
+def train_by_hand(parameters, losses, learning_rates: list[float]):
+    """One AdamW step per loss that `losses` (a generator, run between the steps) yields; tables 3, 4, 6 and 7."""
+    optimizer = torch.optim.AdamW(parameters, eps=1e-5, weight_decay=0.01)
+    for loss, learning_rate in zip(losses, learning_rates, strict=True):
+        optimizer.param_groups[0]["lr"] = learning_rate
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def assert_same_weights(found: dict, expected: dict, tolerance: float = 2e-5):
+    assert found.keys() == expected.keys()
+    for key in expected:
+        assert torch.allclose(found[key], expected[key], rtol=0, atol=tolerance), (
+            key,
+            (found[key] - expected[key]).abs().max(),
+        )
+
+
+def record(monkeypatch, module, name: str) -> list[SimpleNamespace]:
+    """Let module.name go on as before, and keep its calls: .args, .kwargs, .result."""
+    original, calls = getattr(module, name), []
+
+    def recorded(*args, **kwargs):
+        result = original(*args, **kwargs)
+        calls.append(SimpleNamespace(args=args, kwargs=kwargs, result=result))
+        return result
+
+    monkeypatch.setattr(module, name, recorded)
+    return calls
+
+
+# ---- fixtures: hand-made data --------------------------------------------------------------------------
+
+
+def words(seed: int, count: int, separator: str = " ") -> str:
+    return separator.join(random.Random(seed).choices("a cat sat on the mat and was then seen by Anna".split(), k=count))
+
+
+def post(seed: int, **changes) -> dict:
+    row = {"id": f"t{seed}", "subreddit": "cats", "title": words(seed, 5), "post": words(seed + 1, 30)}
+    return row | {"summary": words(seed + 2, 6)} | changes
+
+
+def pair(seed: int, article: str | None = None, **changes) -> dict:
+    info = {"id": f"p{seed}", "subreddit": None, "title": None, "post": None, "site": "news", "article": article}
+    if article is None:
+        info |= {"subreddit": "cats", "title": words(seed, 5), "post": words(seed + 1, 30), "site": None}
+    summaries = [
+        {"text": " " + words(seed + 2 + i, 6 + i), "policy": ("sup2", "ref")[i], "note": ("good", None)[i]}
+        for i in (0, 1)
+    ]
+    row = {"info": info, "summaries": summaries, "choice": seed % 2, "worker": "w", "batch": "batch3"}
+    return row | {"split": "train", "extra": {"confidence": None}} | changes
+
+
+LONG_POSTS = [words(1, 900), words(2, 400) + "\n" + words(3, 60) + "\n\n" + words(4, 900), "\n" + words(5, 2000)]
+
+
+@pytest.fixture(scope="module")
+def hand_made(world, tmp_path_factory) -> SimpleNamespace:
+    """A few raw rows, written and tokenised; the tokenizer pads with EOS, as many do."""
+    root = tmp_path_factory.mktemp("hand_made")
+    tokenizer = AutoTokenizer.from_pretrained(world.tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(root / "tokenizer")
+    posts = [post(10), *(post(20 + i, post=text) for i, text in enumerate(LONG_POSTS)), post(30, summary=" a cat sat")]
+    tldr = [pair(40), pair(41, extra={"confidence": 8}), pair(42)]
+    validation = [pair(50, split="valid1", extra={"confidence": 3}), pair(51, batch="batch9", extra={"confidence": 1})]
+    news = [pair(60 + i, article=words(60 + i, 40), batch=b) for i, b in enumerate(("cnndm0", "batch0_cnndm", "cnndm2"))]
+    news.append(pair(63, article=words(70, 400) + "\n" + words(71, 4000), batch="cnndm2", split="valid2"))
+    write_jsonl(root / "posts/train.jsonl", posts)
+    write_jsonl(root / "comparisons/train.jsonl", tldr)
+    write_jsonl(root / "comparisons/validation.jsonl", [news[0], validation[0], *news[1:], validation[1]])
+    arguments = {"sft_dataset": str(root / "posts"), "preference_dataset": str(root / "comparisons")}
+    arguments |= {"tokenizer": str(root / "tokenizer"), "output_dir": str(root / "out")}
+    tldr_dataset.main(tldr_dataset.Args(**arguments))
+    return SimpleNamespace(
+        root=root,
+        arguments=arguments,
+        posts=posts,
+        pairs={"train": tldr, "validation": validation, "validation_cnndm": news},
+        sft=load_from_disk(str(root / "out/sft")),
+        preference=load_from_disk(str(root / "out/preference")),
+        tokenizer=padded_tokenizer(root / "tokenizer"),
+    )
+
+
+def refused(hand_made, split_file: str, rows: list[dict]) -> str:
+    """The error that ends tldr_dataset.py when one raw file holds these rows in place of its own."""
+    path = hand_made.root / "raw_with_an_error" / split_file
+    for name in ("posts/train", "comparisons/train", "comparisons/validation"):
+        target = hand_made.root / "raw_with_an_error" / f"{name}.jsonl"
+        write_jsonl(target, read_jsonl(hand_made.root / f"{name}.jsonl") if target != path else rows)
+    folders = {"sft_dataset": str(path.parents[1] / "posts"), "preference_dataset": str(path.parents[1] / "comparisons")}
+    with pytest.raises(SystemExit) as error:
+        tldr_dataset.main(tldr_dataset.Args(**hand_made.arguments | folders | {"output_dir": str(path.parents[1] / "out")}))
+    return error.value.code.removeprefix(f"error: {path}, ")
+
+
+# ---- fixtures: one small run of each stage -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sft_run(world, tmp_path_factory) -> SimpleNamespace:
+    folder = tmp_path_factory.mktemp("sft") / "run"
+    arguments = {"model": str(world.model), "dataset": str(world.dataset), "output_dir": str(folder), "seed": SEED}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        orders = record(monkeypatch, sft, "data_order")
+        sft.main(sft.Args(**arguments, batch_size=BATCH, micro_batch_size=4, learning_rate=LEARNING_RATE))
+    return SimpleNamespace(folder=folder, orders=[call.result.tolist() for call in orders])
+
+
+@pytest.fixture(scope="module")
+def reward_run(world, tmp_path_factory) -> SimpleNamespace:
+    folder = tmp_path_factory.mktemp("reward") / "run"
+    arguments = {"model": "nano", "sft_model_path": str(world.model), "dataset": str(world.dataset), "seed": SEED}
+    arguments |= {"preference_dataset": str(world.preference_dataset), "output_dir": str(folder), "run_eval": True}
+    heads = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        orders, references = record(monkeypatch, reward, "data_order"), record(monkeypatch, reward, "reference_rewards")
+        looks, new_reward_model = record(monkeypatch, reward, "response_rewards"), reward.new_reward_model
+
+        def keep_head(*args):
+            model = new_reward_model(*args)
+            heads.append({key: value.clone() for key, value in model.model.state_dict().items()})
+            return model
+
+        monkeypatch.setattr(reward, "new_reward_model", keep_head)
+        reward.main(reward.Args(**arguments, batch_size=BATCH, micro_batch_size=4, learning_rate=LEARNING_RATE))
+    return SimpleNamespace(
+        folder=folder,
+        orders=[call.result.tolist() for call in orders],
+        references=references,
+        padded_queries=[call.args[1][0, : call.args[2]] for call in looks],
+        start=heads[0],
+        metrics=read_jsonl(folder / "metrics.jsonl"),
+    )
+
+
+@pytest.fixture(scope="module")
+def reward_by_hand(world, reward_run) -> SimpleNamespace:
+    """The reward run again, by other means: .model (before centring) and .metrics."""
+    tokenizer, found = padded_tokenizer(world.model), []
+    data = load_from_disk(str(world.preference_dataset))["train"]
+    model = PlainReward(world.model, reward_run.start["score.weight"])
+
+    def losses():
+        for order in reward_run.orders:
+            rows, starts = {}, {}
+            for side in ("chosen", "rejected"):
+                stored = [data[i] for i in order]
+                rows[side] = [row[f"query_{side}_token"][: row[f"query_{side}_token_len"]] for row in stored]
+                starts[side] = [row["query_token_len"] for row in stored]
+            logits = {side: model(rows[side]) for side in rows}
+            last = {
+                side: torch.stack([logits[side][i, len(row) - 1] for i, row in enumerate(rows[side])]) for side in rows
+            }
+            others = [
+                logits[side][i, starts[side][i] : len(row) - 1].detach()
+                for side in rows
+                for i, row in enumerate(rows[side])
+            ]
+            others = torch.cat(others)
+            loss = softplus(last["rejected"] - last["chosen"]).mean()
+            found.append(
+                {
+                    "loss/train": loss.item(),
+                    "accuracy/train": (last["chosen"] > last["rejected"]).float().mean().item(),
+                    "rewards/chosen": last["chosen"].mean().item(),
+                    "rewards/rejected": last["rejected"].mean().item(),
+                    "other_logits/share_negative": (others < 0).float().mean().item(),
+                    "other_logits/mean": others.mean().item(),
+                }
+            )
+            yield loss
+
+    updates = len(reward_run.orders)
+    trained = [*model.backbone.parameters(), model.weight]
+    train_by_hand(trained, losses(), [cosine(update, updates) for update in range(1, updates + 1)])
+    return SimpleNamespace(model=model, metrics=found)
+
+
+@pytest.fixture(scope="module")
+def dpo_run(world, tmp_path_factory) -> SimpleNamespace:
+    folder = tmp_path_factory.mktemp("dpo") / "run"
+    arguments = {"model": "nano", "sft_model_path": str(world.model), "dataset": str(world.dataset), "seed": SEED}
+    arguments |= {"preference_dataset": str(world.preference_dataset), "output_dir": str(folder), "run_eval": True}
+    arguments |= {"batch_size": BATCH, "micro_batch_size": 4, "learning_rate": LEARNING_RATE, "response_length": 4}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        orders = record(monkeypatch, dpo, "data_order")
+        dpo.main(dpo.Args(**arguments))
+    orders = [call.result.tolist() for call in orders]
+    return SimpleNamespace(folder=folder, orders=orders, metrics=read_jsonl(folder / "metrics.jsonl"))
+
+
+PPO_BATCH, PPO_UPDATES, RESPONSE_LENGTH = 24, 3, 12  # 72 episodes: one pass over 64 queries, and 8 of the next
+
+
+@pytest.fixture(scope="module")
+def talker(world, tmp_path_factory) -> Path:
+    """A random policy that is far from uniform and ends about one response in ten tokens with EOS."""
+    folder = tmp_path_factory.mktemp("talker") / "model"
+    model = AutoModelForCausalLM.from_pretrained(world.model)
+    tokenizer = AutoTokenizer.from_pretrained(world.model)
+    with torch.no_grad():
+        model.embed_out.weight *= 8
+        model.gpt_neox.final_layer_norm.bias += 0.5
+        model.embed_out.weight[tokenizer.eos_token_id] += 0.15
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run_ppo(world, talker, reward_run, folder: Path, **changes) -> SimpleNamespace:
+    arguments = {"model": "nano", "sft_model_path": str(talker), "reward_model_paths": [str(reward_run.folder)]}
+    arguments |= {"dataset": str(world.dataset), "output_dir": str(folder), "seed": SEED, "batch_size": PPO_BATCH}
+    arguments |= {"response_length": RESPONSE_LENGTH, "micro_batch_size": 4, "sample_every": 0}
+    arguments |= {"total_episodes": PPO_BATCH * PPO_UPDATES, "learning_rate": LEARNING_RATE, "eval_rows": 5}
+    starts = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        original = ppo.rollout
+
+        def keep_weights(accelerator, model, *args):
+            model = accelerator.unwrap_model(model)
+            shared = {id(p) for p in model.policy.parameters()} & {id(p) for p in model.value_model.parameters()}
+            policy, value = (
+                {key: weight.clone() for key, weight in part.state_dict().items()}
+                for part in (model.policy, model.value_model.model)
+            )
+            starts.append(SimpleNamespace(policy=policy, value=value, shared=len(shared)))
+            return original(accelerator, model, *args)
+
+        monkeypatch.setattr(ppo, "rollout", keep_weights)
+        rollouts, losses = record(monkeypatch, ppo, "rollout"), record(monkeypatch, ppo, "ppo_loss")
+        samples = record(monkeypatch, ppo, "generate")
+        ppo.main(ppo.Args(**arguments | changes))
+    tokenizer = padded_tokenizer(talker)
+    pad_id, episodes = tokenizer.pad_token_id, []
+    for call in rollouts:
+        queries, keys = call.args[4], call.args[5]
+        responses = [[token for token in row if token != pad_id] for row in call.result["responses"].tolist()]
+        queries = [[token for token in row if token != pad_id] for row in queries.tolist()]
+        episodes.append(SimpleNamespace(queries=queries, keys=keys, responses=responses, **{"found": call.result}))
+    return SimpleNamespace(
+        folder=folder,
+        tokenizer=tokenizer,
+        allowed=[token for token in range(len(tokenizer)) if token != pad_id],
+        episodes=episodes,
+        losses=losses,
+        samples=samples,
+        starts=starts,
+        metrics=read_jsonl(folder / "metrics.jsonl"),
+    )
+
+
+@pytest.fixture(scope="module")
+def ppo_run(world, talker, reward_run, tmp_path_factory) -> SimpleNamespace:
+    run = run_ppo(world, talker, reward_run, tmp_path_factory.mktemp("ppo") / "run", eval_every=2)
+    ended = [run.tokenizer.eos_token_id in row for episode in run.episodes for row in episode.responses]
+    assert 0.2 < sum(ended) / len(ended) < 0.9  # both kinds of responses are there
+    return run
+
+
+@pytest.fixture(scope="module")
+def whitened_run(world, talker, reward_run, tmp_path_factory) -> SimpleNamespace:
+    """One update with whitened rewards and two mini-batches."""
+    folder = tmp_path_factory.mktemp("whitened") / "run"
+    changes = {"whiten_rewards": True, "num_mini_batches": 2, "total_episodes": PPO_BATCH}
+    return run_ppo(world, talker, reward_run, folder, **changes)
+
+
+def advantages_by_hand(found: dict, lengths: list[int], scores: list[float], whiten_rewards: bool = False):
+    """Advantages (before and after whitening) and returns of every row, lists of lists, from the numbers of a rollout:
+    a score one past the last token, where there is room; gamma 1, lambda 0.95, beta 0.05 (table 7)."""
+    ends = [min(length, RESPONSE_LENGTH - 1) for length in lengths]
+    rewards = []
+    for i, (length, end) in enumerate(zip(lengths, ends, strict=True)):
+        own = [-0.05 * (found["logprobs"][i, t] - found["ref_logprobs"][i, t]).item() for t in range(length)]
+        own += [0.0] * (end + 1 - length)
+        own[end] += scores[i]
+        rewards.append(own)
+    if whiten_rewards:
+        every = [x for row in rewards for x in row]
+        mean, deviation = statistics.fmean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
+        rewards = [[(x - mean) / deviation + mean for x in row] for row in rewards]
+    raw, returns = [], []
+    for i, own in enumerate(rewards):
+        values, advantage, row = [found["values"][i, t].item() for t in range(len(own))] + [0.0], 0.0, []
+        for t in reversed(range(len(own))):
+            advantage = own[t] + values[t + 1] - values[t] + 0.95 * advantage
+            row.insert(0, advantage)
+        raw.append(row)
+        returns.append([advantage + value for advantage, value in zip(row, values, strict=False)])
+    every = [x for row, length in zip(raw, lengths, strict=True) for x in row[:length]]
+    mean, deviation = statistics.fmean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
+    whitened = [[(x - mean) / deviation for x in row[:length]] for row, length in zip(raw, lengths, strict=True)]
+    return raw, whitened, returns
+
+
+def penalised(run, episode) -> list[float]:
+    """The raw scores of a rollout, -1 where the response has no EOS (Detail 23)."""
+    raw = episode.found["scores"][:, 0].tolist()
+    eos = run.tokenizer.eos_token_id
+    return [score if eos in row else -1.0 for score, row in zip(raw, episode.responses, strict=True)]
+
+
+def given_to_the_loss(run, update: int, epoch: int, steps: int = 1) -> dict[int, SimpleNamespace]:
+    """{row of the batch: what ppo_loss got for it} in one epoch of one update (of 4 epochs of `steps` mini-batches)."""
+    micro_batches = len(run.losses) // (len(run.episodes) * 4)
+    calls = run.losses[((update - 1) * 4 + epoch) * micro_batches :][:micro_batches]
+    old, found = run.episodes[update - 1].found["logprobs"], {}
+    names = "logprobs values old_logprobs old_values advantages returns response_mask value_mask".split()
+    for call in calls:
+        width = call.args[2].shape[1]
+        for i, row in enumerate(call.args[2]):
+            same = [j for j in range(len(old)) if torch.equal(old[j, :width], row) and not old[j, width:].any()]
+            assert len(same) == 1 and same[0] not in found
+            own = {name: call.args[k][i].detach() for k, name in enumerate(names)}
+            found[same[0]] = SimpleNamespace(**own)
+    return found
+
+
+# ---- Details 1 to 6: data -------------------------------------------------------------------------------
+
+
+def test_detail_01_columns_and_splits(hand_made):
+    for stored, raw in zip(hand_made.sft["train"], hand_made.posts, strict=True):
+        assert {column: stored[column] for column in ("id", "subreddit", "title", "post", "summary")} == raw
+    assert list(hand_made.preference) == ["train", "validation", "validation_cnndm"]
+    for split, pairs in hand_made.pairs.items():
+        for stored, raw in zip(hand_made.preference[split], pairs, strict=True):
+            for column in ("info", "summaries", "batch", "split", "choice", "extra"):
+                assert stored[column] == raw[column]
+            chosen, rejected = raw["summaries"][raw["choice"]], raw["summaries"][1 - raw["choice"]]
+            assert (stored["chosen_policy"], stored["rejected_policy"]) == (chosen["policy"], rejected["policy"])
+            assert stored["chosen"] == chosen["text"] + EOS and stored["rejected"] == rejected["text"] + EOS
+    assert [row["extra"]["confidence"] for row in hand_made.preference["train"]] == [None, 8, None]
+    assert set(hand_made.preference["validation_cnndm"]["batch"]) == {"batch0_cnndm", "cnndm0", "cnndm2"}
+    # the batch alone is enough: such a row is never taken for a TL;DR pair
+    for batch in ("batch0_cnndm", "cnndm0", "cnndm2"):
+        assert refused(hand_made, "comparisons/validation.jsonl", [pair(1, batch=batch)]).startswith("row 1: info.art")
+
+
+def cut_by_hand(prefix: str, body: str, suffix: str, tokenizer, limit: int) -> str:
+    while len(tokenizer.encode(prefix + body + suffix, add_special_tokens=False)) > limit:
+        body = body[: body.rindex("\n")] if "\n" in body else body[:-1]
+    return prefix + body + suffix
+
+
+def test_detail_02_template_and_truncation(hand_made):
+    tokenizer = hand_made.tokenizer
+    prefix = "SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: "
+    for stored, raw in zip(hand_made.sft["train"], hand_made.posts, strict=True):
+        query = cut_by_hand(prefix.format(**raw), raw["post"], "\n\nTL;DR:", tokenizer, 512)
+        assert stored["query"] == query
+        tokens = tokenizer.encode(query, add_special_tokens=False)
+        assert len(tokens) <= 512 and stored["query_token"][-len(tokens) :] == tokens
+    kept = [stored["query"] for stored in hand_made.sft["train"]]
+    assert kept[2].endswith(LONG_POSTS[1].split("\n")[0] + "\n\nTL;DR:")  # cut at newlines
+    assert len(kept[1]) > 1000 and not kept[1].endswith(LONG_POSTS[0] + "\n\nTL;DR:")  # cut by characters
+    assert kept[3].endswith("POST: \n\nTL;DR:")  # the last newline is the post's first character
+    for stored, raw in zip(hand_made.preference["validation_cnndm"], hand_made.pairs["validation_cnndm"], strict=True):
+        query = cut_by_hand("Article:\n", raw["info"]["article"], "\n\nTL;DR:\n", tokenizer, 1919)
+        assert stored["query"] == query and stored["query_token_len"] <= 1919
+    assert len(kept[1]) > 1000 and len(hand_made.preference["validation_cnndm"][3]["query"]) < 3000
+
+    message = refused(hand_made, "posts/train.jsonl", [post(1), post(2, title=words(1, 1200))])
+    assert message.startswith("row 2: post: the query has ") and message.endswith("without it, more than 512")
+
+    if SHARED.exists():
+        tokenizer, cut = padded_tokenizer(SHARED / "tokenizer"), 0
+        for raw in read_jsonl(SHARED / "tldr_posts" / "train.jsonl"):
+            if len(raw["post"]) > 1800:
+                query = cut_by_hand(prefix.format(**raw), raw["post"], "\n\nTL;DR:", tokenizer, 512)
+                assert tldr_dataset.truncate_query(raw, tokenizer, 512)[0] == query
+                cut += len(query) < len(prefix.format(**raw) + raw["post"] + "\n\nTL;DR:")
+        assert cut > 5
+
+
+def test_detail_03_space_eos_and_pad(hand_made, world):
+    tokenizer = hand_made.tokenizer
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    assert pad != eos and pad == len(tokenizer) - 1
+    texts = [(row, "reference_response", raw["summary"]) for row, raw in zip(hand_made.sft["train"], hand_made.posts)]
+    for split, pairs in hand_made.pairs.items():
+        for row, raw in zip(hand_made.preference[split], pairs, strict=True):
+            texts += [(row, "chosen", raw["summaries"][raw["choice"]]["text"])]
+            texts += [(row, "rejected", raw["summaries"][1 - raw["choice"]]["text"])]
+    for row, name, text in texts:
+        expected = tokenizer.encode(" " + text.removeprefix(" "), add_special_tokens=False) + [eos]
+        assert row[name] == " " + text.removeprefix(" ") + EOS
+        assert row[f"{name}_token"] == expected + [pad] * (len(row[f"{name}_token"]) - len(expected))
+        label = [token for token in row[f"query_{name}_token_response_label"] if token != pad]
+        assert label == expected  # EOS is a target
+    for stage in (sft, reward, ppo, dpo):
+        own = stage.load_tokenizer(str(hand_made.root / "tokenizer"))
+        assert (own.pad_token, own.pad_token_id, own.eos_token_id) == ("[PAD]", pad, eos)
+
+    # the loss counts EOS, but neither padding nor, if asked, the query
+    tokens = torch.tensor([[3, 4, 5, eos, pad], [6, 7, 8, 9, eos]])
+    label = torch.tensor([[pad, pad, 5, eos, pad], [pad, pad, pad, 9, eos]])
+    batch = dict(zip(sft.TOKEN_COLUMNS, (tokens, label), strict=True))
+    logits = torch.randn(2, 5, pad + 1, generator=torch.Generator().manual_seed(0))
+    logprobs = logits.double().log_softmax(2)
+    for loss_on, targets in (
+        ("query_response", [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3), (1, 4)]),
+        ("response", [(0, 2), (0, 3), (1, 3), (1, 4)]),
+    ):
+        expected = -sum(logprobs[i, t - 1, tokens[i, t]].item() for i, t in targets)
+        found = sft.sft_loss(logits, tokens, sft.target_mask(batch, loss_on, pad))
+        assert close(found, expected, 1e-6)
+
+
+def test_detail_04_length_limits(hand_made, world):
+    limits = {name: value for name, value in vars(tldr_dataset.Args()).items() if "response_length" in name}
+    assert (limits["max_sft_response_length"], limits["max_rm_response_length"]) == (53, 169)
+    assert limits["max_rm_response_length_cnndm"] == 155
+    tokenizer = hand_made.tokenizer
+
+    def text(tokens: int) -> str:
+        """A text of this many tokens, with its leading space and EOS."""
+        made = " a" * (tokens - 1)
+        assert len(tokenizer.encode(made, add_special_tokens=False)) == tokens - 1
+        return made
+
+    def summaries(tokens: int) -> list[dict]:
+        return [{"text": text(n), "policy": "a", "note": None} for n in (5, tokens)]
+
+    args = tldr_dataset.Args()
+    news = {"article": words(1, 40), "batch": "cnndm0"}
+    fits = tldr_dataset.process_sft_row(post(1, summary=text(53)), tokenizer, args)
+    assert fits["reference_response_token_len"] == 53
+    fits = tldr_dataset.process_preference_row(pair(1, summaries=summaries(169)), tokenizer, args)
+    assert fits["chosen_token_len"] == 169
+    fits = tldr_dataset.process_preference_row(pair(1, summaries=summaries(155), **news), tokenizer, args)
+    assert fits["chosen_token_len"] == 155
+    cases = [
+        ("posts/train.jsonl", post(1, summary=text(54)), post(2), "reference_response_token", 53, "sft-response-length"),
+        ("comparisons/train.jsonl", pair(1, summaries=summaries(170)), pair(2), "chosen_token", 169, "rm-response-length"),
+        (
+            "comparisons/validation.jsonl",
+            pair(1, summaries=summaries(156), **news),
+            pair(2, **news),
+            "chosen_token",
+            155,
+            "rm-response-length-cnndm",
+        ),
+    ]
+    for file, long, good, column, limit, flag in cases:
+        expected = f"row 2: {column} has {limit + 1} tokens, more than the limit of {limit}: raise --max-{flag}"
+        assert refused(hand_made, file, [good, long]) == expected
+
+    reported = {
+        (row["dataset"], row["split"], row["text"]): row
+        for row in read_csv(world.dataset.parent / "statistics" / "lengths.csv")
+    }
+    pad = padded_tokenizer(world.model).pad_token_id
+    responses = {("sft", "reference_response"): 53, ("preference", "chosen"): 169, ("preference", "rejected"): 169}
+    for (name, column), limit in responses.items():
+        for split, data in load_from_disk(str(world.dataset.parent / name)).items():
+            measured = max(sum(token != pad for token in row) for row in data[f"{column}_token"])
+            row = reported[name, split, column]
+            assert int(row["max"]) == measured
+            assert int(row["limit"]) == (155 if split == "validation_cnndm" else limit)
+
+
+def test_detail_05_shapes_and_padding_sides(world):
+    pad = padded_tokenizer(world.model).pad_token_id
+    for name, split_widths in (
+        ("sft", {"train": (512, 53, 562), "validation": (512, 53, 562), "test": (512, 53, 562)}),
+        ("preference", {"train": (512, 169, 638), "validation": (512, 169, 638), "validation_cnndm": (1919, 155, 2021)}),
+    ):
+        data = load_from_disk(str(world.dataset.parent / name))
+        assert set(data) == set(split_widths)
+        for split, (query, response, both) in split_widths.items():
+            widths = {"query_token": query}
+            for column in ("reference_response",) if name == "sft" else ("chosen", "rejected"):
+                widths |= {f"{column}_token": response, f"query_{column}_token": both}
+                widths[f"query_{column}_token_response_label"] = both
+            for column, width in widths.items():
+                rows = torch.tensor(data[split][column][:])
+                assert rows.shape == (len(data[split]), width), (split, column)
+                real = (rows != pad).int()
+                if column == "query_token":
+                    assert (real.diff(dim=1) >= 0).all() and real[:, -1].all()  # left-padded
+                elif not column.endswith("label"):
+                    assert (real.diff(dim=1) <= 0).all() and real[:, 0].all()  # right-padded
+
+
+def test_detail_06_policy_pairs(world):
+    def by_hand(rows: list[dict]) -> Counter:
+        return Counter(", ".join(sorted(s["policy"] or "null" for s in row["summaries"])) for row in rows)
+
+    raw = {split: read_jsonl(world.raw / "comparisons" / f"{split}.jsonl") for split in ("train", "validation")}
+    news = ("batch0_cnndm", "cnndm0", "cnndm2")
+    expected = {
+        "train": by_hand(raw["train"]),
+        "validation": by_hand([row for row in raw["validation"] if row["batch"] not in news]),
+        "validation_cnndm": by_hand([row for row in raw["validation"] if row["batch"] in news]),
+    }
+    folder = world.dataset.parent / "statistics"
+    unique = {row["split"]: int(row["unique pairs"]) for row in read_csv(folder / "policy_pairs.csv")}
+    assert unique == {split: len(counts) for split, counts in expected.items()}
+    for split, counts in expected.items():
+        found = [(row["policies"], int(row["count"])) for row in read_csv(folder / f"policy_pairs_{split}.csv")]
+        assert dict(found) == counts and len(found) == len(counts)
+        assert [count for _, count in found] == sorted(counts.values(), reverse=True)
+
+    if SHARED.exists():
+        tokenizer, args = padded_tokenizer(SHARED / "tokenizer"), tldr_dataset.Args()
+        rows = read_jsonl(SHARED / "tldr_comparisons" / "validation.jsonl")
+        policies = [tldr_dataset.process_preference_row(row, tokenizer, args)["policies"] for row in rows]
+        found = {name.replace("--", ", "): count for name, count in tldr_dataset.policy_pair_counts(policies)}
+        assert found == by_hand(rows)
+
+
+# ---- Detail 7: every stage's models ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpt2(world, tmp_path_factory) -> Path:
+    """A nano GPT-2, whose positions are absolute, with room for [PAD]."""
+    root = tmp_path_factory.mktemp("gpt2")
+    nano.main(nano.Args(tokenizer=str(world.tokenizer), architecture="gpt2", size="xs", output_dir=str(root / "raw")))
+    sft.load_policy(str(root / "raw"), padded_tokenizer(world.model)).save_pretrained(root / "model")
+    padded_tokenizer(world.model).save_pretrained(root / "model")
+    return root / "model"
+
+
+DROPOUT = {
+    "gpt2": {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1},
+    "gpt_neox": {"attention_dropout": 0.1, "hidden_dropout": 0.1},
+}
+
+
+def test_detail_07_no_dropout(world, gpt2, tmp_path):
+    tokenizer = padded_tokenizer(world.model)
+    tokens = torch.randint(0, len(tokenizer) - 1, (2, 40), generator=torch.Generator().manual_seed(0))
+    inputs = (tokens, torch.ones_like(tokens), torch.arange(40).expand(2, 40))
+    for architecture, source in (("gpt_neox", world.model), ("gpt2", gpt2)):
+        for field, rate in DROPOUT[architecture].items():  # each alone: it must not hide behind another
+            folder, trained = tmp_path / architecture / field, tmp_path / architecture / f"{field}_reward"
+            model = AutoModelForCausalLM.from_pretrained(source)
+            model.save_pretrained(folder)
+            edit_config(folder, **{field: rate})
+            plain = AutoModelForCausalLM.from_pretrained(folder).train()
+            assert not torch.equal(plain(tokens).logits, plain(tokens).logits)  # there is something to switch off
+            for stage in (sft, dpo, ppo):
+                policy = stage.load_policy(str(folder), tokenizer).train()
+                assert torch.equal(policy(tokens).logits, policy(tokens).logits), (architecture, field, stage)
+            new = reward.new_reward_model(str(folder), tokenizer).train()
+            new.model.save_pretrained(trained)
+            edit_config(trained, **{field: rate})
+            for model in (new, *(s.load_reward_model(str(trained), tokenizer).train() for s in (reward, ppo))):
+                assert torch.equal(model(*inputs), model(*inputs)), (architecture, field)
+
+
+# ---- Details 9 to 16: SFT and reward model -----------------------------------------------------------------
+
+
+def test_detail_09_sft_training(world, sft_run):
+    args = sft.Args()
+    assert (args.adam_eps, args.learning_rate, args.batch_size, args.num_train_epochs) == (1e-5, 3e-6, 128, 1)
+    data = load_from_disk(str(world.dataset))["train"]
+    tokenizer, found = padded_tokenizer(world.model), []
+    updates = len(data) // BATCH
+    metrics = [row for row in read_jsonl(sft_run.folder / "metrics.jsonl") if row["update"]]
+    assert [row["update"] for row in metrics] == list(range(1, updates + 1))
+    assert json.loads((sft_run.folder / "args.json").read_text())["total_episodes"] == len(data)
+    assert len({row for order in sft_run.orders for row in order}) == updates * BATCH  # one epoch: no row twice
+    assert close([row["learning_rate"] for row in metrics], [cosine(u, updates) for u in range(1, updates + 1)], 1e-9)
+    assert math.isclose(sft.cosine_learning_rate(1_000_001, 1_000_000, 1.0), 0, abs_tol=1e-12)
+
+    model = AutoModelForCausalLM.from_pretrained(world.model)
+
+    def losses():
+        for order in sft_run.orders:
+            column = "query_reference_response_token"
+            rows = [data[i][column][: data[i][f"{column}_len"]] for i in order]
+            logprobs = model(right_padded(rows)).logits.log_softmax(2)
+            targets = [(i, t) for i, row in enumerate(rows) for t in range(1, len(row))]
+            assert tokenizer.eos_token_id in {rows[i][t] for i, t in targets}
+            i, t = torch.tensor(targets).T
+            target = torch.tensor([rows[i][t] for i, t in targets])
+            loss = -logprobs[i, t - 1, target].mean()
+            found.append(loss.item())
+            yield loss
+
+    train_by_hand(model.parameters(), losses(), [cosine(update, updates) for update in range(1, updates + 1)])
+    assert close([row["loss/train"] for row in metrics], found)
+    saved = AutoModelForCausalLM.from_pretrained(sft_run.folder / "model")
+    assert_same_weights(saved.state_dict(), model.state_dict())
+
+
+def test_detail_10_reward_training(world, reward_run, reward_by_hand):
+    args = reward.Args()
+    assert (args.adam_eps, args.learning_rate, args.batch_size, args.num_train_epochs) == (1e-5, 3e-6, 64, 1)
+    pairs = len(load_from_disk(str(world.preference_dataset))["train"])
+    updates = pairs // BATCH
+    metrics = reward_run.metrics
+    assert [row["update"] for row in metrics] == list(range(1, updates + 1))
+    assert json.loads((reward_run.folder / "args.json").read_text())["total_episodes"] == pairs
+    assert len({row for order in reward_run.orders for row in order}) == updates * BATCH
+    assert close([row["learning_rate"] for row in metrics], [cosine(u, updates) for u in range(1, updates + 1)], 1e-9)
+    for key in ("loss/train", "accuracy/train", "rewards/chosen", "rewards/rejected"):
+        assert close([row[key] for row in metrics], [row[key] for row in reward_by_hand.metrics]), key
+    saved = PlainReward(reward_run.folder / "model")
+    assert_same_weights(saved.backbone.state_dict(), reward_by_hand.model.backbone.state_dict())
+    assert close(saved.weight, reward_by_hand.model.weight, 2e-5)
+
+
+def test_detail_11_reward_model_start(world, reward_run, tmp_path, monkeypatch):
+    backbone = AutoModel.from_pretrained(world.model).state_dict()
+    prefix = "gpt_neox."
+    start = {key.removeprefix(prefix): value for key, value in reward_run.start.items() if key.startswith(prefix)}
+    assert_same_weights(start, backbone, 0)
+    assert reward_run.start.keys() - {prefix + key for key in start} == {"score.weight", "score.bias"}
+    assert reward_run.start["score.bias"].item() == 0
+
+    # 4,000 weights of heads for d = 4: 1 / sqrt(5) and 1 / sqrt(4) are ten standard errors apart
+    tokenizer = padded_tokenizer(world.model)
+    config = nano.nano_config("gpt_neox", "xs", len(tokenizer) - 1, 0, 0)
+    config.hidden_size, config.num_attention_heads, config.intermediate_size, config.num_hidden_layers = 4, 1, 4, 1
+    config.rotary_pct = config.rope_parameters["partial_rotary_factor"] = 0.5
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
+    loaded = reward.AutoModelForSequenceClassification.from_pretrained(tmp_path / "tiny", num_labels=1)
+    monkeypatch.setattr(reward.AutoModelForSequenceClassification, "from_pretrained", lambda *_, **__: loaded)
+    torch.manual_seed(0)
+    heads = []
+    for _ in range(1000):
+        heads.append(reward.new_reward_model(str(tmp_path / "tiny"), tokenizer).model.score.weight.detach().clone())
+        loaded.score = torch.nn.Linear(4, 1, bias=False)
+    heads = torch.cat(heads).flatten().double()
+    assert abs(heads.std().item() * math.sqrt(5) - 1) < 0.04 and abs(heads.mean()) < 0.03
+    assert abs((heads * math.sqrt(5)).pow(4).mean().item() - 3) < 0.4  # normal: uniform weights would have 1.8
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="runs/sft/nano/3: no checkpoint there .*python sft.py --model nano --seed 3"):
+        (tmp_path / "runs/sft/nano/3").mkdir(parents=True)
+        reward.main(reward.Args(model="nano", seed=3))
+
+
+def test_detail_12_reward_at_the_last_token(world, reward_run):
+    pad = padded_tokenizer(world.model).pad_token_id
+    p = pad
+    rows = [  # row, width of its query, index of the last token before the first pad behind the query
+        ([p, p, 5, 6, 7, 8, 0, p], 4, 6),  # query padded on the left
+        ([5, 6, 7, 8, 0, p, p, p], 4, 4),
+        ([5, 6, 7, 8, 0, p, p, p], 0, 4),  # the whole row padded on the right
+        ([p, 5, 6, 7, 8, 9, 10, 0], 4, 7),  # no pad behind the query
+        ([5, 6, 7, 8, 9, 10, 11, 12], 0, 7),  # no pad at all
+        ([p, p, p, 5, 6, p, 7, 8], 4, 4),  # what lies behind the first pad does not count
+        ([p, 5, 6, 7, 0, p, p, p], 4, 4),  # a response of one token
+    ]
+    model = PlainReward(reward_run.folder / "model")
+    for stage in (reward, ppo):
+        own = stage.load_reward_model(str(reward_run.folder / "model"), padded_tokenizer(world.model))
+        for row, width, last in rows:
+            tokens = torch.tensor([row])
+            assert stage.last_token(tokens, width, pad).tolist() == [last]
+            seen = [token for token in row[: last + 1] if token != pad]
+            with torch.no_grad():
+                assert close(stage.response_rewards(own, tokens, width, pad), model.last([seen]))
+        together = torch.tensor([row for row, width, _ in rows if width == 4])
+        assert stage.last_token(together, 4, pad).tolist() == [last for _, width, last in rows if width == 4]
+    query = torch.tensor([[p, 5, 6], [5, 6, 7]])
+    chosen, rejected = torch.tensor([[8, 9, 0], [8, 0, p]]), torch.tensor([[10, 0, p, p], [10, 11, 12, 0]])
+    own = reward.load_reward_model(str(reward_run.folder / "model"), padded_tokenizer(world.model))
+    with torch.no_grad():
+        found = reward.pair_rewards(own, query, chosen, rejected, pad)[:2]
+        assert close(found[0], model.last([[5, 6, 8, 9, 0], [5, 6, 7, 8, 0]]))
+        assert close(found[1], model.last([[5, 6, 10, 0], [5, 6, 7, 10, 11, 12, 0]]))
+
+
+def test_detail_13_other_positions_are_only_logged(world, reward_run, reward_by_hand):
+    pad = padded_tokenizer(world.model).pad_token_id
+    own = reward.load_reward_model(str(reward_run.folder / "model"), padded_tokenizer(world.model))
+    plain = PlainReward(reward_run.folder / "model")
+    query, chosen = torch.tensor([[pad, 5, 6], [5, 6, 7]]), torch.tensor([[8, 9, 0], [8, 0, pad]])
+    *rewards, others = reward.pair_rewards(own, query, chosen, chosen, pad)
+    logits = plain([[5, 6, 8, 9, 0], [5, 6, 7, 8, 0]])
+    expected = torch.stack([logits[0, 2], logits[0, 3], logits[1, 3]]).repeat(2)
+    assert close(others.sort().values, expected.detach().sort().values)
+    assert not others.requires_grad and all(reward.requires_grad for reward in rewards)
+
+    for key in ("other_logits/share_negative", "other_logits/mean"):
+        assert close([row[key] for row in reward_run.metrics], [row[key] for row in reward_by_hand.metrics]), key
+    for key in ("rewards/chosen", "rewards/rejected"):  # the last token's alone
+        assert close([row[key] for row in reward_run.metrics], [row[key] for row in reward_by_hand.metrics]), key
+
+
+def test_detail_14_padding_does_not_change_a_reward(world, gpt2, reward_run, tmp_path):
+    tokenizer = padded_tokenizer(world.model)
+    pad = tokenizer.pad_token_id
+    absolute = reward.new_reward_model(str(gpt2), tokenizer)
+    absolute.model.transformer.wpe.weight.data *= 20  # positions that matter
+    absolute.model.save_pretrained(tmp_path / "gpt2")
+    queries, responses = [[5, 6, 7, 8, 9], [10, 11, 12]], [[13, 14, 0], [15, 16, 17, 18, 0]]
+
+    def batch(width: int, length: int, side: str) -> torch.Tensor:
+        rows = []
+        for query, response in zip(queries, responses, strict=True):
+            padding, rest = [pad] * (width - len(query)), [pad] * (length - len(response))
+            rows.append({"left": padding + query, "right": query + padding}[side] + response + rest)
+        return torch.tensor(rows)
+
+    for stage in (reward, ppo):
+        for folder in (reward_run.folder / "model", tmp_path / "gpt2"):
+            model = stage.load_reward_model(str(folder), tokenizer).eval()
+            with torch.no_grad():
+                expected = PlainReward(folder).eval().last([q + r for q, r in zip(queries, responses, strict=True)])
+                for width, length in ((5, 5), (9, 5), (30, 12)):
+                    for side in ("left", "right"):
+                        found = stage.response_rewards(model, batch(width, length, side), width, pad)
+                        assert (found - expected).abs().max() < 1e-5, (stage, folder, width, side)
+                whole = torch.tensor([q + r + [pad] * (20 - len(q + r)) for q, r in zip(queries, responses, strict=True)])
+                assert (stage.response_rewards(model, whole, 0, pad) - expected).abs().max() < 1e-5
+    both = ppo.PolicyAndValue(ppo.load_policy(str(gpt2), tokenizer), model).eval()
+    banned = torch.zeros(both.policy.config.vocab_size, dtype=torch.bool)
+    short, long = (
+        [x[:, -6:] for x in both(batch(width, 6, "left")[:, :width], batch(width, 6, "left")[:, width:], pad, banned, 0.7)]
+        for width in (5, 40)
+    )
+    real = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]]).bool()  # through one past EOS
+    real[:, -1] = False
+    for one, other in zip(short, long, strict=True):
+        assert (one - other)[real].abs().max() < 1e-4
+
+    # the run measures both paddings of the same reference summaries, and reports their difference
+    reported = {row["statistic"]: float(row["value"]) for row in read_csv(reward_run.folder / "eval/reference_rewards.csv")}
+    left = [call.result for call in reward_run.references if call.kwargs["left"]]
+    right = [call.result for call in reward_run.references if not call.kwargs["left"]]
+    assert len(left) == 1 and len(right) == 2 and len(left[0]) == len(right[1])
+    difference = left[0] - right[1]
+    assert reported["left_minus_right_padding_mean"] == difference.mean().item()
+    assert reported["left_minus_right_padding_max_abs"] == difference.abs().max().item() < 1e-5
+    assert any(len(query) and query[0] == pad for query in reward_run.padded_queries)
+    assert any(len(query) == 0 for query in reward_run.padded_queries)
+
+
+def reference_rewards_by_hand(model: PlainReward, world, shift: float = 0.0) -> torch.Tensor:
+    data, column = load_from_disk(str(world.dataset))["train"], "query_reference_response_token"
+    with torch.no_grad():
+        return model.last([row[column][: row[f"{column}_len"]] for row in data]).double() + shift
+
+
+def test_detail_15_rewards_are_centred(world, reward_run):
+    model = PlainReward(reward_run.folder / "model")
+    assert not reward_run.start["score.bias"].any()
+    centred = reference_rewards_by_hand(model, world)
+    assert abs(centred.mean()) < 1e-6
+    before = reference_rewards_by_hand(model, world, -model.bias.item())
+    assert abs(before.mean()) > 0.01  # there was something to centre
+    reported = {row["statistic"]: float(row["value"]) for row in read_csv(reward_run.folder / "eval/reference_rewards.csv")}
+    for key, expected in (
+        ("max", before.max()),
+        ("mean", before.mean()),
+        ("min", before.min()),
+        ("std", statistics.stdev(before.tolist())),
+    ):
+        assert close(reported[key], expected), key
+    assert abs(reported["mean_after_centring"]) < 1e-6
+    checked = reward_run.references[1].args[1]  # the model that was looked at again is the one that was loaded
+    assert_same_weights(checked.model.state_dict(), load_file(reward_run.folder / "model" / "model.safetensors"), 0)
+
+
+def test_detail_16_accuracy_by_group(world, reward_run):
+    model, expected = PlainReward(reward_run.folder / "model"), {}
+    data = load_from_disk(str(world.preference_dataset))
+    assert {row["batch"] for row in data["validation_cnndm"]} <= {"batch0_cnndm", "cnndm0", "cnndm2"}
+    for split in ("validation", "validation_cnndm"):
+        found = []
+        for row in data[split]:
+            tokens = [row[f"query_{side}_token"][: row[f"query_{side}_token_len"]] for side in ("chosen", "rejected")]
+            with torch.no_grad():
+                found.append(model.last(tokens).tolist())
+        pairs = read_csv(reward_run.folder / "eval" / f"pairs_{split}.csv")
+        assert close([[float(row[f"{side}_reward"]) for side in ("chosen", "rejected")] for row in pairs], found)
+        for row, (chosen, rejected) in zip(data[split], found, strict=True):
+            first, second = sorted((row["chosen_policy"], row["rejected_policy"]))
+            groups = [("overall", "all"), ("batch", row["batch"]), ("split", row["split"])]
+            groups += [("policies", f"{first}--{second}"), ("confidence", str(row["extra"]["confidence"]))]
+            for group in groups:
+                expected.setdefault((split, *group), []).append(chosen > rejected)
+    table = {(row["data"], row["group"], row["value"]): row for row in read_csv(reward_run.folder / "eval/accuracy.csv")}
+    assert table.keys() == expected.keys()
+    for key, hits in expected.items():
+        assert int(table[key]["pairs"]) == len(hits) and close(float(table[key]["accuracy"]), sum(hits) / len(hits)), key
+
+    rows = [{"chosen_reward": float(i), "rejected_reward": 1.5, "batch": b, "confidence": c, "split": "s", "policies": "a--b"}
+            for i, (b, c) in enumerate([("x", 3), ("x", None), ("y", 3), (None, 9)])]  # fmt: skip
+    table = {(row["group"], row["value"]): (row["pairs"], row["accuracy"]) for row in reward.accuracy_table("d", rows)}
+    assert table == {
+        ("overall", "all"): (4, 0.5),
+        ("batch", "x"): (2, 0.0),
+        ("batch", "y"): (1, 1.0),
+        ("batch", "null"): (1, 1.0),
+        ("confidence", 3): (2, 0.5),
+        ("confidence", 9): (1, 1.0),
+        ("confidence", "null"): (1, 0.0),
+        ("split", "s"): (4, 0.5),
+        ("policies", "a--b"): (4, 0.5),
+    }
+
+
+# ---- Detail 19: DPO ----------------------------------------------------------------------------------------
+
+
+def summed_logprobs(model, rows: list[dict], side: str, pad: int) -> torch.Tensor:
+    """Log-probability (b,) of each stored response, at temperature 1 over the whole vocabulary."""
+    tokens = [row[f"query_{side}_token"][: row[f"query_{side}_token_len"]] for row in rows]
+    logprobs, found = model(right_padded(tokens)).logits.log_softmax(2), []
+    for i, row in enumerate(rows):
+        places = [t for t, token in enumerate(row[f"query_{side}_token_response_label"]) if token != pad]
+        found.append(sum(logprobs[i, t - 1, tokens[i][t]] for t in places))
+    return torch.stack(found)
+
+
+def test_detail_19_dpo(world, reward_run, dpo_run):
+    args = dpo.Args()
+    assert (args.adam_eps, args.learning_rate, args.batch_size, args.num_train_epochs) == (1e-5, 3e-6, 64, 1)
+    assert args.beta == 0.05
+    assert dpo_run.orders == reward_run.orders and len(dpo_run.orders) == 5  # the reward model's data order
+    data = load_from_disk(str(world.preference_dataset))
+    tokenizer, metrics, found = padded_tokenizer(world.model), dpo_run.metrics, []
+    pad, updates = tokenizer.pad_token_id, len(metrics)
+    model, reference = (AutoModelForCausalLM.from_pretrained(world.model) for _ in range(2))
+
+    def losses():
+        for order in reward_run.orders:
+            rows = [data["train"][i] for i in order]
+            chosen, rejected = (summed_logprobs(model, rows, side, pad) for side in ("chosen", "rejected"))
+            with torch.no_grad():
+                ref_chosen, ref_rejected = (summed_logprobs(reference, rows, side, pad) for side in ("chosen", "rejected"))
+            implicit = 0.05 * (chosen - ref_chosen), 0.05 * (rejected - ref_rejected)
+            loss = -logsigmoid(implicit[0] - implicit[1]).mean()
+            found.append(
+                {
+                    "loss/train": loss.item(),
+                    "rewards/chosen": implicit[0].mean().item(),
+                    "rewards/rejected": implicit[1].mean().item(),
+                    "rewards/margin": (implicit[0] - implicit[1]).mean().item(),
+                    "logprobs/chosen": chosen.mean().item(),
+                    "logprobs/rejected": rejected.mean().item(),
+                }
+            )
+            if len(found) > 1:  # at the first update all implicit rewards are 0 but for rounding
+                accuracy = (implicit[0] > implicit[1]).float().mean()
+                assert close(metrics[len(found) - 1]["accuracy/train"], accuracy)
+            yield loss
+
+    train_by_hand(model.parameters(), losses(), [cosine(update, updates) for update in range(1, updates + 1)])
+    for row, expected in zip(metrics, found, strict=True):
+        for key in expected:
+            assert close(row[key], expected[key], 1e-4), key
+    assert close([row["learning_rate"] for row in metrics], [cosine(u, updates) for u in range(1, updates + 1)], 1e-9)
+    saved = AutoModelForCausalLM.from_pretrained(dpo_run.folder / "model")
+    assert_same_weights(saved.state_dict(), model.state_dict(), 5e-5)
+
+    # implicit rewards and their accuracy on the reward model's evaluation splits
+    table = {(row["data"], row["group"]): row for row in read_csv(dpo_run.folder / "eval/accuracy.csv")}
+    splits = ("validation", "validation_cnndm")
+    keys = [
+        {(row["data"], row["group"], row["value"]) for row in read_csv(run.folder / "eval/accuracy.csv")}
+        for run in (dpo_run, reward_run)
+    ]
+    assert keys[0] == keys[1]
+    for split in splits:
+        rows = list(data[split])
+        with torch.no_grad():
+            expected = [
+                0.05 * (summed_logprobs(saved, rows, side, pad) - summed_logprobs(reference, rows, side, pad))
+                for side in ("chosen", "rejected")
+            ]
+        pairs = read_csv(dpo_run.folder / "eval" / f"pairs_{split}.csv")
+        for side, own in zip(("chosen", "rejected"), expected, strict=True):
+            assert close([float(row[f"{side}_reward"]) for row in pairs], own)
+        accuracy = (expected[0] > expected[1]).float().mean()
+        assert close(float(table[split, "overall"]["accuracy"]), accuracy)
+    assert close(metrics[-1]["eval/accuracy"], float(table["validation", "overall"]["accuracy"]))
+
+
+# ---- Details 20 to 25: PPO ---------------------------------------------------------------------------------
+
+
+def plain_policy(folder: Path, state: dict | None = None):
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    if state:
+        model.load_state_dict(state)
+    return model
+
+
+def values_by_hand(model: PlainReward, episode) -> list[torch.Tensor]:
+    """Values of the states before each response token, and of the one after the last token where there is room."""
+    logits = model([q + r for q, r in zip(episode.queries, episode.responses, strict=True)])
+    return [
+        logits[i, len(q) - 1 :][: min(len(r) + 1, RESPONSE_LENGTH)]
+        for i, (q, r) in enumerate(zip(episode.queries, episode.responses, strict=True))
+    ]
+
+
+def test_detail_20_ppo_training(world, talker, reward_run, ppo_run):
+    args = vars(ppo.Args())
+    table_7 = {"total_episodes": 1_000_000, "batch_size": 512, "num_mini_batches": 1, "num_ppo_epochs": 4}
+    table_7 |= {"kl_coef": 0.05, "gamma": 1.0, "lam": 0.95, "cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1}
+    table_7 |= {"temperature": 0.7, "learning_rate": 3e-6, "adam_eps": 1e-5, "response_length": 53}
+    table_7 |= {"penalty_reward_value": -1.0, "whiten_rewards": False, "eval_temperature": 0.01}
+    assert {key: args[key] for key in table_7} == table_7
+    assert args["total_episodes"] // args["batch_size"] == 1953
+    assert math.isclose(ppo.linear_learning_rate(1953, 1953, 3e-6), 3e-6 / 1953)
+    rates = [LEARNING_RATE * (1 - update / PPO_UPDATES) for update in range(PPO_UPDATES)]
+    assert close([row["learning_rate"] for row in ppo_run.metrics], rates, 1e-9)
+    assert math.isclose(rates[-1], LEARNING_RATE / PPO_UPDATES)
+    allowed, eos, pad = ppo_run.allowed, ppo_run.tokenizer.eos_token_id, ppo_run.tokenizer.pad_token_id
+    reference = plain_policy(talker)
+
+    # sampling: a token is the arg max of logits / (T + 1e-7) + noise
+    episode, rows = ppo_run.episodes[0], range(6)
+    for i in rows:
+        sampled = []
+        while len(sampled) < len(episode.responses[i]):
+            with torch.no_grad():
+                logits = reference(torch.tensor([episode.queries[i] + sampled])).logits[0, -1]
+            noise = ppo.gumbel_noise(episode.keys[i : i + 1], len(sampled), len(logits))[0]
+            scaled = logits / (0.7 + 1e-7) + noise
+            sampled.append(max(allowed, key=lambda token: scaled[token].item()))
+        assert sampled == episode.responses[i]
+
+    # old and reference log-probabilities: of the policy at the update's start and of the SFT model
+    for start, episode in zip(ppo_run.starts, ppo_run.episodes, strict=True):
+        for name, policy in (("logprobs", plain_policy(talker, start.policy)), ("ref_logprobs", reference)):
+            with torch.no_grad():
+                expected = token_logprobs(policy, allowed, episode.queries, episode.responses, 0.7)
+            padded = [row.tolist() + [0.0] * (RESPONSE_LENGTH - len(row)) for row in expected]
+            assert close(episode.found[name], padded), name
+
+    # the losses by hand: 4 epochs of one step over the whole batch
+    policy, value = plain_policy(talker), PlainReward(reward_run.folder / "model").eval()
+    found = []
+
+    def losses():
+        for update, episode in enumerate(ppo_run.episodes, 1):
+            lengths = [len(row) for row in episode.responses]
+            _, advantages, returns = advantages_by_hand(episode.found, lengths, penalised(ppo_run, episode))
+            old, old_values, own = episode.found["logprobs"], episode.found["values"], []
+            for epoch in range(4):
+                logprobs = token_logprobs(policy, allowed, episode.queries, episode.responses, 0.7)
+                values = values_by_hand(value, episode)
+                given = given_to_the_loss(ppo_run, update, epoch)  # new log-probabilities are at the same temperature
+                policy_sum, value_sum, clipped = 0.0, 0.0, 0
+                for i, length in enumerate(lengths):
+                    assert close(given[i].logprobs[:length], logprobs[i].detach(), 1e-3)
+                    ratio = (logprobs[i] - old[i, :length]).exp()
+                    advantage = torch.tensor(advantages[i])
+                    worse = torch.max(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+                    clipped += (worse > -advantage * ratio).sum().item()
+                    policy_sum = policy_sum + worse.sum()
+                    target, before = torch.tensor(returns[i]), old_values[i, : len(returns[i])]
+                    near = before + (values[i] - before).clamp(-0.2, 0.2)
+                    value_sum = value_sum + 0.5 * torch.max((values[i] - target) ** 2, (near - target) ** 2).sum()
+                policy_loss = policy_sum / sum(lengths)
+                value_loss = value_sum / sum(len(row) for row in returns)
+                own.append((policy_loss.item(), value_loss.item(), clipped / sum(lengths)))
+                yield policy_loss + 0.1 * value_loss
+            found.append([statistics.fmean(column) for column in zip(*own, strict=True)])
+
+    train_by_hand(
+        [*policy.parameters(), *value.parameters()], losses(), [rate for rate in rates for _ in range(4)]
+    )
+    keys = ("loss/policy", "loss/value", "policy/clip_fraction")
+    assert close([[row[key] for key in keys] for row in ppo_run.metrics], found, 1e-4)
+    assert max(row[2] for row in found) > 0.01 and ppo_run.metrics[0]["value/clip_fraction"] > 0.01  # clips are at work
+    saved = plain_policy(ppo_run.folder / "model")
+    assert_same_weights(saved.state_dict(), policy.state_dict(), 1e-4)
+    saved = PlainReward(ppo_run.folder / "value_model")
+    assert_same_weights(saved.state_dict(), value.state_dict(), 1e-4)
+
+    # ½ max of clipped and unclipped squares, on numbers made by hand: values 0.5 and -1 move 0.3 from 0.2 and -0.7
+    values, old_values, returns = ([[0.5, -1.0, 9.0]], [[0.2, -0.7, 0.0]], [[0.9, -1.5, 0.0]])
+    zeros, mask = torch.zeros(1, 3), torch.tensor([[True, True, False]])
+    numbers = [torch.tensor(x) for x in (values, old_values, returns)]
+    loss = ppo.ppo_loss(zeros, numbers[0], zeros, numbers[1], zeros, numbers[2], mask, mask, 0.2, 0.2)[1]
+    assert close(loss, 0.5 * ((0.4 - 0.9) ** 2 + (-0.9 + 1.5) ** 2), 1e-6)
+
+    # a validation score on a fixed batch, here at updates 2 and 3, sampled at temperature 0.01
+    assert ["eval/score" in row for row in ppo_run.metrics] == [False, True, True]
+    validation = load_from_disk(str(world.dataset))["validation"]
+    queries = [row["query_token"][-row["query_token_len"] :] for row in validation.select(range(5))]
+    evaluations = [call for call in ppo_run.samples if call.args[4] != 0.7]
+    assert len(evaluations) == 2 and len(ppo_run.samples) == 2 + PPO_UPDATES
+    model = PlainReward(reward_run.folder / "model").eval()
+    states = [ppo_run.starts[2].policy, plain_policy(ppo_run.folder / "model").state_dict()]
+    for call, row, state in zip(evaluations, ppo_run.metrics[1:], states, strict=True):
+        assert call.args[4] == 0.01
+        assert [[token for token in query if token != pad] for query in call.args[1].tolist()] == queries
+        responses = [[token for token in response if token != pad] for response in call.result.tolist()]
+        with torch.no_grad():
+            scores = model.last([q + r for q, r in zip(queries, responses, strict=True)])
+            assert close(row["eval/score"], scores.mean())
+            greedy = plain_policy(talker, state)(right_padded([q + r for q, r in zip(queries, responses, strict=True)]))
+        for i, (q, r) in enumerate(zip(queries, responses, strict=True)):  # at 0.01 nearly the most likely token
+            logits = greedy.logits[i, len(q) - 1 : len(q) + len(r) - 1][:, allowed]
+            assert (logits.max(1).values - logits[torch.arange(len(r)), r] < 0.2).all()
+        assert eos in allowed and pad not in allowed
+
+
+def test_detail_21_queries_without_replacement(world, ppo_run):
+    train = load_from_disk(str(world.dataset))["train"]
+    stored = [tuple(row["query_token"][-row["query_token_len"] :]) for row in train]
+    assert len(set(stored)) == len(stored) == 64
+    drawn = [stored.index(tuple(query)) for episode in ppo_run.episodes for query in episode.queries]
+    assert len(drawn) == 72 and sorted(drawn[:64]) == list(range(64))  # a pass: nothing dropped or repeated
+    assert len(set(drawn[64:])) == 8 and drawn[64:] != drawn[:8]  # reshuffled
+    assert drawn[:64] != list(range(64))
+    for stage in (sft, reward, ppo, dpo):
+        for n, batch in ((10, 3), (10, 10), (7, 16), (64, 24), (5, 1)):
+            stream = [i for start in range(0, 40 * batch, batch) for i in stage.data_order(n, 3, start, start + batch).tolist()]
+            passes = [stream[start : start + n] for start in range(0, len(stream) - n + 1, n)]
+            assert all(sorted(one) == list(range(n)) for one in passes)
+            assert all(one != other for one, other in zip(passes, passes[1:], strict=False))
+        assert stage.data_order(100, 1, 0, 100).tolist() != stage.data_order(100, 2, 0, 100).tolist()
+
+
+def test_detail_22_value_model(world, talker, reward_run, ppo_run, whitened_run):
+    trained = load_file(reward_run.folder / "model" / "model.safetensors")
+    assert trained["score.bias"].item() != 0
+    assert_same_weights(ppo_run.starts[0].value, trained, 0)  # all weights, the head and its bias included
+    assert ppo_run.starts[0].shared == 0
+    policy = AutoModelForCausalLM.from_pretrained(talker).state_dict()
+    assert_same_weights(ppo_run.starts[0].policy, policy, 0)
+    for start, episode in zip(ppo_run.starts, ppo_run.episodes, strict=True):
+        state = {key.replace("gpt_neox.", "backbone."): value for key, value in start.value.items()}
+        state = {key.replace("score.bias", "bias").replace("score.weight", "weight"): state[key] for key in state}
+        value = PlainReward(reward_run.folder / "model").eval()
+        value.load_state_dict(state)
+        scores = PlainReward(reward_run.folder / "model").eval()
+        with torch.no_grad():
+            expected = [
+                row.tolist() + [0.0] * (RESPONSE_LENGTH - len(row)) for row in values_by_hand(value, episode)
+            ]
+            assert close(episode.found["values"], expected)
+            # the reward model itself does not learn
+            rows = [q + r for q, r in zip(episode.queries, episode.responses, strict=True)]
+            assert close(episode.found["scores"][:, 0], scores.last(rows))
+    # saved as it was at the end of training: both networks have moved, the value model away from the reward model
+    saved = load_file(ppo_run.folder / "value_model" / "model.safetensors")
+    assert saved.keys() == trained.keys()
+    moved = [(saved[key] - ppo_run.starts[-1].value[key]).abs().max().item() for key in saved]
+    assert 0 < min(moved) and max(moved) < 4 * 2 * LEARNING_RATE / PPO_UPDATES
+    tokenizer = padded_tokenizer(ppo_run.folder / "value_model")
+    again = ppo.load_reward_model(str(ppo_run.folder / "value_model"), tokenizer)
+    assert_same_weights(again.model.state_dict(), saved, 0)
+
+
+def test_detail_23_truncation_penalty_and_place_of_the_score(talker, ppo_run):
+    responses = torch.tensor([[5, 0, 6, 0], [5, 6, 7, 8], [0, 5, 6, 7], [5, 6, 7, 0], [5, 0, 9, 9]])
+    expected = [[5, 0, 9, 9], [5, 6, 7, 8], [0, 9, 9, 9], [5, 6, 7, 0], [5, 0, 9, 9]]
+    assert ppo.truncate_response(responses, 0, 9).tolist() == expected
+
+    # the score lies one past EOS, on the last position where there is no room
+    scores, lengths = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([2, 3, 4, 1])
+    logratio = torch.tensor([[0.1, 0.2, 0, 0], [0.1, 0.2, 0.3, 0], [0.1, 0.2, 0.3, 0.4], [0.5, 0, 0, 0]])
+    kl = [[-0.01, -0.02, 1, 0], [-0.01, -0.02, -0.03, 2], [-0.01, -0.02, -0.03, 3 - 0.04], [-0.05, 4, 0, 0]]
+    assert close(ppo.token_rewards(scores, logratio, lengths, 0.1), kl, 1e-6)
+
+    # stopping a row at its EOS gives what sampling on and truncating gives
+    tokenizer, episode = ppo_run.tokenizer, ppo_run.episodes[0]
+    eos, pad, policy = tokenizer.eos_token_id, tokenizer.pad_token_id, plain_policy(talker)
+    ended = [i for i, row in enumerate(episode.responses) if eos in row and len(row) < RESPONSE_LENGTH][:3]
+    whole = [i for i, row in enumerate(episode.responses) if eos not in row][:2]
+    assert len(ended) == 3 and len(whole) == 2
+    for i in ended + whole:
+        sampled = []
+        for position in range(RESPONSE_LENGTH):
+            with torch.no_grad():
+                logits = policy(torch.tensor([episode.queries[i] + sampled])).logits[0, -1]
+            noise = ppo.gumbel_noise(episode.keys[i : i + 1], position, len(logits))[0]
+            scaled = logits / (0.7 + 1e-7) + noise
+            sampled.append(max(ppo_run.allowed, key=lambda token: scaled[token].item()))
+        truncated = sampled[: sampled.index(eos) + 1] if eos in sampled else sampled
+        padding = [pad] * (RESPONSE_LENGTH - len(truncated))
+        assert ppo_run.episodes[0].found["responses"][i].tolist() == truncated + padding
+
+    # in the run: -1 in place of the score where no EOS is, and the score's place in the returns
+    for update, (episode, row) in enumerate(zip(ppo_run.episodes, ppo_run.metrics, strict=True), 1):
+        scores, lengths = penalised(ppo_run, episode), [len(row) for row in episode.responses]
+        assert close(row["objective/score"], statistics.fmean(scores))
+        assert close(row["objective/raw_score"], episode.found["scores"].mean())
+        assert close(row["response/eos_rate"], statistics.fmean(float(eos in row) for row in episode.responses))
+        assert close(row["response/length"], statistics.fmean(lengths))
+        _, _, returns = advantages_by_hand(episode.found, lengths, scores)
+        given = given_to_the_loss(ppo_run, update, 0)
+        for i, expected in enumerate(returns):
+            assert close(given[i].returns[given[i].value_mask], expected, 2e-5)
+            assert given[i].value_mask.sum() == min(lengths[i] + 1, RESPONSE_LENGTH)
+
+
+def whiten_by_hand(rows: list[list[float]], mask: list[list[int]], shift: bool) -> list[list[float]]:
+    real = [x for row, keep in zip(rows, mask, strict=True) for x, m in zip(row, keep, strict=True) if m]
+    mean, deviation = statistics.fmean(real), math.sqrt(statistics.pvariance(real) + 1e-8)
+    back = 0.0 if shift else mean
+    return [
+        [((x - mean) / deviation + back) if m else 0.0 for x, m in zip(row, keep, strict=True)]
+        for row, keep in zip(rows, mask, strict=True)
+    ]
+
+
+ROWS, MASK = [[1.0, -2.0, 100.0], [4.0, 0.5, 3.0]], [[1, 1, 0], [1, 1, 1]]
+
+
+def test_detail_24_reward_whitening(ppo_run, whitened_run):
+    mask = torch.tensor(MASK).bool()
+    assert close(ppo.whiten(torch.tensor(ROWS), mask, shift_mean=False), whiten_by_hand(ROWS, MASK, False), 1e-6)
+    small = [[1e-4 * x for x in row] for row in ROWS]  # of a size where epsilon counts
+    found = ppo.whiten(torch.tensor(small), mask, shift_mean=False)
+    assert close(found, whiten_by_hand(small, MASK, False), 1e-5)
+
+    assert ppo.Args().whiten_rewards is False
+    for run, whitened in ((whitened_run, True), (ppo_run, False)):
+        episode, lengths = run.episodes[0], [len(row) for row in run.episodes[0].responses]
+        scores = penalised(run, episode)
+        _, _, returns = advantages_by_hand(episode.found, lengths, scores, whiten_rewards=whitened)
+        given = given_to_the_loss(run, 1, 0)
+        assert len(given) == PPO_BATCH
+        for i, expected in enumerate(returns):
+            assert close(given[i].returns[given[i].value_mask], expected, 2e-5)
+
+
+def test_detail_25_advantage_whitening(ppo_run, whitened_run):
+    mask = torch.tensor(MASK).bool()
+    found = ppo.whiten(torch.tensor(ROWS), mask)
+    assert close(found, whiten_by_hand(ROWS, MASK, True), 1e-6)
+    assert abs(found.sum()) < 1e-6 and close((found[mask] ** 2).mean(), 1.0, 1e-6)  # biased variance 1
+
+    for run, updates in ((ppo_run, PPO_UPDATES), (whitened_run, 1)):
+        for update in range(1, updates + 1):
+            episode = run.episodes[update - 1]
+            lengths = [len(row) for row in episode.responses]
+            whiten_rewards = run is whitened_run
+            raw, whitened, _ = advantages_by_hand(episode.found, lengths, penalised(run, episode), whiten_rewards)
+            mean = statistics.fmean(x for row, length in zip(raw, lengths, strict=True) for x in row[:length])
+            assert abs(mean) > 0.01  # there is a mean to shift
+            for epoch in (0, 3):  # two mini-batches in one of the runs: still the moments of the batch
+                given = given_to_the_loss(run, update, epoch)
+                assert len(given) == PPO_BATCH
+                for i, expected in enumerate(whitened):
+                    assert close(given[i].advantages[given[i].response_mask], expected, 5e-5)
+                    assert given[i].response_mask.sum() == lengths[i]  # through EOS, not one further
