@@ -631,8 +631,15 @@ def combine(scores: torch.Tensor, method: str = "mean", uwo_lambda: float | None
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
     """log softmax(logits / (temperature + 1e-7)) at the tokens (Detail 20): (b, R, V), (b, R) -> (b, R)."""
-    logits = logits.float() / (temperature + 1e-7)
-    return logits.gather(2, tokens[:, :, None]).squeeze(2) - logits.logsumexp(2)
+    scaled = logits.float() / (temperature + 1e-7)
+    return -F.cross_entropy(scaled.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
+
+
+@torch.no_grad()
+def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Entropy (nats) of softmax(logits / (temperature + 1e-7)) at each position: (b, R, V) -> (b, R)."""
+    logprobs = (logits.float() / (temperature + 1e-7)).log_softmax(2)
+    return -(logprobs.exp() * logprobs).sum(2)
 
 
 def response_logits(policy, queries: torch.Tensor, responses: torch.Tensor, pad_id: int, banned: torch.Tensor):
@@ -641,7 +648,7 @@ def response_logits(policy, queries: torch.Tensor, responses: torch.Tensor, pad_
     mask = tokens != pad_id
     inputs = {"attention_mask": mask.long(), "position_ids": position_ids(mask), "use_cache": False}
     logits = policy(tokens, logits_to_keep=responses.shape[1], **inputs).logits
-    return logits.masked_fill(banned, -1e9)
+    return logits.masked_fill_(banned, -1e9)
 
 
 class PolicyAndValue(nn.Module):
@@ -653,11 +660,9 @@ class PolicyAndValue(nn.Module):
 
     def forward(self, queries, responses, pad_id: int, banned: torch.Tensor, temperature: float):
         """queries (b, Q) left-padded, responses (b, W) -> log-probabilities (b, W) of the response tokens, values (b,
-        W) of the states before them, entropy (b, W, no gradient) of the policy there (nats)."""
+        W) of the states before them, and, without gradient, the policy's entropy (b, W) there (nats; else None)."""
         logits = response_logits(self.policy, queries, responses, pad_id, banned)  # (b, W, V)
-        with torch.no_grad():
-            scaled = logits.float() / (temperature + 1e-7)
-            entropy = scaled.logsumexp(2) - (scaled.softmax(2) * scaled).sum(2)
+        entropy = None if torch.is_grad_enabled() else token_entropy(logits, temperature)
         tokens = torch.cat([queries, responses[:, :-1]], 1)
         mask = tokens != pad_id
         values = self.value_model(tokens, mask.long(), position_ids(mask))[:, -responses.shape[1] :]

@@ -596,7 +596,7 @@ def main(args: Args):
     begin = time.time()
     if first == 0:
         loss = validation_loss(accelerator, model, data["validation"], args, pad_id)
-        accelerator.print(f"validation loss before training {loss:.4f}")
+        accelerator.print(f"validation loss before training: {loss:.4f}")
         if log:
             log.write(0, {"eval/loss": loss})
     for update in progress(accelerator, range(first + 1, num_updates + 1), STAGE):
@@ -634,6 +634,7 @@ def main(args: Args):
         }
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
             metrics["eval/loss"] = validation_loss(accelerator, model, data["validation"], args, pad_id)
+            accelerator.print(f"validation loss after update {update}: {metrics['eval/loss']:.4f}")
         metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
         if log:
             log.write(update, metrics)
@@ -647,8 +648,6 @@ def main(args: Args):
     # ---- save, evaluate --------------------------------------------------------------------------
     state = accelerator.get_state_dict(model)  # on every rank: ZeRO-3 gathers
     save_model(accelerator, accelerator.unwrap_model(model), state, tokenizer, folder / "model")
-    if "eval/loss" in metrics:
-        accelerator.print(f"validation loss after training {metrics['eval/loss']:.4f}")
     if args.run_eval:
         table = []
         for split in [split for split in ("validation", "test") if split in data]:

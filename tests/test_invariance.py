@@ -1,0 +1,338 @@
+"""A run is a function of its hyperparameters and seed: not of processes, micro-batches, padding or interruptions."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from datasets import Sequence, Value, load_from_disk
+from transformers import AutoModelForCausalLM
+
+import dpo
+import ppo
+import reward
+import sft
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}
+# Relative 1e-5 with a floor for values near 0. Sums in float32 carry errors of 1e-7 times their largest term, so a
+# key whose value is a small difference of larger numbers needs a floor of its own:
+FLOORS = {
+    "policy/first_ratio_deviation": 1e-5,  # is nothing but rounding; its bound is tested apart
+    "policy/ratio_variance": 2e-6,  # mean of squares minus squared mean, both near 1
+}
+FLOOR = 1e-6
+
+
+def run(stage: str, args) -> Path:
+    """One stage in this process; returns its run folder."""
+    AcceleratorState._reset_state(True)  # accelerate keeps one state a process
+    STAGES[stage].main(replace(args))
+    return Path(args.output_dir)
+
+
+def metrics(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.glob("*/*.safetensors"))}
+
+
+def assert_same_metrics(folder: Path, other: Path):
+    found, expected = metrics(other), metrics(folder)
+    assert [list(line) for line in found] == [list(line) for line in expected]
+    off = [
+        f"update {line['update']}: {key} {value!r} against {there[key]!r}"
+        for line, there in zip(expected, found, strict=True)
+        for key, value in line.items()
+        if not abs(value - there[key]) <= max(1e-5 * abs(value), FLOORS.get(key, FLOOR))
+    ]
+    assert not off, "\n".join(off)
+
+
+def assert_same_tables(folder: Path, other: Path):
+    names = sorted(path.name for path in (folder / "eval").iterdir())
+    assert names == sorted(path.name for path in (other / "eval").iterdir()) and names
+    for name in names:
+        # an implicit reward is beta times a difference of sums of log-probabilities, each of the order of 100; and the
+        # difference that padding makes is itself rounding
+        floor = 1e-5 if name.startswith(("pairs_", "reference_rewards")) else FLOOR
+        tables = [pandas.read_csv(x / "eval" / name, keep_default_na=False) for x in (folder, other)]
+        pandas.testing.assert_frame_equal(*tables, rtol=1e-5, atol=floor)
+
+
+def eager(source: Path, folder: Path) -> Path:
+    """A copy of a nano model that ends its responses soon: about every tenth token is EOS, so that lengths differ."""
+    model = AutoModelForCausalLM.from_pretrained(source)
+    tokenizer = sft.AutoTokenizer.from_pretrained(source)
+    with torch.no_grad():
+        model.base_model.final_layer_norm.bias.fill_(0.5)
+        model.get_output_embeddings().weight[tokenizer.eos_token_id] = 0.08
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def setting(world, tmp_path_factory) -> SimpleNamespace:
+    """Arguments of every stage, .args[stage](name, **changes), over a common SFT and reward model, and .root."""
+    root = tmp_path_factory.mktemp("invariance")
+    base = eager(world.model, root / "base")
+    common = {"model": "nano", "dataset": str(world.dataset), "batch_size": 8, "total_episodes": 24, "seed": 7}
+    common |= {"learning_rate": 1e-3, "run_eval": True, "eval_every": 2}
+    pairs = {"preference_dataset": str(world.preference_dataset), "sft_model_path": str(root / "start_sft")}
+    own = {
+        "sft": {"model": str(base), "response_length": 10},
+        "reward": pairs,
+        "dpo": pairs | {"response_length": 10},
+        "ppo": {
+            "sft_model_path": str(root / "start_sft"),
+            "reward_model_paths": [str(root / "start_reward")],
+            "response_length": 10,
+            "whiten_rewards": True,
+            "eval_rows": 8,
+            "kl_coef": 0.5,
+        },
+    }
+
+    def args(stage: str, name: str, **changes):
+        return STAGES[stage].Args(**(common | own[stage] | {"output_dir": str(root / name)} | changes))
+
+    for stage in ("sft", "reward"):
+        run(stage, args(stage, f"start_{stage}", run_eval=False))
+    return SimpleNamespace(root=root, args=args)
+
+
+# ---- interrupted runs: made before the launch of two processes, which continues one of them ---------------------
+
+
+def killed(stage: str, args, point: str) -> Path:
+    """The run in a child process that ends at `point` by SIGKILL, as a scheduler would end it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), 1), os.dup2(nowhere.fileno(), 2)
+            module, kill = STAGES[stage], lambda: os.kill(os.getpid(), signal.SIGKILL)
+            write, swap, save = module.MetricsLog.write, os.replace, module.save_model
+
+            def write_or_die(log, update, values):
+                if point == "update 3 before its metrics" and update == 3:
+                    kill()
+                write(log, update, values)
+                if point == "update 3 after its metrics" and update == 3:
+                    kill()
+                if point == "update 3 amid its metrics" and update == 3:
+                    text = log.path.read_text()
+                    log.path.write_text(text[: -len(text.splitlines()[-1]) // 2])
+                    kill()
+
+            def swap_or_die(source, target):
+                if point == "checkpoint 4 before its name" and str(target).endswith("update_000004"):
+                    kill()
+                swap(source, target)
+                if point == "checkpoint 2 after its name" and str(target).endswith("update_000002"):
+                    kill()
+
+            def save_or_die(*arguments):
+                kill() if point == "all updates before the model" else save(*arguments)
+
+            module.MetricsLog.write, module.save_model, os.replace = write_or_die, save_or_die, swap_or_die
+            run(stage, args)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL, f"the run ended before {point}"
+    return Path(args.output_dir)
+
+
+POINTS = [("sft", "update 3 before its metrics"), ("sft", "update 3 amid its metrics")]
+POINTS += [("sft", "all updates before the model"), ("reward", "update 3 after its metrics")]
+POINTS += [("reward", "all updates before the model"), ("dpo", "checkpoint 4 before its name")]
+POINTS += [("ppo", "update 3 after its metrics"), ("ppo", "checkpoint 2 after its name")]
+SAVED = {"total_episodes": 32, "save_every": 2}
+
+
+@pytest.fixture(scope="module")
+def whole(setting):
+    """Run folders of runs of four updates that nothing interrupted, by stage."""
+    return {stage: run(stage, setting.args(stage, f"whole_{stage}", **SAVED)) for stage in STAGES}
+
+
+@pytest.mark.parametrize(("stage", "point"), POINTS)
+def test_resume_ends_with_the_same_bytes(setting, whole, stage, point):
+    args = setting.args(stage, f"killed_{stage}_{point.replace(' ', '_')}", **SAVED)
+    folder = killed(stage, args, point)
+    assert not (folder / "model").exists()
+    run(stage, replace(args, resume=True))
+    assert weights(folder) == weights(whole[stage]) and weights(folder)
+    assert metrics(folder) == metrics(whole[stage])
+    assert_same_tables(folder, whole[stage])
+    assert not list(folder.rglob("*.tmp"))
+
+
+def test_a_killed_process_is_what_makes_the_difference(setting, whole):
+    """Without the weights of the optimiser a resumed run ends elsewhere: the comparison above can fail."""
+    args = setting.args("sft", "forgetful", **SAVED)
+    folder = killed("sft", args, "update 3 after its metrics")
+    state = folder / "checkpoints" / "update_000002" / "optimizer.bin"
+    content = torch.load(state, weights_only=False)
+    content["state"] = {}
+    torch.save(content, state)
+    run("sft", replace(args, resume=True))
+    assert weights(folder) != weights(whole["sft"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_resume_with_other_hyperparameters_lists_them(setting, whole, stage):
+    before = {path: path.read_bytes() for path in whole[stage].rglob("*") if path.is_file()}
+    changes = {"learning_rate": 5e-4, "seed": 8}
+    with pytest.raises(SystemExit) as error:
+        run(stage, replace(setting.args(stage, f"whole_{stage}", **SAVED), resume=True, **changes))
+    message = str(error.value)
+    assert message.startswith("error: --resume") and "learning_rate: 0.001 -> 0.0005" in message
+    assert "seed: 7 -> 8" in message and "batch_size" not in message
+    assert {path: path.read_bytes() for path in whole[stage].rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_folder_with_a_run_is_not_overwritten(setting, whole, stage):
+    before = {path: path.read_bytes() for path in whole[stage].rglob("*") if path.is_file()}
+    with pytest.raises(SystemExit, match="^error: .*already holds a run.*--resume"):
+        run(stage, setting.args(stage, f"whole_{stage}", **SAVED))
+    assert {path: path.read_bytes() for path in whole[stage].rglob("*") if path.is_file()} == before
+
+
+# ---- hardware split ---------------------------------------------------------------------------------------------
+
+CASES = {
+    "sft": ("sft", {}),
+    "sft_response": ("sft", {"loss_on": "response", "max_grad_norm": 0.5}),
+    "reward": ("reward", {}),
+    "dpo": ("dpo", {}),
+    "ppo": ("ppo", {}),
+    # twice the optimiser steps: Adam's division makes much of the rounding in small gradients, at each of them
+    "ppo_mini_batches": ("ppo", {"num_mini_batches": 2, "whiten_rewards": False, "learning_rate": 3e-4}),
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(setting):
+    """Run folders with micro-batches of 8 and of 2 (and other batches without gradient), by case."""
+    found = {}
+    for case, (stage, changes) in CASES.items():
+        largest = 8 // changes.get("num_mini_batches", 1)
+        big = setting.args(stage, f"{case}_big", micro_batch_size=largest, **changes)
+        small = setting.args(stage, f"{case}_small", micro_batch_size=2, forward_batch_size=3, **changes)
+        found[case] = run(stage, big), run(stage, small)
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_processes(setting):
+    """Run folders of the same runs on two processes, all from one launch, and "resumed": a PPO run that one process
+    began and two ended."""
+    jobs = {}
+    for case, (stage, changes) in CASES.items():
+        jobs[case] = stage, setting.args(stage, f"{case}_two", micro_batch_size=2, **changes)
+    begun = setting.args("ppo", "resumed_by_two", **SAVED)
+    killed("ppo", begun, "update 3 after its metrics")
+    jobs["resumed"] = "ppo", replace(begun, resume=True, micro_batch_size=4)
+    (setting.root / "jobs.json").write_text(json.dumps([(stage, vars(args)) for stage, args in jobs.values()]))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [*command, __file__, str(setting.root / "jobs.json")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.count("2 process(es)") == len(jobs)
+    return {case: Path(args.output_dir) for case, (_, args) in jobs.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_micro_batches_change_nothing(one_process, case):
+    assert_same_metrics(*one_process[case])
+    assert_same_tables(*one_process[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_change_nothing(one_process, two_processes, case):
+    assert_same_metrics(one_process[case][0], two_processes[case])
+    assert_same_tables(one_process[case][0], two_processes[case])
+
+
+def test_two_processes_can_continue_what_one_began(whole, two_processes):
+    assert_same_metrics(whole["ppo"], two_processes["resumed"])
+    assert_same_tables(whole["ppo"], two_processes["resumed"])
+
+
+def test_the_compared_runs_learn_and_their_responses_differ_in_length(one_process):
+    """What the comparisons above would miss if nothing moved."""
+    for case, (folder, _) in one_process.items():
+        assert all(line["grad_norm"] > 1e-3 for line in metrics(folder) if line["update"]), case
+    lines = metrics(one_process["ppo"][0])
+    assert any(0 < line["response/eos_rate"] < 1 for line in lines)
+    assert lines[-1]["objective/kl"] > 0.01 and lines[0]["value/clip_fraction"] > 0
+    samples = pandas.read_csv(one_process["ppo"][0] / "eval" / "samples_validation.csv")
+    assert samples["response_tokens"].nunique() > 1 and samples["has_eos"].nunique() == 2
+
+
+def test_ratios_are_one_before_the_first_step_of_an_update(one_process, two_processes):
+    for case in ("ppo", "ppo_mini_batches"):
+        for folder in (*one_process[case], two_processes[case]):
+            assert all(line["policy/first_ratio_deviation"] <= 1e-5 for line in metrics(folder))
+
+
+# ---- padding ----------------------------------------------------------------------------------------------------
+
+
+def padded_more(source: Path, target: Path, pad_id: int):
+    """The same data stored wider: queries have 7 more columns on the left, all else 9 more on the right."""
+    data = load_from_disk(str(source))
+    columns = [c for c in data["train"].column_names if c.endswith(("_token", "_response_label"))]
+    features = data["train"].features.copy()
+    for column in columns:
+        features[column] = Sequence(Value("int64"))
+
+    def widen(row):
+        return {c: [pad_id] * 7 + row[c] if c == "query_token" else row[c] + [pad_id] * 9 for c in columns}
+
+    data.map(widen, features=features).save_to_disk(str(target))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_more_padding_in_the_data_changes_nothing(setting, world, one_process, tmp_path, stage):
+    pad_id = sft.load_tokenizer(str(world.tokenizer)).pad_token_id
+    changes = {}
+    for field in ("dataset", "preference_dataset"):
+        if hasattr(setting.args(stage, "any"), field):
+            padded_more(getattr(world, field), tmp_path / field, pad_id)
+            changes[field] = str(tmp_path / field)
+    folder = run(stage, setting.args(stage, f"{stage}_padded", micro_batch_size=8, **changes))
+    assert_same_metrics(one_process[stage][0], folder)
+    assert_same_tables(one_process[stage][0], folder)
+
+
+if __name__ == "__main__":  # one of the two processes: the runs of a list, one after another
+    destroy, torch.distributed.destroy_process_group = torch.distributed.destroy_process_group, lambda group=None: None
+    for name, arguments in json.loads(Path(sys.argv[1]).read_text()):
+        run(name, STAGES[name].Args(**arguments))  # in the one process group: torchrun's store serves no second one
+    destroy()

@@ -1,0 +1,578 @@
+"""Does every test in test_details.py notice when its detail is undone?
+
+    python tests/undo_details.py                    # all details, about 20 minutes
+    python tests/undo_details.py 9 20 --jobs 4      # these two, four at a time
+
+For each detail, each of its patches is applied to a fresh copy of the repository in a temporary folder and the detail's
+test is run there. It has to pass in the copy without a patch and to fail with it. Exit code 1 if a test still passes,
+cannot run, or a patch no longer fits the script: patches name short pieces of source text, which must occur exactly
+once in their file.
+"""
+
+import argparse
+import io
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# imported once, by the process that all others are forked from: a third of the time of most tests
+PRELOAD = "pytest torch datasets accelerate pandas matplotlib.figure rouge_score.rouge_scorer torch.utils.tensorboard"
+PRELOAD += " transformers.models.gpt_neox.modeling_gpt_neox transformers.generation.utils"
+
+# one block per patch: detail, files (one after the other), what is undone; "- " the text, "+ " what takes its place
+PATCHES = r"""
+01 tldr_dataset.py: a CNN/DM batch is not known
+- "cnndm0", "cnndm2")
++ "cnndm0")
+01 tldr_dataset.py: CNN/DM stays in validation too
+- splits["validation"] = [(where, row) for where, row in validation if not is_cnndm(row)]
++ splits["validation"] = validation
+01 tldr_dataset.py: confidence is lost
+- "extra": {"confidence": confidence}
++ "extra": {"confidence": None}
+01 tldr_dataset.py: notes are lost
+- text_field(summary, "note", f"summaries[{i}].note", required=False)
++ None
+01 tldr_dataset.py: the choice is read the wrong way round
+- columns["summaries"][choice], columns["summaries"][1 - choice]
++ columns["summaries"][1 - choice], columns["summaries"][choice]
+01 tldr_dataset.py: the post is stored stripped of its title
+- ("title", "post", "summary")}
++ ("post", "summary")}
+
+02 tldr_dataset.py: a space after TL;DR:
+- POST: {post}\n\nTL;DR:"
++ POST: {post}\n\nTL;DR: "
+02 tldr_dataset.py: no newline after CNN/DM's TL;DR:
+- {article}\n\nTL;DR:\n"
++ {article}\n\nTL;DR:"
+02 tldr_dataset.py: newlines are no place to cut
+- body[: body.rfind("\n")]
++ body[:-1]
+02 tldr_dataset.py: no cut by characters
+- body[: body.rfind("\n")]
++ body[: max(0, body.rfind("\n"))]
+02 tldr_dataset.py: the title is cut
+- title=row["title"]
++ title=row["title"][:12]
+02 tldr_dataset.py: 600 tokens
+- max_query_length: int = 512
++ max_query_length: int = 600
+02 tldr_dataset.py: 2048 tokens
+- max_query_length_cnndm: int = 1919
++ max_query_length_cnndm: int = 2048
+02 tldr_dataset.py: the error does not name the row
+- fail(f"{where}: {error}")
++ fail(f"{error}")
+
+03 tldr_dataset.py: no leading space
+- text if text.startswith(" ") else f" {text}"
++ text
+03 tldr_dataset.py: no EOS
+- encode(tokenizer, response) + [eos_id]
++ encode(tokenizer, response)
+03 tldr_dataset.py: no EOS after query + response
+- encode(tokenizer, joined) + [eos_id]
++ encode(tokenizer, joined)
+03 tldr_dataset.py sft.py reward.py ppo.py dpo.py: [PAD] is EOS
+- tokenizer.add_special_tokens({"pad_token": "[PAD]"})
++ tokenizer.pad_token = tokenizer.eos_token
+03 sft.py: EOS is not in the loss
+- return batch[column] != pad_id
++ return (batch[column] != pad_id) & (batch[column] != 0)
+03 sft.py: padding is in the loss
+- return batch[column] != pad_id
++ return batch[column] >= 0
+
+04 tldr_dataset.py: 63 tokens
+- max_sft_response_length: int = 53
++ max_sft_response_length: int = 63
+04 tldr_dataset.py: 170 tokens
+- max_rm_response_length: int = 169
++ max_rm_response_length: int = 170
+04 tldr_dataset.py: 169 tokens
+- max_rm_response_length_cnndm: int = 155
++ max_rm_response_length_cnndm: int = 169
+04 tldr_dataset.py: longer rows are cut
+-     if len(tokens) > width:
++     tokens = tokens[:width]
++     if len(tokens) > width:
+04 tldr_dataset.py: the error does not name the row
+- fail(f"{where}: {error}")
++ fail(f"{error}")
+04 tldr_dataset.py: the limit is reported as the maximum
+- "max": lengths.max()
++ "max": limit
+
+05 tldr_dataset.py: queries padded on the right
+- "query_token": padding + tokens
++ "query_token": tokens + padding
+05 tldr_dataset.py: responses padded on the left
+- return tokens + [pad_id] * (width - len(tokens))
++ return [pad_id] * (width - len(tokens)) + tokens
+05 tldr_dataset.py: 565 columns
+- max_sft_query_response_length: int = 562
++ max_sft_query_response_length: int = 565
+05 tldr_dataset.py: 640 columns
+- max_rm_query_response_length: int = 638
++ max_rm_query_response_length: int = 640
+05 tldr_dataset.py: 2047 columns
+- query_response_length_cnndm: int = 2021
++ query_response_length_cnndm: int = 2047
+
+06 tldr_dataset.py: (a, b) and (b, a) are two pairs
+- "--".join(sorted(
++ "--".join(list(
+06 tldr_dataset.py: rows in place of unique pairs
+- "unique pairs": len(counts)
++ "unique pairs": len(data["preference"][split])
+06 tldr_dataset.py: pairs are not counted
+- sorted(Counter(policies).items()
++ sorted(Counter(set(policies)).items()
+
+07 sft.py reward.py ppo.py dpo.py: dropout stays
+- setattr(config, field, 0.0)
++ pass
+07 ppo.py: GPT-2's …_pdrop stays
+- if "drop" in field
++ if "dropout" in field
+07 reward.py: attention dropout stays
+- if "drop" in field
++ if "drop" in field and "att" not in field
+
+09 sft.py: epsilon 1e-8 by default
+- adam_eps: float = 1e-5
++ adam_eps: float = 1e-8
+09 sft.py: epsilon 1e-8
+- eps=args.adam_eps
++ eps=1e-8
+09 sft.py: learning rate 1e-5
+- learning_rate: float = 3e-6
++ learning_rate: float = 1e-5
+09 sft.py: batches of 64
+-     batch_size: int = 128
++     batch_size: int = 64
+09 sft.py: two epochs
+- num_train_epochs: float = 1
++ num_train_epochs: float = 2
+09 sft.py: a linear schedule
+- 0.5 * (1 + cos(pi * (update - 1) / num_updates))
++ (1 - (update - 1) / num_updates)
+09 sft.py: the schedule is not applied
+- group["lr"] = learning_rate
++ pass
+09 sft.py: Adam with L2 in place of AdamW
+- torch.optim.AdamW(
++ torch.optim.Adam(
+
+10 reward.py: epsilon 1e-8 by default
+- adam_eps: float = 1e-5
++ adam_eps: float = 1e-8
+10 reward.py: epsilon 1e-8
+- eps=args.adam_eps
++ eps=1e-8
+10 reward.py: learning rate 1e-5
+- learning_rate: float = 3e-6
++ learning_rate: float = 1e-5
+10 reward.py: batches of 32
+-     batch_size: int = 64
++     batch_size: int = 32
+10 reward.py: two epochs
+- num_train_epochs: float = 1
++ num_train_epochs: float = 2
+10 reward.py: a linear schedule
+- 0.5 * (1 + cos(pi * (update - 1) / num_updates))
++ (1 - (update - 1) / num_updates)
+10 reward.py: the schedule is not applied
+- group["lr"] = learning_rate
++ pass
+
+11 reward.py: standard deviation 0.02
+- std=1 / (hidden + 1) ** 0.5
++ std=0.02
+11 reward.py: 1 / sqrt(d)
+- std=1 / (hidden + 1) ** 0.5
++ std=1 / hidden**0.5
+11 reward.py: nn.Linear's uniform weights
+- nn.init.normal_(model.score.weight, std=
++ dict(std=
+11 reward.py: the bias stays random
+- nn.init.zeros_(model.score.bias)
++ pass
+11 reward.py: the backbone is random
+- model.score = nn.Linear(hidden, 1)
++ model = AutoModelForSequenceClassification.from_config(config)
++     model.score = nn.Linear(hidden, 1)
+11 reward.py: not from the SFT run
+- f"runs/sft/{name}/{args.seed}"
++ f"runs/base/{name}/{args.seed}"
+
+12 reward.py ppo.py: the first pad anywhere
+- return query_width + first - 1
++ return (tokens == pad_id).int().argmax(1) - 1
+12 reward.py: the last token that is no pad
+- return query_width + first - 1
++ return tokens.shape[1] - 1 - (tokens != pad_id).int().flip(1).argmax(1)
+12 ppo.py: one position early
+- return query_width + first - 1
++ return query_width + first - 2
+12 ppo.py: no care for rows without pads
+- torch.where(padding.any(1), padding.int().argmax(1), padding.shape[1])
++ padding.int().argmax(1)
+
+13 reward.py: the mean over the response is the reward
+- rewards.append(own.gather(1, last).squeeze(1))
++ rewards.append(own.mean(1))
+13 reward.py: the reward's own position is logged as another
+- .device) < last]
++ .device) <= last]
+13 reward.py: the share of positive ones is logged
+- (others < 0)
++ (others > 0)
+13 reward.py: the mean is not logged
+- "other_logits/mean": other_sum
++ "other_logits/mean": 0 * other_sum
+13 reward.py: other positions are trained
+- own.detach()
++ own
+
+14 reward.py ppo.py: positions count the padding
+- attention_mask=mask.long(), position_ids=position_ids(mask))
++ attention_mask=mask.long(), position_ids=torch.arange(tokens.shape[1]).expand_as(tokens))
+14 reward.py: padding is attended to
+- attention_mask=mask.long(), position_ids=position_ids(mask))
++ attention_mask=torch.ones_like(tokens), position_ids=position_ids(mask))
+14 ppo.py: the policy's positions count the padding
+- "position_ids": position_ids(mask), "use_cache": False}
+-     logits = policy
++ "position_ids": torch.arange(tokens.shape[1]).expand_as(tokens), "use_cache": False}
++     logits = policy
+14 ppo.py: the values' positions count the padding
+- (tokens, mask.long(), position_ids(mask))
++ (tokens, mask.long(), torch.arange(tokens.shape[1]).expand_as(tokens))
+14 reward.py: left padding is not looked at
+-             tokens = torch.cat([batch["query_token"]
++             torch.cat([batch["query_token"]
+14 reward.py: the difference is not reported
+- difference.abs().max()
++ 0 * difference.abs().max()
+
+15 reward.py: not centred
+- - rewards.mean().item()
++ - 0
+15 reward.py: shifted the wrong way
+- - rewards.mean().item()
++ + rewards.mean().item()
+15 reward.py: statistics are those after centring
+- {"max": rewards.max(), "mean": rewards.mean()
++ {"max": centred.max(), "mean": rewards.mean()
+15 reward.py: the spread is not reported
+- "std": rewards.std()
++ "std": 0 * rewards.std()
+15 reward.py: the model is not loaded again
+- model = load_reward_model(str(folder / "model"), tokenizer)
++ model = accelerator.unwrap_model(model)
+
+16 reward.py: accuracy of the rejected
+- > frame["rejected_reward"]
++ < frame["rejected_reward"]
+16 reward.py: no batch
+- ("batch", "confidence", "split", "policies") if
++ ('confidence', 'split', 'policies') if
+16 reward.py: no confidence
+- ("batch", "confidence", "split", "policies") if
++ ('batch', 'split', 'policies') if
+16 reward.py: no split
+- ("batch", "confidence", "split", "policies") if
++ ('batch', 'confidence', 'policies') if
+16 reward.py: no policies
+- ("batch", "confidence", "split", "policies") if
++ ('batch', 'confidence', 'split') if
+16 reward.py: no CNN/DM
+- for split in [split for split in data if split != "train"]
++ for split in ["validation"]
+16 reward.py: null is no group
+- dropna=False
++ dropna=True
+
+19 dpo.py: beta 0.1
+- beta: float = 0.05
++ beta: float = 0.1
+19 dpo.py: another data order
+- data_order(len(train), args.seed,
++ data_order(len(train), args.seed + 1,
+19 dpo.py: the loss knows no beta
+- F.logsigmoid(beta * h)
++ F.logsigmoid(h)
+19 dpo.py: logged rewards know no beta
+-             chosen = args.beta * (policy_chosen - ref_chosen)
++             chosen = policy_chosen - ref_chosen
+19 dpo.py: the evaluation forgets the reference
+- args.beta * (policy_chosen - ref_chosen), args.beta
++ args.beta * policy_chosen, args.beta
+19 dpo.py: no CNN/DM
+- for split in [split for split in data if split != "train"]
++ for split in ["validation"]
+19 dpo.py: epsilon 1e-8
+- eps=args.adam_eps
++ eps=1e-8
+19 dpo.py: batches of 32
+-     batch_size: int = 64
++     batch_size: int = 32
+
+20 ppo.py: beta 0.1
+- kl_coef: float = 0.05
++ kl_coef: float = 0.1
+20 ppo.py: one epoch
+- num_ppo_epochs: int = 4
++ num_ppo_epochs: int = 1
+20 ppo.py: temperature 1
+-     temperature: float = 0.7
++     temperature: float = 1.0
+20 ppo.py: sampling at temperature 1
+- scores / (self.temperature + 1e-7)
++ scores
+20 ppo.py: all log-probabilities at temperature 1
+- scaled = logits.float() / (temperature + 1e-7)
++ scaled = logits.float()
+20 ppo.py: the reference at temperature 1
+- token_logprobs(ref_logits, response[:, :width], args.temperature)
++ token_logprobs(ref_logits, response[:, :width], 1.0)
+20 ppo.py: the policy at temperature 1
+- return token_logprobs(logits, responses, temperature)
++ return token_logprobs(logits, responses, 1.0)
+20 ppo.py: only the update's policy at temperature 1
+- (query, responses[row, :width], pad_id, banned, args.temperature)
++ (query, responses[row, :width], pad_id, banned, 1.0)
+20 ppo.py: linear to 0 at the last update
+- (1 - (update - 1) / num_updates)
++ (1 - update / num_updates)
+20 ppo.py: value loss without ½
+- value_loss = 0.5 * (torch
++ value_loss = (torch
+20 ppo.py: the smaller square
+- torch.max(square, clipped_square)
++ torch.min(square, clipped_square)
+20 ppo.py: values are not clipped
+- torch.max(square, clipped_square)
++ square
+20 ppo.py: value loss over the response mask
+- (torch.max(square, clipped_square) * value_mask)
++ (torch.max(square, clipped_square) * response_mask)
+20 ppo.py: value loss divided by the response's tokens
+- value_sum / value_count
++ value_sum / policy_count
+20 ppo.py: value coefficient 1
+- args.vf_coef * value_sum
++ value_sum
+20 ppo.py: ratios are not clipped
+- ratio.clamp(1 - cliprange, 1 + cliprange)
++ ratio
+20 ppo.py: no score but the last
+- args.eval_every and update % args.eval_every == 0
++ False
+20 ppo.py: another validation batch every time
+- data["validation"].select(range(
++ data["validation"].shuffle(seed=update).select(range(
+20 ppo.py: validation at temperature 0.7
+- args.response_length, args.eval_temperature, keys)
++ args.response_length, args.temperature, keys)
+20 ppo.py: epsilon 1e-8
+- eps=args.adam_eps
++ eps=1e-8
+
+21 ppo.py sft.py: drawn with replacement
+- torch.randperm(n, generator
++ torch.randint(n, (n,), generator
+21 ppo.py: every pass in the same order
+- seed * 1_000_003 + epoch
++ seed * 1_000_003
+21 ppo.py: what does not fill a batch is dropped
+- data_order(len(train), args.seed,
++ data_order(len(train) // args.batch_size * args.batch_size, args.seed,
+
+22 ppo.py: the head starts at 0
+- value_model = load_reward_model(reward_folders[0], tokenizer)
++ value_model = load_reward_model(reward_folders[0], tokenizer)
++     nn.init.zeros_(value_model.model.score.weight)
+22 ppo.py: the head's bias starts at 0
+- value_model = load_reward_model(reward_folders[0], tokenizer)
++ value_model = load_reward_model(reward_folders[0], tokenizer)
++     nn.init.zeros_(value_model.model.score.bias)
+22 ppo.py: starts as the SFT model
+- value_model = load_reward_model(reward_folders[0], tokenizer)
++ value_model = load_reward_model(reward_folders[0], tokenizer)
++     value_model.model.gpt_neox.load_state_dict(policy.gpt_neox.state_dict())
+22 ppo.py: shares the policy's backbone
+- value_model = load_reward_model(reward_folders[0], tokenizer)
++ value_model = load_reward_model(reward_folders[0], tokenizer)
++     value_model.model.gpt_neox = policy.gpt_neox
+22 ppo.py: trains the reward model itself
+- for frozen in (ref_policy, *reward_models):
++ reward_models = [value_model]
++     for frozen in (ref_policy,):
+22 ppo.py: the reward model is saved in its place
+- ("value_model", trained.value_model.model,
++ ("value_models", trained.value_model.model,
+
+23 ppo.py: no truncation
+- return responses.masked_fill(ended, pad_id)
++ return responses
+23 ppo.py: EOS is cut off too
+- - (responses == eos_id).int() > 0
++ > 0
+23 ppo.py: no penalty
+- torch.where(has_eos, raw_scores, args.penalty_reward_value)
++ raw_scores
+23 ppo.py: the penalty is added to the score
+- torch.where(has_eos, raw_scores, args.penalty_reward_value)
++ raw_scores + args.penalty_reward_value * ~has_eos
+23 ppo.py: penalty 0
+- penalty_reward_value: float = -1.0
++ penalty_reward_value: float = 0.0
+23 ppo.py: the score lies at EOS
+- place = lengths.clamp(max=logratio.shape[1] - 1)
++ place = lengths - 1
+23 ppo.py: the score lies at the last position
+- place = lengths.clamp(max=logratio.shape[1] - 1)
++ place = torch.full_like(lengths, logratio.shape[1] - 1)
+
+24 ppo.py: never whitened
+- if args.whiten_rewards:
++ if False:
+24 ppo.py: always whitened
+- if args.whiten_rewards:
++ if True:
+24 ppo.py: the mean is shifted
+- whiten(rewards, value_mask, shift_mean=False)
++ whiten(rewards, value_mask)
+24 ppo.py: over the response mask
+- whiten(rewards, value_mask,
++ whiten(rewards, response_mask,
+24 ppo.py: unbiased variance
+- * mask).sum() / count
+-     whitened
++ * mask).sum() / (count - 1)
++     whitened
+24 ppo.py: no epsilon
+- torch.rsqrt(variance + 1e-8)
++ torch.rsqrt(variance)
+
+25 ppo.py: not whitened
+- advantages = whiten(advantages, response_mask)
++ advantages = advantages * response_mask
+25 ppo.py: the mean stays
+- whiten(advantages, response_mask)
++ whiten(advantages, response_mask, shift_mean=False)
+25 ppo.py: over the value mask
+- whiten(advantages, response_mask)
++ whiten(advantages, value_mask)
+25 ppo.py: unbiased variance
+- * mask).sum() / count
+-     whitened
++ * mask).sum() / (count - 1)
++     whitened
+25 ppo.py: once per mini-batch
+- for mini_batch in shuffled.to(accelerator.device).split(mini_batch_size):
++ for mini_batch in shuffled.to(accelerator.device).split(mini_batch_size):
++                 advantages[mini_batch] = whiten(advantages[mini_batch], response_mask[mini_batch])
+"""
+
+
+def read_patches(text: str) -> list[tuple[int, str, str, str, str]]:
+    """(detail, file, what is undone, old text, new text) of every patch and file."""
+    patches = []
+    for block in re.findall(r"^\d\d .*\n(?:[-+] .*\n)+", text, re.MULTILINE):
+        header, *lines = block.splitlines()
+        names, _, what = header.partition(": ")
+        detail, *files = names.split()
+        old, new = ("\n".join(line[2:] for line in lines if line[0] == sign) for sign in "-+")
+        patches += [(int(detail), file, what, old, new) for file in files]
+    return patches
+
+
+def copy_repository(folder: Path) -> Path:
+    """A copy of what git knows of, or would, at folder/main, beside a link to the shared data."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (folder / "main" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / "main" / name)
+    if (ROOT.parent / "shared").exists():
+        (folder / "shared").symlink_to(ROOT.parent / "shared")
+    return folder / "main"
+
+
+def run_test(copy: Path, name: str) -> tuple[int, str]:
+    """Exit code of pytest, run in this process, and the first line that says why."""
+    os.chdir(copy)
+    options = ["-q", "-x", "tests/test_details.py", "-k", name, "-p", "no:cacheprovider", "--tb=short"]
+    options += ["--show-capture=no", f"--basetemp={copy.parent / 'pytest'}"]
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()):
+        code = pytest.main(options)
+    lines = output.getvalue().splitlines()
+    told = [line for line in lines if line.startswith("E  ")] or lines or [""]
+    told = [line for line in told if "Error" in line or "assert " in line or "Failed" in line] or told
+    return int(code), told[0].removeprefix("E").strip()
+
+
+def undo(patch: tuple[int, str, str, str, str] | None, folder: Path) -> tuple[bool, str]:
+    """(is it as it should be, a line of the table) of one patch, or of the untouched copy and all tests."""
+    detail, file, what, old, new = patch or (0, "", "nothing", "", "")
+    row = f"{detail or 'all':>3}  {file:15}  {what:45}  "
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        copy = copy_repository(Path(own))
+        if patch:
+            text = (copy / file).read_text()
+            if text.count(old) != 1:
+                return False, f"{row}PATCH DOES NOT APPLY, its text occurs {text.count(old)} times: {old}"
+            (copy / file).write_text(text.replace(old, new))
+        code, why = run_test(copy, f"test_detail_{detail:02}" if patch else "test_detail")
+    if patch is None:
+        return code == 0, row + ("passes as it should" if code == 0 else f"DOES NOT PASS: {why:.160}")
+    result = {0: "STILL PASSES", 1: "fails as it should"}.get(code, f"CANNOT RUN (pytest ends with {code})")
+    return code == 1, f"{row}{result}: {why:.160}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("details", nargs="*", type=int, help="numbers of details; default: all of them")
+    parser.add_argument("--jobs", type=int, default=2, help="tests that run at the same time")
+    args = parser.parse_args()
+    patches = read_patches(PATCHES)
+    known = sorted({detail for detail, *_ in patches})
+    if set(args.details) - set(known):
+        parser.error(f"there are patches for the details {known} only")
+    patches = [patch for patch in patches if not args.details or patch[0] in args.details]
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD.split())
+    workers = {"max_workers": args.jobs, "mp_context": context, "max_tasks_per_child": 1}
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(**workers) as pool:
+        work = partial(undo, folder=Path(folder))
+        good, line = pool.submit(work, None).result()
+        print(line, flush=True)
+        if not good:
+            sys.exit(1)
+        wrong = 0
+        for good, line in pool.map(work, patches):
+            print(line, flush=True)
+            wrong += not good
+    print(f"{len(patches)} patches, {wrong} of them not noticed or not applied")
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
