@@ -682,7 +682,7 @@ def main(args: Args):
     pad_id = tokenizer.pad_token_id
     posts = load_splits("--dataset", args.dataset, COLUMNS, tokenizer) if args.run_eval else {}
     data = load_splits("--preference-dataset", args.preference_dataset, PAIR_COLUMNS, tokenizer)
-    train = data["train"]
+    train = data["train"].select_columns(PAIR_COLUMNS)
     args.total_episodes = args.total_episodes or int(args.num_train_epochs * len(train))
     num_updates = args.total_episodes // args.batch_size
     if num_updates == 0:
@@ -704,6 +704,9 @@ def main(args: Args):
     begin = time.time()
     for update in progress(accelerator, range(first + 1, num_updates + 1), STAGE):
         start = time.time()
+        learning_rate = cosine_learning_rate(update, num_updates, args.learning_rate)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
         # Detail 19: the reward model's order for the same seed
         order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
         batch = train[order[accelerator.process_index * per_rank :][:per_rank].tolist()]
@@ -719,19 +722,8 @@ def main(args: Args):
             policy_chosen, policy_rejected, ref_chosen, ref_rejected = (x.detach() for x in logprobs)
             chosen = args.beta * (policy_chosen - ref_chosen)
             rejected = args.beta * (policy_rejected - ref_rejected)
-            hits = (chosen > rejected).float()
-            stats = (
-                loss.detach(),
-                hits.sum(),
-                chosen.sum(),
-                rejected.sum(),
-                policy_chosen.sum(),
-                policy_rejected.sum(),
-            )
-            sums += torch.stack(stats)
-        learning_rate = cosine_learning_rate(update, num_updates, args.learning_rate)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+            stats = [loss.detach(), (chosen > rejected).float().sum(), chosen.sum(), rejected.sum()]
+            sums += torch.stack([*stats, policy_chosen.sum(), policy_rejected.sum()])
         grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
 
         # ---- log, checkpoint -----------------------------------------------------------------

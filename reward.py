@@ -638,7 +638,7 @@ def main(args: Args):
     pad_id = tokenizer.pad_token_id
     references = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)["train"]
     data = load_splits("--preference-dataset", args.preference_dataset, PAIR_COLUMNS, tokenizer)
-    train = data["train"]
+    train = data["train"].select_columns(PAIR_COLUMNS)
     args.total_episodes = args.total_episodes or int(args.num_train_epochs * len(train))
     num_updates = args.total_episodes // args.batch_size
     if num_updates == 0:
@@ -660,6 +660,9 @@ def main(args: Args):
     begin = time.time()
     for update in progress(accelerator, range(first + 1, num_updates + 1), STAGE):
         start = time.time()
+        learning_rate = cosine_learning_rate(update, num_updates, args.learning_rate)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
         order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
         batch = train[order[accelerator.process_index * per_rank :][:per_rank].tolist()]
         lengths = sum((batch[column] != pad_id).sum(1) for column in PAIR_COLUMNS[::2])  # (b,)
@@ -673,15 +676,10 @@ def main(args: Args):
                 loss = preference_loss(chosen_rewards, rejected_rewards).sum()
                 accelerator.backward(loss * world / args.batch_size)  # x world: DDP and DeepSpeed average over devices
             with torch.no_grad():
-                hits = (chosen_rewards > rejected_rewards).sum()
-                micro_sums = loss, hits, chosen_rewards.sum(), rejected_rewards.sum()
-                sums += torch.stack(
-                    [x.float() for x in (*micro_sums, (others < 0).sum(), others.sum())]
-                    + [sums.new_tensor(len(others))]
-                )
-        learning_rate = cosine_learning_rate(update, num_updates, args.learning_rate)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+                hits, negative = (chosen_rewards > rejected_rewards).sum(), (others < 0).sum()
+                stats = (loss, hits, chosen_rewards.sum(), rejected_rewards.sum())
+                stats += (negative, others.sum(), torch.ones_like(others).sum())
+                sums += torch.stack([x.float() for x in stats])
         grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
 
         # ---- log, checkpoint -----------------------------------------------------------------

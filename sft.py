@@ -575,7 +575,7 @@ def main(args: Args):
     tokenizer = load_tokenizer(base)
     pad_id = tokenizer.pad_token_id
     data = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
-    train = data["train"]
+    train = data["train"].select_columns(TOKEN_COLUMNS)
     args.total_episodes = args.total_episodes or int(args.num_train_epochs * len(train))
     num_updates = args.total_episodes // args.batch_size
     if num_updates == 0:
@@ -601,15 +601,16 @@ def main(args: Args):
             log.write(0, {"eval/loss": loss})
     for update in progress(accelerator, range(first + 1, num_updates + 1), STAGE):
         start = time.time()
+        learning_rate = cosine_learning_rate(update, num_updates, args.learning_rate)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
         order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
         batch = train[order[accelerator.process_index * per_rank :][:per_rank].tolist()]
-        rows = batch["query_reference_response_token"]
-        lengths = (rows != pad_id).sum(1)  # (b,)
+        lengths = (batch["query_reference_response_token"] != pad_id).sum(1)  # (b,)
 
         # the loss of the whole batch is a sum over its targets divided by their global number
-        targets = accelerator.reduce(
-            target_mask(batch, args.loss_on, pad_id)[:, 1:].sum().to(accelerator.device), "sum"
-        )
+        targets = target_mask(batch, args.loss_on, pad_id)[:, 1:].sum()
+        targets = accelerator.reduce(targets.to(accelerator.device), "sum")
         loss_sum = torch.zeros((), device=accelerator.device)
         groups = micro_batches(lengths, args.micro_batch_size)
         for i, index in enumerate(groups):
@@ -618,9 +619,6 @@ def main(args: Args):
                 loss, _ = loss_and_count(model, micro_batch, args.loss_on, pad_id, accelerator.device)
                 accelerator.backward(loss * world / targets)  # x world: DDP and DeepSpeed average over devices
             loss_sum += loss.detach()
-        learning_rate = cosine_learning_rate(update, num_updates, args.learning_rate)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
         grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
 
         # ---- log, checkpoint -----------------------------------------------------------------
