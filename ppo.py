@@ -184,6 +184,8 @@ def make_accelerator(mixed_precision: str | None) -> Accelerator:
 def split_batch(batch_size: int, micro_batch_size: int | None, world: int, largest: int) -> int:
     """Rows per device and forward pass: `micro_batch_size` if it splits the batch evenly (if not, an error that names
     the nearest sizes that do), by default the largest such size up to `largest`."""
+    if batch_size < 1:
+        fail(f"--batch-size {batch_size}: it must be at least 1")
     if batch_size % world:
         near = sorted({max(1, batch_size // world) * world, (batch_size // world + 1) * world})
         fail(f"--batch-size {batch_size} does not split over {world} processes; nearest: {' or '.join(map(str, near))}")
@@ -221,7 +223,8 @@ def open_run(args, accelerator: Accelerator) -> Path:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        saved.write_text(json.dumps(settings, indent=2) + "\n")
+        saved.with_suffix(".tmp").write_text(json.dumps(settings, indent=2) + "\n")
+        os.replace(saved.with_suffix(".tmp"), saved)
     accelerator.wait_for_everyone()
     return folder
 
@@ -238,7 +241,7 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, update: int, keep: i
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         os.replace(partial, final)
-        for old in sorted(final.parent.glob("update_??????"))[:-keep]:
+        for old in sorted(final.parent.glob("update_??????"), reverse=True)[max(keep, 1) :]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
 
@@ -260,9 +263,10 @@ class MetricsLog:
 
     def __init__(self, args, folder: Path, last_update: int):
         self.path = folder / "metrics.jsonl"
-        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-        keep = [line for line in lines if last_update and json.loads(line)["update"] <= last_update]
-        self.path.write_text("".join(keep))
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() and last_update else []
+        whole = [line for line in lines if line.endswith("\n")]  # a kill can leave half a line
+        self.path.with_suffix(".tmp").write_text("".join(x for x in whole if json.loads(x)["update"] <= last_update))
+        os.replace(self.path.with_suffix(".tmp"), self.path)
         self.tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=last_update + 1)
         self.wandb = None
         if args.track:
@@ -326,6 +330,8 @@ def checkpoint_folder(flag: str, path: str, hint: str = "") -> str:
 
 def load_tokenizer(path: str):
     """The tokenizer of a checkpoint folder, with `[PAD]` added (Detail 3: never EOS)."""
+    if not [*Path(path).glob("tokenizer*"), *Path(path).glob("vocab*")]:  # transformers would make an empty one
+        fail(f"{path}: no tokenizer files there; copy those that the model was trained with into the folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:
@@ -357,7 +363,10 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
             fail(f"{flag} {path}: split {split} is empty")
         for i in range(min(4, len(data[split]))):
             stored = [token for token in data[split][i]["query_token"] if token != tokenizer.pad_token_id]
-            if stored != tokenizer(data[split][i]["query"], add_special_tokens=False).input_ids:
+            if (
+                stored
+                != tokenizer(data[split][i]["query"], add_special_tokens=False, split_special_tokens=True).input_ids
+            ):
                 fail(
                     f"{flag} {path}: split {split}, row {i}: query_token is not what the model's tokenizer makes of "
                     f"query ([PAD] = {tokenizer.pad_token_id}): the data was tokenised with another tokenizer. Run "
@@ -418,16 +427,21 @@ def without_dropout(config):
     return config
 
 
+def fit_embeddings(model, tokenizer, path: str):
+    """The model, with an embedding added for `[PAD]` where it has none; an error where it lacks more than that."""
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer) - 1:
+        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
+    if rows < len(tokenizer):
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    return model
+
+
 def load_policy(path: str, tokenizer):
     """A causal language model in float32, without dropout, whose embeddings hold every id of the tokenizer."""
     config = without_dropout(AutoConfig.from_pretrained(path))
     model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32, attn_implementation="sdpa")
-    rows = model.get_input_embeddings().num_embeddings
-    if rows < len(tokenizer) - 1:
-        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
-    if rows < len(tokenizer):  # no room for [PAD]
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    return model
+    return fit_embeddings(model, tokenizer, path)
 
 
 class RewardModel(nn.Module):
@@ -590,12 +604,14 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
     config = GenerationConfig(
         max_new_tokens=response_length, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=pad_id
     )
-    was_training = model.training
+    was_training, defaults = model.training, model.generation_config
+    model.generation_config = config  # else generate() fills what ours leaves open from the checkpoint's own
     model.eval()  # in train mode, gradient checkpointing would switch the cache off
     tokens = model.generate(
         queries, attention_mask=(queries != pad_id).long(), generation_config=config, logits_processor=[sampler]
     )
     model.train(was_training)
+    model.generation_config = defaults
     responses = tokens[:, queries.shape[1] :]
     return F.pad(responses, (0, response_length - responses.shape[1]), value=pad_id)
 

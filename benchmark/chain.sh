@@ -10,15 +10,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 raw=${1:-../shared/data}
 seeds=${*:2}
 source quickstart/setup.sh requirements.txt
-export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false GLIBC_TUNABLES=glibc.malloc.hugetlb=1
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 python tldr_dataset.py --sft-dataset "$raw/tldr_posts" --preference-dataset "$raw/tldr_comparisons" \
     --tokenizer "$raw/tokenizer" --output-dir data/tldr
 python quickstart/nano.py --tokenizer "$raw/tokenizer" --size xs --output-dir data/nano-xs
 for seed in ${seeds:-44413 55513}; do
     python sft.py --model data/nano-xs --seed "$seed" --batch-size 32 --micro-batch-size 2 --learning-rate 5e-3 --run-eval
-    python reward.py --model nano-xs --seed "$seed" --batch-size 32 --learning-rate 1e-3 --num-train-epochs 3 --run-eval
-    python ppo.py --model nano-xs --seed "$seed" --batch-size 64 --total-episodes 3840 --learning-rate 3e-4 --run-eval
-    python dpo.py --model nano-xs --seed "$seed" --batch-size 32 --learning-rate 1e-3 --run-eval
+    python reward.py --model nano-xs --seed "$seed" --batch-size 32 --learning-rate 1e-3 --run-eval
+    python ppo.py --model nano-xs --seed "$seed" --batch-size 32 --total-episodes 1920 --learning-rate 3e-4 --run-eval
+    python dpo.py --model nano-xs --seed "$seed" --batch-size 32 --micro-batch-size 4 --learning-rate 3e-4 --run-eval
 done
 python benchmark/curves.py --model nano-xs --seeds ${seeds:-44413 55513} --output benchmark/results/chain

@@ -44,6 +44,7 @@ def world(tmp_path_factory, worker_id) -> SimpleNamespace:
         if not found.model.exists():
             import nano
             import posts
+
             import tldr_dataset
 
             counts = {"num_train": 64, "num_validation": 16, "num_test": 8, "num_comparisons": 64}

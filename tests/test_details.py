@@ -725,7 +725,7 @@ def test_detail_10_reward_training(world, reward_run, reward_by_hand):
     assert len({row for order in reward_run.orders for row in order}) == updates * BATCH
     assert close([row["learning_rate"] for row in metrics], [cosine(u, updates) for u in range(1, updates + 1)], 1e-9)
     for key in ("loss/train", "accuracy/train", "rewards/chosen", "rewards/rejected"):
-        assert close([row[key] for row in metrics], [row[key] for row in reward_by_hand.metrics]), key
+        assert close([row[key] for row in metrics], [row[key] for row in reward_by_hand.metrics], 1e-4), key
     saved = PlainReward(reward_run.folder / "model")
     assert_same_weights(saved.backbone.state_dict(), reward_by_hand.model.backbone.state_dict())
     assert close(saved.weight, reward_by_hand.model.weight, 2e-5)
@@ -806,9 +806,9 @@ def test_detail_13_other_positions_are_only_logged(world, reward_run, reward_by_
     assert not others.requires_grad and all(reward.requires_grad for reward in rewards)
 
     for key in ("other_logits/share_negative", "other_logits/mean"):
-        assert close([row[key] for row in reward_run.metrics], [row[key] for row in reward_by_hand.metrics]), key
+        assert close([row[key] for row in reward_run.metrics], [row[key] for row in reward_by_hand.metrics], 1e-4), key
     for key in ("rewards/chosen", "rewards/rejected"):  # the last token's alone
-        assert close([row[key] for row in reward_run.metrics], [row[key] for row in reward_by_hand.metrics]), key
+        assert close([row[key] for row in reward_run.metrics], [row[key] for row in reward_by_hand.metrics], 1e-4), key
 
 
 def test_detail_14_padding_does_not_change_a_reward(world, gpt2, reward_run, tmp_path):
@@ -1002,7 +1002,7 @@ def test_detail_19_dpo(world, reward_run, dpo_run):
             ]
         pairs = read_csv(dpo_run.folder / "eval" / f"pairs_{split}.csv")
         for side, own in zip(("chosen", "rejected"), expected, strict=True):
-            assert close([float(row[f"{side}_reward"]) for row in pairs], own)
+            assert close([float(row[f"{side}_reward"]) for row in pairs], own, 1e-4)
         accuracy = (expected[0] > expected[1]).float().mean()
         assert close(float(table[split, "overall"]["accuracy"]), accuracy)
     assert close(metrics[-1]["eval/accuracy"], float(table["validation", "overall"]["accuracy"]))

@@ -1,6 +1,6 @@
 """Does every test in test_details.py notice when its detail is undone?
 
-    python tests/undo_details.py                    # all details, about 20 minutes
+    python tests/undo_details.py                    # all details, about 20 minutes on two free cores
     python tests/undo_details.py 9 20 --jobs 4      # these two, four at a time
 
 For each detail, each of its patches is applied to a fresh copy of the repository in a temporary folder and the detail's
@@ -422,7 +422,7 @@ PATCHES = r"""
 - for frozen in (ref_policy, *reward_models):
 + reward_models = [value_model]
 +     for frozen in (ref_policy,):
-22 ppo.py: the reward model is saved in its place
+22 ppo.py: not saved in value_model/
 - ("value_model", trained.value_model.model,
 + ("value_models", trained.value_model.model,
 
