@@ -95,7 +95,10 @@ def summary(stage: str, folder: Path, metrics: dict[str, list]) -> list[dict]:
             first, last, _ = rise(values[key])
             rows += [{"quantity": f"{key}, first and last ten", "from": first, "to": last}]
         rows += [
-            {"quantity": "largest |ratio - 1| before a first step", "to": max(values["policy/first_ratio_deviation"])}
+            {
+                "quantity": "largest abs(ratio - 1) before a first step",
+                "to": max(values["policy/first_ratio_deviation"]),
+            }
         ]
     if (folder / "eval" / "rouge.csv").exists():
         rows += [{"quantity": "ROUGE-L, validation", "to": pandas.read_csv(folder / "eval" / "rouge.csv")["rougeL"][0]}]
