@@ -29,5 +29,5 @@ if [[ "$(cat "$stamp" 2>/dev/null)" != "$checksum" ]]; then
     echo "$checksum" >"$stamp"
 fi
 
-# large tensors are mapped afresh each time; huge pages make that cheap on Linux (SFT at 50,304 words: 4 times as fast)
+# glibc maps large tensors afresh each time; huge pages make that cheap on Linux
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
