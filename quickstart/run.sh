@@ -49,7 +49,7 @@ step python sft.py --model "$data/$model" --seed "$seed" --dataset $sft_data \
 step python reward.py --model "$data/$model" --seed "$seed" --dataset $sft_data --preference-dataset $preference_data \
     --learning-rate 1e-3 --batch-size 32 --micro-batch-size 32 --num-train-epochs 2 --run-eval
 step python ppo.py --model "$data/$model" --seed "$seed" --dataset $sft_data \
-    --learning-rate 3e-4 --batch-size 64 --micro-batch-size 64 --total-episodes 3840 --run-eval
+    --learning-rate 1e-4 --batch-size 64 --micro-batch-size 64 --total-episodes 3840 --run-eval
 step python dpo.py --model "$data/$model" --seed "$seed" --dataset $sft_data --preference-dataset $preference_data \
     --learning-rate 1e-4 --batch-size 32 --micro-batch-size 32 --run-eval
 
