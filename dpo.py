@@ -1,7 +1,7 @@
 """Direct preference optimisation, the RL-free comparison of "The N+ Implementation Details of RLHF with PPO" (equations
 4 and 5, Detail 19, table 6).
 
-One process:    python dpo.py --model nano-xs --batch-size 32 --learning-rate 1e-3 --run-eval
+One process:    python dpo.py --model nano-xs --batch-size 32 --learning-rate 3e-4 --run-eval
 N processes:    torchrun --nproc_per_node 8 dpo.py --model 1b --seed 44413 --run-eval
 Paper scale:    accelerate launch --multi_gpu --num_processes 8 dpo.py --model 6.9b --seed 44413 --run-eval
 

@@ -1,7 +1,7 @@
 """PPO against a reward model: the last stage of "The N+ Implementation Details of RLHF with PPO" (section 7, Details 20
 to 25, table 7).
 
-One process:    python ppo.py --model nano-xs --batch-size 64 --total-episodes 3840 --learning-rate 1e-3 --run-eval
+One process:    python ppo.py --model nano-xs --batch-size 64 --total-episodes 2880 --learning-rate 5e-4 --run-eval
 N processes:    torchrun --nproc_per_node 8 ppo.py --model 1b --seed 44413 --run-eval
 Paper scale:    accelerate launch --multi_gpu --num_processes 8 ppo.py --model 6.9b --seed 44413 --run-eval
 

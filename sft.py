@@ -1,7 +1,7 @@
 """Supervised fine-tuning on the TL;DR reference summaries: the first stage of "The N+ Implementation Details of RLHF
 with PPO" (section 5, Detail 9, table 3).
 
-One process:    python sft.py --model data/nano-xs --batch-size 32 --learning-rate 3e-3 --run-eval
+One process:    python sft.py --model data/nano-xs --batch-size 32 --learning-rate 5e-3 --run-eval
 N processes:    torchrun --nproc_per_node 8 sft.py --model 1b --seed 44413 --run-eval
 Paper scale:    accelerate launch --multi_gpu --num_processes 8 sft.py --model 6.9b --seed 44413 --run-eval
 
