@@ -3,7 +3,7 @@
     python quickstart/nano.py --tokenizer data/quickstart/raw/tokenizer --size xs --output-dir data/quickstart/nano-xs
 
 The shape choices are Pythia's (GPT-NeoX: rotary embeddings on a quarter of each head, parallel residual, GELU, untied
-embeddings, no dropout). The three sizes have about 0.1, 0.5 and 2 million parameters besides the embeddings.
+embeddings, no dropout). The three sizes have about 0.1, 0.4 and 0.8 million parameters besides the embeddings.
 The folder loads with `AutoModelForCausalLM` and `AutoTokenizer`. The tokenizer is saved as it came, without [PAD]: the
 stages add that themselves, as they do for Pythia.
 """
@@ -17,7 +17,7 @@ import torch
 import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPTNeoXConfig, LlamaConfig, Qwen3Config
 
-SIZES = {"xs": (64, 2, 2), "s": (96, 4, 3), "m": (192, 5, 6)}  # hidden size, layers, heads (each of 32 dimensions)
+SIZES = {"xs": (64, 2, 2), "s": (96, 4, 3), "m": (128, 4, 4)}  # hidden size, layers, heads (each of 32 dimensions)
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Args:
     tokenizer: str = "data/quickstart/raw/tokenizer"
     """tokenizer: a local folder or a Hub id; it sets the vocabulary and the ids of BOS and EOS"""
     size: Literal["xs", "s", "m"] = "xs"
-    """about 0.1, 0.5 or 2 million parameters without embeddings"""
+    """about 0.1, 0.4 or 0.8 million parameters without embeddings"""
     architecture: Literal["gpt_neox", "gpt2", "llama", "qwen3"] = "gpt_neox"
     """gpt_neox is Pythia's; the others are there to see that a stage runs on them"""
     output_dir: str = "data/quickstart/nano-xs"

@@ -1,14 +1,16 @@
 """Generate small raw data in the schemas of TL;DR: posts, comparisons, and a tokenizer trained on them.
 
-Every post hides six facts (a person, an age, an event, an object, a feeling, a question) among filler. A summary says
-them in other words, so the truth about any summary is known: `quality(post, summary)` counts the facts that it covers.
+Every post hides four to six facts (who, what happened, to which object; some of an age, a feeling, a question) among
+filler. The truth about any summary is known: `score(post, summary)`, the same function as in `truth.py`.
 
     python quickstart/posts.py --output-dir data/quickstart/raw --seed 1
 
 writes
     posts/{train,validation,test}.jsonl       id, subreddit, title, post, summary
     comparisons/{train,validation}.jsonl      info, summaries (two), choice, worker, batch, split, extra
+    yardsticks/{validation,test}.jsonl        id, near_perfect, copied_title: what these two policies write
     tokenizer/                                byte-level BPE, <|endoftext|> is id 0
+    pretraining.jsonl                         text: posts that restate their facts (with --num-pretraining)
 
 The same seed writes the same bytes. The texts are made up; no person wrote or is described in them.
 """
@@ -32,105 +34,184 @@ from transformers import PreTrainedTokenizerFast
 class Args:
     output_dir: str = "data/quickstart/raw"
     """folder to write; it must not exist yet"""
-    num_train: int = 2000
+    num_train: int = 4000
     """posts in the train split"""
-    num_validation: int = 200
+    num_validation: int = 500
     """posts in the validation split"""
-    num_test: int = 200
+    num_test: int = 500
     """posts in the test split"""
-    num_comparisons: int = 1000
+    num_comparisons: int = 16000
     """pairs of summaries in the train split, about train posts"""
-    num_validation_comparisons: int = 200
+    num_validation_comparisons: int = 1000
     """pairs in the validation split, about validation posts"""
-    num_cnndm_comparisons: int = 60
+    num_cnndm_comparisons: int = 500
     """further pairs in the validation split, about news articles (the schema of CNN/DM)"""
+    num_pretraining: int = 0
+    """documents to pretrain a base model on: other posts, with edits and replies that restate their facts"""
     label_noise: float = 0.25
     """share of the pairs whose choice is the worse summary (people agree with each other on about 3 pairs of 4)"""
-    vocab_size: int = 1024
+    vocab_size: int = 1536
     """largest vocabulary of the tokenizer, <|endoftext|> included; a small corpus may give fewer tokens"""
     seed: int = 1
     """the same seed and sizes write the same bytes"""
 
 
-# ---- the world: kind of fact -> {the words of a post, which name the value: the words of a summary} -----------------
+# ---- the truth: the same text as in truth.py ------------------------------------------------------------------------
 
 # fmt: off
 FACTS = {
-    "person": {"sister": "sis", "brother": "bro", "mother": "mom", "best friend": "buddy", "girlfriend": "gf",
-               "roommate": "flatmate", "boss": "manager", "coworker": "colleague"},
-    "age": {str(age): str(age) for age in range(18, 60)},
-    "event": {"broke": "wrecked", "lost": "misplaced", "sold": "got rid of", "stole": "took", "gave away": "donated",
-              "spilled beer on": "soaked"},
-    "object": {"laptop": "computer", "bike": "bicycle", "car": "vehicle", "phone": "mobile", "guitar": "instrument",
-               "couch": "sofa", "jacket": "coat", "book": "novel"},
-    "feeling": {"angry": "mad", "sad": "unhappy", "scared": "afraid", "confused": "puzzled", "guilty": "ashamed",
-                "tired": "exhausted", "jealous": "envious"},
-    "question": {"ask for the money": "get paid back", "wait for an apology": "expect a sorry",
-                 "move out": "find a new place", "call the police": "report it", "talk about it": "speak up",
-                 "forgive and forget": "let it go", "see a lawyer": "get legal help"},
+    "person": ["sister", "brother", "mother", "father", "cousin", "uncle", "aunt", "roommate", "boss", "coworker",
+               "girlfriend", "boyfriend", "landlord", "neighbor", "teacher", "wife", "husband", "stepmom", "grandpa",
+               "grandma", "nephew", "professor", "classmate", "babysitter"],
+    "age": [str(age) for age in range(18, 60)],
+    "event": ["broke", "lost", "sold", "stole", "hid", "burned", "scratched", "smashed", "flooded", "painted", "buried",
+              "dropped", "pawned", "ruined", "donated", "traded", "stained", "crushed", "kicked", "damaged", "returned",
+              "locked", "melted", "borrowed"],
+    "object": ["laptop", "bike", "car", "phone", "guitar", "couch", "jacket", "camera", "piano", "ring", "necklace",
+               "backpack", "tablet", "wallet", "scooter", "drum", "mirror", "lamp", "carpet", "helmet", "violin",
+               "tent", "kayak", "printer", "fridge", "blender", "diary", "passport", "skateboard", "telescope"],
+    "feeling": ["angry", "sad", "scared", "confused", "guilty", "tired", "jealous", "hurt", "ashamed", "anxious",
+                "annoyed", "lonely", "shocked", "embarrassed", "bitter", "worried", "upset", "furious", "helpless",
+                "betrayed"],
+    "question": ["move out", "call the police", "demand an apology", "forgive them", "ask for money", "see a lawyer",
+                 "stay quiet", "get revenge", "write a letter", "cut contact", "buy a new one", "talk it over",
+                 "set a trap", "tell everyone", "let it go", "take a break", "wait a month", "start a fight",
+                 "pretend nothing happened", "find a therapist"],
+}
+# fmt: on
+FREE_WORDS = 24  # a summary of up to so many words has no length penalty
+WORD_PENALTY = 0.02  # for each word beyond
+REPEAT_PENALTY = 0.1  # for each run of three words that the summary already had
+
+
+def find_facts(text: str) -> dict[str, set[str]]:
+    """The values of each kind of fact that a text mentions."""
+    text = text.lower()
+    found = {kind: set(re.findall(rf"\b(?:{'|'.join(values)})\b", text)) for kind, values in FACTS.items()}
+    found["age"] = set(re.findall(r"\b\d\d(?!\d)", text)) & set(FACTS["age"])  # also 24F and 24yo
+    return found
+
+
+def score(post: str, summary: str) -> float:
+    """The true score of a summary, any text, with n facts in the post (an error where there are none):
+
+    (covered - wrong) / n - WORD_PENALTY for each word beyond FREE_WORDS - REPEAT_PENALTY for each repeated three words
+
+    A fact is covered when post and summary name the same value, and wrong when only the summary names it.
+    """
+    truth, said = find_facts(post), find_facts(summary)
+    n = sum(len(values) for values in truth.values())
+    if n == 0:
+        raise ValueError(f"no fact in the post, so that no summary of it can be scored: {post[:80]!r}")
+    covered = sum(len(said[kind] & truth[kind]) for kind in FACTS)
+    wrong = sum(len(said[kind] - truth[kind]) for kind in FACTS)
+    words = re.findall(r"\w+", summary.lower())
+    runs = list(zip(words, words[1:], words[2:], strict=False))
+    length = WORD_PENALTY * max(0, len(words) - FREE_WORDS)
+    return (covered - wrong) / n - length - REPEAT_PENALTY * (len(runs) - len(set(runs)))
+
+
+# ---- the world ------------------------------------------------------------------------------------------------------
+
+SUBREDDITS = ["relationships", "AskReddit", "tifu", "relationship_advice", "Advice", "legaladvice", "offmychest"]
+CORE_KINDS = ("person", "event", "object")  # in every post
+EXTRA_KINDS = ("age", "feeling", "question")  # one to three of them in a post
+
+# fmt: off
+SLOTS = {  # words that are no facts
+    "day": ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"],
+    "when": ["last week", "this morning", "a while ago", "yesterday", "over the summer", "two days ago", "last night",
+             "around noon", "after lunch", "before dinner", "at midnight", "in the spring"],
+    "where": ["in the kitchen", "at the office", "near the park", "down the hall", "on the porch", "at the store",
+              "by the lake", "in the garage", "on the train", "at school", "in the garden", "next door"],
+    "animal": ["dog", "cat", "parrot", "hamster", "rabbit", "goldfish", "turtle", "pony"],
+    "food": ["pasta", "soup", "pizza", "rice", "salad", "curry", "bread", "noodles", "cake", "tacos"],
+    "doing": ["cooking", "sleeping", "reading", "working", "shopping", "running", "cleaning", "gardening", "studying",
+              "driving", "swimming", "packing"],
+    "weather": ["rain", "snow", "heat", "fog", "wind", "cold", "storm", "sunshine"],
+    "sound": ["music", "shouting", "laughter", "barking", "traffic", "silence", "singing", "thunder"],
+    "thing": ["coffee", "tea", "paint", "dust", "flowers", "candles", "boxes", "paper", "soap", "blankets", "chairs"],
+    "many": ["three", "four", "five", "six", "seven", "eight", "nine", "ten", "twelve"],
+    "group": ["friends", "guests", "kids", "students", "tourists", "strangers", "runners", "players"],
+    "quality": ["nice", "quiet", "strange", "loud", "busy", "pleasant", "terrible", "normal", "boring", "crowded"],
+    "sex": ["M", "F"],
+}
+POST_SENTENCES = {  # kind -> ways to tell it; the core is told in one or two sentences
+    "core": [
+        ["On {day} my {person} {event} my {object}."],
+        ["My {person} {event} my {object} {when}."],
+        ["So {when} my {person} {event} my {object}."],
+        ["I was {doing} while my {person} {event} my {object}."],
+        ["I found out that my {person} {event} my {object}."],
+        ["This is about my {person}.", "They {event} my {object} {when}."],
+        ["You should know that I had a {object}.", "My {person} {event} it on {day}."],
+        ["My {person} visited me {when}.", "I later saw that they {event} my {object}."],
+    ],
+    "age": [["I'm {age} and {doing} a lot."], ["I am {age} years old."], ["I just turned {age}."],
+            ["For context, I ({age}{sex}) live {where}."], ["I ({age}{sex}) never post here."],
+            ["At {age} I thought I knew people."]],
+    "feeling": [["I feel {feeling}."], ["Honestly I am so {feeling}."], ["All of it makes me {feeling}."],
+                ["Now I am {feeling} even {when}."], ["I have never been so {feeling}."]],
+    "question": [["Should I {question}?"], ["Is it wrong to {question}?"], ["Would you {question}?"],
+                 ["I might {question} on {day}."], ["Everyone says I should {question}."]],
+}
+ARTICLE_SENTENCES = {  # the same facts, as news
+    "core": [["A {person} {event} a {object} on {day}."], ["Records show that the {person} {event} the {object}."],
+             ["The {object} that the {person} {event} {when} was old."]],
+    "age": [["The owner is {age} years old."], ["A resident, {age}, spoke to this paper {where}."]],
+    "feeling": [["The owner is said to be {feeling}."], ['A witness was "{feeling}" {when}.']],
+    "question": [["The owner may {question}."], ["The plan is to {question}, the paper learned."]],
+}
+FILLER = [
+    "It was {quality} {where} and I was {doing}.", "My {animal} was {doing} {where} again.",
+    "We had {food} and {food} {when}.", "There was {sound} {where} all day.", "The {weather} was {quality} {when}.",
+    "I made {food} for {many} {group}.", "There were {many} {group} {where} {when}.",
+    "Sorry, I wrote this {where} {when}.", "I keep {thing} and {thing} {where}.", "The {group} {where} were {quality}.",
+    "I usually like {doing} {where}.", "After {doing} I needed {thing} and {food}.",
+    "{many} {group} came for {food} on {day}.", "Our {animal} hates {weather} and {sound}.",
+    "I was busy {doing} until {day}.", "Work was {quality} because of the {weather}.",
+    "I do not like {sound} when {doing}.", "The {food} {where} is {quality}.", "I had {thing} with {many} {group}.",
+    "I heard {sound} and then {sound} {where}.", "{when} I was {doing} with the {animal}.",
+    "The {thing} and the {thing} were {where}.", "It has been {quality} since {day}.",
+    "Even the {animal} was {quality}.",
+]
+ARTICLE_FILLER = [
+    "The {weather} is expected on {day}.", "About {many} {group} were {where}.", "No {animal} was seen {where}.",
+    "Officials said the {weather} was {quality}.", "The street is {quality} {when}.", "There was {sound} {where}.",
+    "{many} {group} reported {sound} {when}.", "The paper asked {many} {group} about it.", "The {food} was {quality}.",
+    "Prices of {food} and {thing} rose {when}.", "The {group} had {thing} {where}.", "{when} it was {quality}.",
+]
+TITLES = [
+    "Something {quality} happened to me {when}", "Not sure what to do about my {person}", "A {quality} day {where}",
+    "My {object} and a {quality} day", "Need advice about my {person} and a {object}", "I was {doing} and now this",
+    "My {person} {event} something", "A question about my {object}", "What happened {when}",
+]
+RESTATEMENTS = {  # edits and replies of the pretraining documents; each names what its kinds say
+    ("person", "event", "object"): [
+        "So your {person} {event} your {object}?", "Wait, the {person} {event} the {object}?",
+        "Your {object}, {event} by your {person}. Wow.", "EDIT: yes, my {person} {event} my {object}.",
+        "EDIT: the {object} is still {event}, and the {person} says nothing.",
+        "I can not believe your {person} {event} the {object}.", "A {person} who {event} a {object}, really?",
+    ],
+    ("person", "event"): ["Has your {person} {event} things before?", "Your {person} {event} it, so {sound} it is."],
+    ("event", "object"): ["Who {event} the {object} again?", "You said they {event} your {object}."],
+    ("person", "object"): ["Keep your {object} away from your {person}.", "Is the {object} yours or of your {person}?"],
+    ("age",): ["You are {age}, that is not old.", "EDIT: I'm {age}.", "I was {age} once too.", "At {age}? Come on.",
+               "EDIT: for those who ask, {age}{sex}."],
+    ("feeling",): ["I would be {feeling} too.", "EDIT: still {feeling}.", "Being {feeling} is normal.",
+                   "Why are you {feeling}?", "You sound {feeling}."],
+    ("question",): ["You could {question}.", "Do not {question}.", "EDIT: I will {question}.", "Just {question}.",
+                    "Why not {question}?", "So, {question} or not?"],
+    ("age", "feeling"): ["Being {age} and {feeling} is hard.", "EDIT: {age}, {feeling}, and {doing} now."],
+    ("feeling", "question"): ["You are {feeling}, so {question}.", "If {feeling}, {question}."],
+    ("person", "feeling"): ["Does your {person} know you are {feeling}?", "Your {person} made you {feeling}."],
 }
 # fmt: on
 
-SUBREDDITS = ["relationships", "AskReddit", "tifu", "relationship_advice", "Advice", "legaladvice", "offmychest"]
-DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
-
-POST_SENTENCES = {  # one of each list is in every post
-    "age": ["I'm {age} and new here.", "I am {age} years old.", "I just turned {age}.", "For context, I ({age}{sex})."],
-    "event": [
-        "On {day} my {person} {event} my {object}.",
-        "Last {day} I found out that my {person} {event} my {object}.",
-        "My {person} came over on {day} and {event} my {object}.",
-        "So it turns out my {person} {event} the {object} that I had saved up for.",
-    ],
-    "feeling": ["I feel really {feeling}.", "Honestly I am so {feeling}.", "All of it makes me {feeling}."],
-    "question": ["Should I {question}?", "Is it wrong to {question}?", "Would you {question}?"],
-}
-ARTICLE_SENTENCES = {  # the same facts, as news
-    "age": ["The victim is {age} years old.", "A resident, {age}, spoke to this paper on {day}."],
-    "event": [
-        "The resident's {person} {event} the {object} on {day}.",
-        "A {person} {event} the {object}, records show.",
-    ],
-    "feeling": ["The resident is said to be {feeling}.", 'A witness described the owner as "{feeling}".'],
-    "question": ["The resident may {question}.", "The plan is to {question}, the paper has learned."],
-}
-TITLES = [
-    "My {person} {event} my {object}",
-    "Something happened to my {object} and I need advice",
-    "Not sure what to do about my {person}",
-    "I feel {feeling} because of my {person}",
-]
-FILLER = [
-    "Sorry for the wall of text.",
-    "English is not my first language.",
-    "The weather has been awful all week.",
-    "We usually have dinner together and watch some show.",
-    "Nobody else in the house noticed anything.",
-    "I tried to laugh about it at first.",
-    "We have known each other for years.",
-    "Work has been busy and I barely sleep.",
-    "There was some music playing in the kitchen.",
-    "My dog was barking the entire time.",
-    "I keep going over it in my head.",
-    "Other people tell me that I worry too much.",
-    "It was raining and the bus was late.",
-    "I had just come home with the groceries.",
-    "Throwaway account for obvious reasons.",
-    "Nothing like this has ever happened before.",
-]
-ARTICLE_FILLER = [
-    "The paper could not reach anyone else for comment.",
-    "Residents of the street were surprised.",
-    "Traffic in the area was light.",
-    "Several similar reports were made in past months.",
-    "The mayor declined to comment.",
-    "Rain is expected over the weekend.",
-    "More details are expected soon.",
-]
-
-POLICIES = ["terse", "long", "copied_title", "invented", "reference", "complete"]
+# policy -> weight in the comparisons; few invented facts, as only a model that checks every word sees them
+POLICIES = {"terse": 3, "long": 3, "copied_title": 3, "invented": 1, "near_perfect": 3, "reference": 3}
+MIN_GAP = 0.25  # of the two scores of a pair: where people can not tell, there is no right choice
 CNNDM_BATCHES = ["cnndm0", "cnndm2", "batch0_cnndm"]
-FREE_WORDS = 20  # a summary of up to so many words has no length penalty
 
 
 # ---- helpers --------------------------------------------------------------------------------------------------------
@@ -141,98 +222,110 @@ def fail(message: str):
     raise SystemExit(f"error: {message}")
 
 
-def find_facts(text: str) -> dict[str, set[str]]:
-    """The values of each kind of fact that a text mentions, in the words of a post or of a summary."""
-    text = text.lower()
-    found = {kind: set() for kind in FACTS}
-    found["age"] = set(re.findall(r"\b\d\d(?!\d)", text)) & set(FACTS["age"])  # also 24F and 24yo
-    for kind, values in FACTS.items():
-        if kind != "age":
-            found[kind] = {v for v, said in values.items() if re.search(rf"\b({v}|{said})\b", text)}
-    return found
+def draw_facts(rng: random.Random, extras: tuple[int, ...] = (1, 2, 2, 3, 3, 3)) -> dict[str, str]:
+    """One value for each core kind and for some of the extra ones: as many as a number drawn from `extras`."""
+    kinds = (*CORE_KINDS, *rng.sample(EXTRA_KINDS, rng.choice(extras)))
+    return {kind: rng.choice(FACTS[kind]) for kind in FACTS if kind in kinds}
 
 
-def quality(post: str, summary: str) -> float:
-    """The true score of a summary, any text: covered facts - wrong facts - 0.1 for each word beyond FREE_WORDS.
-
-    A fact is covered when post and summary name the same value of its kind, and wrong when only the summary names it.
-    """
-    truth, said = find_facts(post), find_facts(summary)
-    covered = sum(len(said[kind] & truth[kind]) for kind in FACTS)
-    wrong = sum(len(said[kind] - truth[kind]) for kind in FACTS)
-    return covered - wrong - 0.1 * max(0, len(summary.split()) - FREE_WORDS)
+def fill(template: str, facts: dict[str, str], rng: random.Random) -> str:
+    """A template with its facts and, in every other slot, a word that is drawn anew for each."""
+    text = re.sub(r"{(\w+)}", lambda slot: facts.get(slot[1]) or rng.choice(SLOTS[slot[1]]), template)
+    return text[0].upper() + text[1:]
 
 
-def draw_facts(rng: random.Random) -> dict[str, str]:
-    """One value for each kind of fact."""
-    return {kind: rng.choice(list(values)) for kind, values in FACTS.items()}
-
-
-def write_text(facts: dict[str, str], sentences: dict[str, list[str]], filler: list[str], rng: random.Random) -> str:
-    """Three paragraphs of the fact sentences, in order, with four to seven sentences of filler among them."""
-    words = facts | {"day": rng.choice(DAYS), "sex": rng.choice("MF")}
-    lines = [rng.choice(choices).format(**words) for choices in sentences.values()]
-    for line in rng.sample(filler, rng.randint(4, 7)):
-        lines.insert(rng.randint(0, len(lines)), line)
+def write_text(facts: dict, sentences: dict, filler: list[str], num_filler: int, rng: random.Random) -> str:
+    """Three paragraphs: the facts in any order, with sentences of filler among them."""
+    told = [rng.choice(sentences["core"])] + [rng.choice(sentences[kind]) for kind in EXTRA_KINDS if kind in facts]
+    rng.shuffle(told)
+    lines = [fill(line, facts, rng) for part in told for line in part]
+    for template in rng.sample(filler, num_filler):
+        lines.insert(rng.randint(0, len(lines)), fill(template, {}, rng))
     first, second = sorted(rng.sample(range(1, len(lines)), 2))
     return "\n".join(" ".join(part) for part in (lines[:first], lines[first:second], lines[second:]))
 
 
+def write_document(rng: random.Random) -> str:
+    """A pretraining document: a post as the stages see it, and edits and replies that restate its facts."""
+    facts = draw_facts(rng, (1, 2, 2, 3))
+    title = fill(rng.choice(TITLES), facts, rng)
+    text = f"SUBREDDIT: r/{rng.choice(SUBREDDITS)}\n\nTITLE: {title}\n\nPOST: "
+    text += write_text(facts, POST_SENTENCES, FILLER, rng.randint(1, 8), rng)
+    groups = [kinds for kinds in RESTATEMENTS if set(kinds) <= set(facts)]
+    for _ in range(rng.randint(5, 9)):
+        text += "\n\n" + fill(rng.choice(RESTATEMENTS[rng.choice(groups)]), facts, rng)
+    return text
+
+
 def summarise(facts: dict[str, str], rng: random.Random) -> str:
-    """A short summary of the given facts in the words of a summary; kinds that are not given are left out."""
-    said = {kind: FACTS[kind][value] for kind, value in facts.items()}
-    who = f"my {said['person']}" if "person" in said else "someone"
-    event = f"{who} {said.get('event', 'did something to')} my {said.get('object', 'stuff')}"
-    parts = [event] if {"person", "event", "object"} & set(said) else []
-    if "age" in said:
-        parts.insert(0, rng.choice([f"I'm {said['age']}", f"{said['age']}yo here", f"am {said['age']}"]))
-    if "feeling" in said:
-        parts.append(
-            rng.choice([f"feeling {said['feeling']}", f"now I'm {said['feeling']}", f"very {said['feeling']}"])
-        )
-    if "question" in said:
-        parts.append(rng.choice([f"should I {said['question']}?", f"wondering whether to {said['question']}."]))
+    """A one-sentence summary of the given facts in one of several wordings; kinds that are not given are left out."""
+    parts = []
+    if {"person", "event", "object"} & set(facts):
+        who = f"my {facts['person']}" if "person" in facts else "someone"
+        what = f"my {facts['object']}" if "object" in facts else "something"
+        parts.append(f"{who} {facts['event']} {what}" if "event" in facts else f"{who} did this to {what}")
+    if "age" in facts:
+        parts.insert(0, rng.choice([f"I'm {facts['age']}", f"{facts['age']} years old"]))
+    if "feeling" in facts:
+        parts.append(rng.choice([f"feeling {facts['feeling']}", f"now I'm {facts['feeling']}"]))
+    if "question" in facts:
+        parts.append(rng.choice([f"should I {facts['question']}?", f"want to {facts['question']}"]))
     text = ", ".join(parts)
-    return text if text.endswith(("?", ".")) else text + "."
+    text = text[:1].upper() + text[1:]
+    return text if text.endswith("?") else text + "."
 
 
 def reference_facts(facts: dict[str, str], rng: random.Random) -> dict[str, str]:
-    """What a reference summary tells: each fact with a chance of 4 in 5, and three at least."""
-    kept = [kind for kind in facts if rng.random() < 0.8]
-    return {kind: facts[kind] for kind in facts if kind in kept or len(kept) < 3}
+    """What a reference summary tells: a core fact with a chance of 0.9, another with 0.4; one is wrong in 1 of 10."""
+    told = {}
+    while not told:
+        told = {kind: value for kind, value in facts.items() if rng.random() < (0.9 if kind in CORE_KINDS else 0.4)}
+    if rng.random() < 0.1:
+        kind = rng.choice(list(told))
+        told[kind] = rng.choice([value for value in FACTS[kind] if value != facts[kind]])
+    return told
 
 
 def summary_of(policy: str, row: dict, rng: random.Random) -> str:
     """What a named policy writes about a row (facts, title and reference known), without leading space."""
     facts = row["facts"]
-    if policy == "terse":
-        return summarise({kind: facts[kind] for kind in rng.sample(list(facts), 2)}, rng)
-    if policy == "long":
-        return " ".join([summarise(facts, rng), *rng.sample(FILLER, 3)])
+    if policy == "terse":  # one or two facts
+        return summarise({kind: facts[kind] for kind in rng.sample(list(facts), rng.choice([1, 2]))}, rng)
+    if policy == "long":  # every fact and then some, or what a reference tells, part of it twice
+        if rng.random() < 0.5:
+            return " ".join([summarise(facts, rng), *(fill(line, {}, rng) for line in rng.sample(FILLER, 6))])
+        told = reference_facts(facts, rng)
+        again = {kind: told[kind] for kind in told if kind in CORE_KINDS or rng.random() < 0.5}
+        return summarise(told, rng)[:-1] + rng.choice([". ", ", "]) + summarise(again or told, rng)
     if policy == "copied_title":
         return row["title"]
-    if policy == "invented":
+    if policy == "invented":  # what a reference tells, but two or three of it wrong, or told by no post
         told = reference_facts(facts, rng)
-        for kind in rng.sample(list(told), 2):
-            told[kind] = rng.choice([value for value in FACTS[kind] if value != facts[kind]])
+        for kind in rng.sample(list(FACTS), rng.choice([2, 3])):
+            told[kind] = rng.choice([value for value in FACTS[kind] if value != facts.get(kind)])
         return summarise(told, rng)
-    return row["summary"] if policy == "reference" else summarise(facts, rng)
+    if policy == "near_perfect":  # every fact, but for one in 1 of 10
+        left_out = rng.choice(list(facts)) if rng.random() < 0.1 else None
+        return summarise({kind: value for kind, value in facts.items() if kind != left_out}, rng)
+    return row["summary"]
 
 
 def compare(row: dict, split: str, args: Args, rng: random.Random) -> dict:
     """One comparison about a row in the raw schema; `split` is train, valid1 or valid2."""
     text = row["article"] or row["post"]
     gap = 0.0
-    while gap == 0.0:  # a pair of equal quality has no right choice
-        policies = rng.sample(POLICIES, 2)
+    while abs(gap) < MIN_GAP:
+        policies = rng.sample(list(POLICIES), 2, counts=POLICIES.values())
+        if policies[0] == policies[1]:
+            continue
         summaries = [summary_of(policy, row, rng) for policy in policies]
-        gap = round(quality(text, summaries[1]) - quality(text, summaries[0]), 6)
+        gap = round(score(text, summaries[1]) - score(text, summaries[0]), 6)
     choice = int(gap > 0)
     if rng.random() < args.label_noise:
         choice = 1 - choice
     # one scale from 1 (surely the first) to 9 (surely the second); 5 would be no choice. The side is the choice's and
     # the distance follows the gap
-    level = min(4, 1 + int(abs(gap) / 1.5))
+    level = min(4, 1 + int(abs(gap) / 0.3))
     confidence = 5 + level if choice == 1 else 5 - level
     if split == "train" and rng.random() < 0.5:
         confidence = None  # as in much of the real train split
@@ -274,8 +367,9 @@ def main(args: Args):
     for name in ("num_train", "num_validation", "num_test", "num_comparisons", "num_validation_comparisons"):
         if getattr(args, name) < 1:
             fail(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be 1 or more")
-    if args.num_cnndm_comparisons < 0:
-        fail(f"--num-cnndm-comparisons is {args.num_cnndm_comparisons}; it must be 0 or more")
+    for name in ("num_cnndm_comparisons", "num_pretraining"):
+        if getattr(args, name) < 0:
+            fail(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be 0 or more")
     if not 0 <= args.label_noise <= 1:
         fail(f"--label-noise is {args.label_noise}; it must lie between 0 and 1")
     if args.vocab_size < 257:
@@ -297,10 +391,10 @@ def main(args: Args):
             post = None
             while post is None or post in seen:  # no text is in two splits, or twice in one
                 facts = draw_facts(rng)
-                post = write_text(facts, POST_SENTENCES, FILLER, rng)
+                post = write_text(facts, POST_SENTENCES, FILLER, rng.randint(7, 12), rng)
             seen.add(post)
             row = {"id": f"{split}_{i:06d}", "subreddit": rng.choice(SUBREDDITS)}
-            row |= {"title": rng.choice(TITLES).format(**facts), "post": post}
+            row |= {"title": fill(rng.choice(TITLES), facts, rng), "post": post}
             row |= {"summary": summarise(reference_facts(facts, rng), rng)}
             posts[split].append(row | {"facts": facts, "site": None, "article": None})
     train_ids, train_texts = ({row[key] for row in posts["train"]} for key in ("id", "post"))
@@ -320,12 +414,25 @@ def main(args: Args):
     for i in range(args.num_cnndm_comparisons):
         facts = draw_facts(rng)
         row = {"id": f"cnndm_{i:06d}", "subreddit": None, "post": None, "site": "cnn", "facts": facts}
-        row |= {"article": write_text(facts, ARTICLE_SENTENCES, ARTICLE_FILLER, rng)}
-        row |= {"title": f"News about a {facts['object']}"}  # for copied_title alone
+        row |= {"article": write_text(facts, ARTICLE_SENTENCES, ARTICLE_FILLER, rng.randint(7, 12), rng)}
+        row |= {"title": f"News about a {facts['object']}."}  # for copied_title alone
         row |= {"summary": summarise(reference_facts(facts, rng), rng)}
         comparison = compare(row, "valid2", args, rng)
         comparison["info"]["title"] = None
         comparisons["validation"].append(comparison)
+
+    # ---- yardsticks: what a good and a lazy policy write about the posts that are evaluated -------------------------
+    yardsticks = {}
+    for split in ("validation", "test"):
+        rng = random.Random(f"{args.seed} yardsticks {split}")
+        yardsticks[split] = [
+            {"id": row["id"]} | {name: summary_of(name, row, rng) for name in ("near_perfect", "copied_title")}
+            for row in posts[split]
+        ]
+
+    # ---- pretraining: other posts, restated -------------------------------------------------------------------------
+    rng = random.Random(f"{args.seed} pretraining")
+    documents = [{"text": write_document(rng)} for _ in progress(args.num_pretraining, "pretraining documents")]
 
     # ---- tokenizer: trained on what a model will read ---------------------------------------------------------------
     texts = [
@@ -344,6 +451,10 @@ def main(args: Args):
         write_jsonl(unfinished / "posts" / f"{split}.jsonl", [{key: row[key] for key in columns} for row in rows])
     for split, rows in comparisons.items():
         write_jsonl(unfinished / "comparisons" / f"{split}.jsonl", rows)
+    for split, rows in yardsticks.items():
+        write_jsonl(unfinished / "yardsticks" / f"{split}.jsonl", rows)
+    if documents:
+        write_jsonl(unfinished / "pretraining.jsonl", documents)
     tokenizer.save_pretrained(unfinished / "tokenizer")
     unfinished.rename(output_dir)
     sizes = ", ".join(f"{len(rows)} {split}" for split, rows in posts.items())

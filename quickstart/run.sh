@@ -1,72 +1,102 @@
 #!/usr/bin/env bash
-# The whole pipeline on a laptop, without a GPU, any data or the Hub: generated posts, a nano model, four stages.
+# The whole pipeline on a laptop, without a GPU, any data or the Hub: generated posts whose truth is known, a nano base
+# model, the four stages with evaluation, one table and figures.
 #
-#   bash quickstart/run.sh [size] [seed]        size: xs (default), s or m; seed of the stages: 1 by default
+#   bash quickstart/run.sh [--size xs|s|m] [--seed N] [--posts-seed N] [--fast] [--continue] [--data-only]
 #
-# Data and nano model are made once, in data/quickstart/; the runs land in runs/{stage}/nano-{size}/{seed}.
+#   --size        of the base model in quickstart/bases: 0.1, 0.4 or 1 million parameters without embeddings (default s)
+#   --seed        of the stages (default 1)
+#   --posts-seed  of the generated posts (default 1)
+#   --fast        fewer posts and updates, size xs: a look at everything in under three minutes
+#   --continue    keep the stages of this size and seed that are finished, instead of running them again
+#   --data-only   stop once the data are there
+#
+# Data are made once, in data/quickstart/posts-N; runs land in runs/quickstart/posts-N/{stage}/nano-{size}/{seed}, the
+# table and the figures in runs/quickstart/posts-N/report/nano-{size}/{seed}.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-size=${1:-xs}
-seed=${2:-1}
-if [[ ! "$size" =~ ^(xs|s|m)$ || ! "$seed" =~ ^(0|[1-9][0-9]*)$ || $# -gt 2 ]]; then
-    echo "error: usage: bash quickstart/run.sh [xs|s|m] [seed]" >&2
+usage() {
+    echo "error: ${1}usage: bash quickstart/run.sh [--size xs|s|m] [--seed N] [--posts-seed N] [--fast] [--continue]" \
+        "[--data-only]" >&2
     exit 1
-fi
+}
+size="" seed=1 posts_seed=1 fast="" continue="" data_only=""
+while (($#)); do
+    case $1 in
+        --fast) fast=-fast ;;
+        --continue) continue=yes ;;
+        --data-only) data_only=yes ;;
+        --size | --seed | --posts-seed)
+            [[ $# -gt 1 ]] || usage "$1 needs a value; "
+            case $1 in --size) size=$2 ;; --seed) seed=$2 ;; *) posts_seed=$2 ;; esac
+            shift
+            ;;
+        *) usage "unknown argument $1; " ;;
+    esac
+    shift
+done
+size=${size:-$([[ $fast ]] && echo xs || echo s)}
+[[ $size =~ ^(xs|s|m)$ ]] || usage "--size is $size, not xs, s or m; "
+[[ $seed =~ ^(0|[1-9][0-9]*)$ ]] || usage "--seed is $seed, not a whole number; "
+[[ $posts_seed =~ ^(0|[1-9][0-9]*)$ ]] || usage "--posts-seed is $posts_seed, not a whole number; "
 model=nano-$size
-data=data/quickstart
+data=data/quickstart/posts-$posts_seed$fast
+runs=runs/quickstart/posts-$posts_seed$fast
 
 # ---- environment ----------------------------------------------------------------------------------------------------
 source quickstart/setup.sh requirements.txt
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)}
+SECONDS=0
 
 step() { # print a command with the time so far, then run it
     printf '\n[%3d s] %s\n' "$SECONDS" "$*"
     "$@"
 }
 
-# ---- data and model: each made once ---------------------------------------------------------------------------------
-[[ -e $data/raw ]] || step python quickstart/posts.py --output-dir $data/raw --seed 1
-[[ -e $data/tldr ]] || step python tldr_dataset.py --sft-dataset $data/raw/posts \
-    --preference-dataset $data/raw/comparisons --tokenizer $data/raw/tokenizer --output-dir $data/tldr
-[[ -e $data/$model ]] || step python quickstart/nano.py --tokenizer $data/raw/tokenizer --size "$size" \
-    --output-dir "$data/$model" --seed 1
+# ---- data: made once ------------------------------------------------------------------------------------------------
+counts=()
+episodes=1920
+if [[ $fast ]]; then
+    counts=(--num-train 2000 --num-validation 200 --num-test 50 --num-comparisons 4000 --num-validation-comparisons 300
+        --num-cnndm-comparisons 100)
+    episodes=1280
+fi
+[[ -e $data/raw ]] || step python quickstart/posts.py --seed "$posts_seed" --output-dir "$data/raw" ${counts[@]+"${counts[@]}"}
+[[ -e $data/tldr ]] || step python tldr_dataset.py --sft-dataset "$data/raw/posts" \
+    --preference-dataset "$data/raw/comparisons" --tokenizer "quickstart/bases/$model" --output-dir "$data/tldr"
+[[ -z $data_only ]] || exit 0
 
-# ---- stages: a run folder from before is removed, as the stages never overwrite one ---------------------------------
-for stage in sft reward ppo dpo; do
-    run=runs/$stage/$model/$seed
+# ---- stages ---------------------------------------------------------------------------------------------------------
+stage() { # run a stage unless --continue finds it finished; a run folder from before is removed
+    local name=$1 run=$runs/$1/$model/$seed last=rouge.csv
+    shift
+    [[ $name != reward ]] || last=accuracy.csv
+    if [[ $continue && -e $run/eval/$last ]]; then
+        echo "keeping $run, which is finished"
+        return
+    fi
     if [[ -e $run ]]; then
-        echo "removing $run of an earlier quickstart (to keep it, give another seed: bash quickstart/run.sh $size $((seed + 1)))"
+        echo "removing $run of an earlier quickstart"
         rm -r "$run"
     fi
-done
+    step python "$name.py" --model "quickstart/bases/$model" --seed "$seed" --dataset "$data/tldr/sft" \
+        --output-dir "$run" --run-eval "$@"
+}
+sft=$runs/sft/$model/$seed
+reward=$runs/reward/$model/$seed
+preferences=$data/tldr/preference
 
-sft_data=$data/tldr/sft
-preference_data=$data/tldr/preference
-step python sft.py --model "$data/$model" --seed "$seed" --dataset $sft_data \
-    --learning-rate 3e-3 --batch-size 32 --micro-batch-size 32 --num-train-epochs 4 --run-eval
-step python reward.py --model "$data/$model" --seed "$seed" --dataset $sft_data --preference-dataset $preference_data \
-    --learning-rate 1e-3 --batch-size 32 --micro-batch-size 32 --num-train-epochs 2 --run-eval
-step python ppo.py --model "$data/$model" --seed "$seed" --dataset $sft_data \
-    --learning-rate 1e-4 --batch-size 64 --micro-batch-size 64 --total-episodes 3840 --run-eval
-step python dpo.py --model "$data/$model" --seed "$seed" --dataset $sft_data --preference-dataset $preference_data \
-    --learning-rate 1e-4 --batch-size 32 --micro-batch-size 32 --run-eval
+stage sft --learning-rate 1e-3 --batch-size 32 --micro-batch-size 8
+stage reward --sft-model-path "$sft" --preference-dataset "$preferences" \
+    --learning-rate 1e-3 --batch-size 32 --micro-batch-size 8
+stage ppo --sft-model-path "$sft" --reward-model-paths "$reward" \
+    --learning-rate 1e-4 --batch-size 64 --micro-batch-size 16 --sample-every 10 --total-episodes $episodes
+stage dpo --sft-model-path "$sft" --preference-dataset "$preferences" \
+    --learning-rate 2e-5 --batch-size 32 --micro-batch-size 8
 
 # ---- results --------------------------------------------------------------------------------------------------------
+step python quickstart/report.py --raw "$data/raw" --preference-dataset "$preferences" --runs "$runs" \
+    --model "$model" --seed "$seed"
 printf '\n[%3d s] done\n' "$SECONDS"
-python - "$model" "$seed" <<'PYTHON'
-import json
-import sys
-from pathlib import Path
-
-for stage in ("sft", "reward", "ppo", "dpo"):
-    run = Path("runs", stage, *sys.argv[1:])
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    last = {key: value for key, value in json.loads(lines[-1]).items() if not key.startswith("time/")}
-    print(f"\n{run}: {len(lines)} lines of metrics, the last one:")
-    for key, value in last.items():
-        print(f"    {key:48} {value:.4g}" if isinstance(value, float) else f"    {key:48} {value}")
-    for table in sorted((run / "eval").glob("*.csv")):
-        print(f"    table {table}")
-PYTHON

@@ -14,17 +14,23 @@ SCRIPTS = sorted(
     for path in ROOT.rglob("*.py")
     if not NOT_OURS & set(path.relative_to(ROOT).parts) and not any(p[0] == "." for p in path.relative_to(ROOT).parts)
 )
+CONSTANTS = {"FACTS", "FREE_WORDS", "WORD_PENALTY", "REPEAT_PENALTY"}  # of the truth; other constants may differ
 
 
 def definitions(source: str) -> dict[str, str]:
-    """The text of every top-level function and class, decorators and a comment behind the last line included."""
+    """The text of every top-level function, class and constant of the truth, decorators and a comment behind the last
+    line included."""
     lines = source.splitlines(keepends=True)
     found = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            assert node.name not in found, f"{node.name} is defined twice"
-            found[node.name] = "".join(lines[first - 1 : node.end_lineno])
+            name, first = node.name, min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in CONSTANTS:
+            name, first = node.targets[0].id, node.lineno
+        else:
+            continue
+        assert name not in found, f"{name} is defined twice"
+        found[name] = "".join(lines[first - 1 : node.end_lineno])
     return found
 
 
@@ -69,6 +75,14 @@ def test_the_stage_scripts_are_among_the_compared():
     assert {"fail", "data_order", "generate", "MetricsLog", "accumulate"} <= shared
 
 
+@pytest.mark.parametrize("script", ["truth.py", "posts.py", "report.py"])
+def test_the_truth_is_among_the_compared(script):
+    source = (ROOT / "quickstart" / script).read_text()
+    assert CONSTANTS | {"find_facts", "score"} <= set(definitions(source))
+    if script == "truth.py":  # no other constant that score could depend on
+        assert CONSTANTS == {node.targets[0].id for node in ast.parse(source).body if isinstance(node, ast.Assign)}
+
+
 def test_same_name_same_text():
     found = differences({str(path.relative_to(ROOT)): path.read_text() for path in SCRIPTS})
     assert not found, "\n\n".join(found)
@@ -81,6 +95,13 @@ def test_no_script_imports_another(script):
 
 SOURCE = '''
 import contextlib
+
+FREE_WORDS = 24  # no penalty
+FACTS = {
+    "age": ["18"],
+}
+PANELS = 3
+
 
 @contextlib.contextmanager
 def pause(seconds: int):
@@ -110,6 +131,9 @@ def main():
         ("@contextlib.contextmanager", "@contextlib.contextmanageR", "pause"),
         ("return text", "return  text", "Log"),
         ("size = 1", "size = 2", "Log"),
+        ("FREE_WORDS = 24", "FREE_WORDS = 25", "FREE_WORDS"),
+        ("# no penalty", "# no Penalty", "FREE_WORDS"),
+        ('"18"', '"19"', "FACTS"),
     ],
 )
 def test_a_difference_of_one_character_is_found(old, new, name):
@@ -119,8 +143,9 @@ def test_a_difference_of_one_character_is_found(old, new, name):
     assert len(found) == 1 and found[0].startswith(f"--- a.py: {name}\n+++ b.py: {name}")
 
 
-def test_main_may_differ_and_an_added_decorator_may_not():
+def test_main_and_other_constants_may_differ_and_an_added_decorator_may_not():
     assert differences({"a.py": SOURCE, "b.py": SOURCE.replace("    pass", "    return 1")}) == []
+    assert differences({"a.py": SOURCE, "b.py": SOURCE.replace("PANELS = 3", "PANELS = 4")}) == []
     assert len(differences({"a.py": SOURCE, "b.py": SOURCE.replace("class Log", "@str\nclass Log")})) == 1
 
 

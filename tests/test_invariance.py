@@ -98,7 +98,7 @@ def setting(world, tmp_path_factory) -> SimpleNamespace:
     own = {
         "sft": {"model": str(base)} | sampling,
         # what chosen and rejected share has next to no gradient but rounding, which Adam's division makes much of
-        "reward": pairs | {"learning_rate": 1e-4},
+        "reward": pairs | {"learning_rate": 2e-5},
         "dpo": pairs | sampling | {"learning_rate": 1e-4},
         "ppo": {
             "sft_model_path": str(root / "start_sft"),

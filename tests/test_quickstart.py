@@ -1,13 +1,19 @@
-"""quickstart/: generated posts with a known truth, nano models, and the commands of run.sh."""
+"""quickstart/: generated posts with a known truth, nano models, their pretraining, and the commands of run.sh."""
 
+import csv
 import importlib.util
 import json
 import os
+import random
+import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
+from math import comb, cos, log, pi
 from pathlib import Path
+from statistics import fmean, stdev
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,11 +34,22 @@ def load(path: str):
     return module
 
 
+truth = load("quickstart/truth.py")  # posts.py has the same text of it: tests/test_copies.py
 posts = load("quickstart/posts.py")
 nano = load("quickstart/nano.py")
+pretrain = load("quickstart/pretrain.py")
 
+CORE, EXTRA = {"person", "event", "object"}, {"age", "feeling", "question"}
+# the world as posts.py describes it: shares of the posts (and of the pretraining documents) with so many facts, of the
+# facts that a reference summary tells, of the references and near-perfect summaries with a flaw
+POST_FACTS, DOCUMENT_FACTS = {4: 1 / 6, 5: 2 / 6, 6: 3 / 6}, {4: 1 / 4, 5: 2 / 4, 6: 1 / 4}
+TOLD_CORE, TOLD_EXTRA, FLAWED = 0.9, 0.4, 0.1
+BEST_TO_WORST = [{"near_perfect"}, {"reference"}, {"long", "terse"}, {"copied_title"}, {"invented"}]
+SPLITS = ("train", "validation", "test")
+MEDIUM = {"num_train": 2000, "num_validation": 300, "num_test": 300, "num_comparisons": 2000}
+MEDIUM |= {"num_validation_comparisons": 400, "num_cnndm_comparisons": 300, "num_pretraining": 400}
 SMALL = {"num_train": 60, "num_validation": 12, "num_test": 12, "num_comparisons": 40}
-SMALL |= {"num_validation_comparisons": 30, "num_cnndm_comparisons": 30, "vocab_size": 400}
+SMALL |= {"num_validation_comparisons": 30, "num_cnndm_comparisons": 30, "num_pretraining": 20, "vocab_size": 400}
 
 
 def read(path: Path) -> list[dict]:
@@ -44,12 +61,138 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def close(values: list[float], mean: float) -> bool:
+    """Whether the mean of values is within four of its standard errors of the expected one."""
+    return abs(fmean(values) - mean) < 4 * stdev(values) / len(values) ** 0.5
+
+
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory) -> Path:
-    """A folder of the default sizes, made once."""
+    """A folder with every file, made once."""
     folder = tmp_path_factory.mktemp("posts") / "raw"
-    posts.main(posts.Args(output_dir=str(folder)))
+    posts.main(posts.Args(output_dir=str(folder), **MEDIUM))
     return folder
+
+
+@pytest.fixture(scope="module")
+def all_posts(raw) -> list[dict]:
+    return [row for split in SPLITS for row in read(raw / f"posts/{split}.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def pairs(raw) -> list[tuple[dict, str, list[float]]]:
+    """All comparisons, each with the text that it is about and the true scores of its two summaries."""
+    found = []
+    for row in read(raw / "comparisons/train.jsonl") + read(raw / "comparisons/validation.jsonl"):
+        text = row["info"]["article"] or row["info"]["post"]
+        found.append((row, text, [truth.score(text, summary["text"]) for summary in row["summaries"]]))
+    return found
+
+
+# ---- truth ----------------------------------------------------------------------------------------------------------
+
+POST = "I (24F) am new here.\nLast Friday my sister broke my laptop.\nI feel sad. Should I move out?"  # six facts
+WORDS = "the of it a and so then they we you he she who what when where why how if or but not no yes only".split()
+
+
+@pytest.mark.parametrize(
+    ("summary", "expected"),
+    [
+        ("", 0),
+        ("I'm 24, my sister broke my laptop, feeling sad, should I move out?", 1),
+        ("24yo: SISTER Broke lapTOP", 4 / 6),  # upper or lower case, and letters behind the age
+        ("sister, sister, my sister!", 1 / 6),  # named again, counted once
+        ("my brother broke my laptop", (2 - 1) / 6),
+        ("42F and angry", -2 / 6),
+        ("I am 24, or 25?", (1 - 1) / 6),  # a contradiction: one right, one wrong
+        ("my sister and my brother", (1 - 1) / 6),
+        ("sad, angry, tired, move out, stay quiet", (2 - 3) / 6),
+        ("carpets this morning: sisterly, broken laptops, sadly 240, 1243, a24, moved out, bring a cart", 0),
+        ("we move. Out of here we go, and to move it out", 0),
+        ("aged 17, 60, 05 and 99", 0),  # no ages of this world
+        (" ".join(["sister", *WORDS[:23]]), 1 / 6),  # 24 words
+        (" ".join(["sister", *WORDS[:24]]), 1 / 6 - 0.02),
+        (" ".join([*WORDS[:24], "sister", "broke", "laptop", "sad", "24", "oh"]), 5 / 6 - 6 * 0.02),
+        ("she said it, she said no", 0),  # two words again are no run of three
+        ("my sister did it. My sister did", 1 / 6 - 0.1),
+        ("no no no no no", -0.2),  # three runs, two of them repeated
+        ("He did that! he, DID, that; he did-that", -0.4),  # seven runs, three different ones
+        (" ".join(["my sister"] * 13), 1 / 6 - 2 * 0.02 - 22 * 0.1),  # 26 words, 24 runs, two different ones
+    ],
+)
+def test_score_by_hand(summary, expected):
+    assert truth.score(POST, summary) == pytest.approx(expected, abs=1e-12)
+
+
+def test_score_counts_the_facts_of_the_post():
+    assert truth.score("My car.", "The car") == 1
+    assert truth.score("My car. Or the bike of a wife?", "The car") == pytest.approx(1 / 3)
+    assert truth.score("I was 24 when I turned 25.", "24 and 31") == 0  # one of two, and one wrong
+    for text in ("", "The carpenter was 17 this morning."):
+        with pytest.raises(ValueError, match="no fact in the post"):
+            truth.score(text, "my sister")
+
+
+def test_each_value_names_itself_only():
+    assert set(truth.FACTS) == CORE | EXTRA
+    for kind, values in truth.FACTS.items():
+        assert len(values) == len(set(values)) >= 20
+        for value in values:
+            for text in (value, f"so, {value.upper()}.", f"({value})"):
+                assert truth.find_facts(text) == {k: ({value} if k == kind else set()) for k in truth.FACTS}, text
+
+
+def test_judge_wins_losses_and_ties():
+    better, worse = "my sister broke it", "my sister"
+    assert [truth.judge(POST, better, worse), truth.judge(POST, worse, better)] == [1, 0]
+    assert truth.judge(POST, "the laptop", worse) == truth.judge(POST, worse, worse) == 0.5
+    post = "My sister broke my laptop. I feel sad. Should I move out?"
+    three = "sister broke laptop"
+    four = " ".join([*WORDS, "until now also still", "sister broke laptop", "sad"])  # 33 words
+    four = f"{four} indeed"  # 34: 4/5 - 10 * 0.02 is 3/5, but for rounding
+    assert truth.score(post, three) != truth.score(post, four) == pytest.approx(0.6, abs=1e-12)
+    assert truth.judge(post, three, four) == truth.judge(post, four, three) == 0.5
+
+
+def own_words(text: str) -> list[str]:
+    return "".join(c if c.isalnum() or c == "_" else " " for c in text.lower()).split()
+
+
+def own_facts(text: str) -> set[tuple[str, str]]:
+    """(kind, value) of the facts in a text, without regular expressions."""
+    text, found = f" {text.lower()} ", set()
+    for kind, values in truth.FACTS.items():
+        for value in values:
+            start = text.find(value)
+            while start >= 0:
+                before, after = text[start - 1], text[start + len(value)]
+                free = not after.isdigit() if kind == "age" else not (after.isalnum() or after == "_")
+                if free and not (before.isalnum() or before == "_"):
+                    found.add((kind, value))
+                start = text.find(value, start + 1)
+    return found
+
+
+def own_score(post: str, summary: str) -> float:
+    true, said, words = own_facts(post), own_facts(summary), own_words(summary)
+    total = sum(1 if fact in true else -1 for fact in said) / len(true)
+    seen = []
+    for i in range(len(words) - 2):
+        if words[i : i + 3] in seen:
+            total -= 0.1
+        seen.append(words[i : i + 3])
+    return total - 0.02 * len(words[24:])
+
+
+def test_score_equals_an_own_implementation(pairs):
+    policies = Counter()
+    for row, text, scores in pairs[::9]:
+        for summary, value in zip(row["summaries"], scores, strict=True):
+            policies[summary["policy"]] += 1
+            assert value == pytest.approx(own_score(text, summary["text"]), abs=1e-9)
+            for changed in (summary["text"] * 2, summary["text"].upper(), summary["text"].replace(" ", "")):
+                assert truth.score(text, changed) == pytest.approx(own_score(text, changed), abs=1e-9)
+    assert set(policies) == set(posts.POLICIES) and sum(policies.values()) > 400
 
 
 # ---- posts ----------------------------------------------------------------------------------------------------------
@@ -67,71 +210,156 @@ def test_same_seed_same_bytes_other_seed_other_bytes(tmp_path):
             assert made[0][name] != made[2][name], name
 
 
-def test_bytes_do_not_depend_on_the_process(raw, tmp_path):
+def test_bytes_do_not_depend_on_the_process(tmp_path):
+    posts.main(posts.Args(output_dir=str(tmp_path / "here"), **SMALL))
     # set order and string hashes differ between processes
-    command = [sys.executable, str(ROOT / "quickstart/posts.py"), "--output-dir", str(tmp_path / "raw")]
+    flags = [part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, str(ROOT / "quickstart/posts.py"), "--output-dir", str(tmp_path / "there"), *flags]
     environment = os.environ | {"PYTHONHASHSEED": "7", "TOKENIZERS_PARALLELISM": "true"}
     subprocess.run(command, check=True, env=environment, capture_output=True)
-    assert files(tmp_path / "raw") == files(raw)
+    assert files(tmp_path / "there") == files(tmp_path / "here")
 
 
-def test_post_schema_and_splits(raw):
-    splits = {split: read(raw / f"posts/{split}.jsonl") for split in ("train", "validation", "test")}
-    assert {split: len(rows) for split, rows in splits.items()} == {"train": 2000, "validation": 200, "test": 200}
-    rows = sum(splits.values(), [])
-    for row in rows:
+def test_sizes_do_not_change_other_files(tmp_path):
+    fewer = SMALL | {"num_validation": 8, "num_test": 5, "num_validation_comparisons": 20, "num_pretraining": 10}
+    made = []
+    for name, sizes in (("more", SMALL), ("fewer", fewer), ("none", fewer | {"num_pretraining": 0})):
+        posts.main(posts.Args(output_dir=str(tmp_path / name), **sizes))
+        made.append(files(tmp_path / name))
+    more, fewer, none = made
+    different = {f"{folder}/{split}.jsonl" for folder in ("posts", "yardsticks") for split in ("validation", "test")}
+    different |= {"comparisons/validation.jsonl", "pretraining.jsonl"}
+    assert {name for name in more if fewer[name] != more[name]} == different
+    for name in ("posts/validation.jsonl", "posts/test.jsonl", "pretraining.jsonl"):
+        assert more[name].startswith(fewer[name]), name
+    assert fewer.pop("pretraining.jsonl") and none == fewer
+
+
+def test_post_schema_and_splits(raw, all_posts):
+    assert [len(read(raw / f"posts/{split}.jsonl")) for split in SPLITS] == [2000, 300, 300]
+    for row in all_posts:
         assert list(row) == ["id", "subreddit", "title", "post", "summary"]
         assert all(isinstance(value, str) and value and value == value.strip() for value in row.values())
         assert row["post"].count("\n") == 2
-    assert len({row["id"] for row in rows}) == len({row["post"] for row in rows}) == len(rows)
+        assert "{" not in row["title"] + row["post"] + row["summary"]
+        assert row["subreddit"] in posts.SUBREDDITS
+    assert len({row["id"] for row in all_posts}) == len(all_posts)
 
 
-def test_post_lengths(raw):
+def test_no_post_is_in_two_splits(all_posts, tmp_path, monkeypatch):
+    assert len({row["post"] for row in all_posts}) == len(all_posts)
+    # in a world of 40 texts, of which the splits need 30
+    monkeypatch.setattr(posts, "draw_facts", lambda *_: {"person": "boss", "event": "hid", "object": "tent"})
+    monkeypatch.setattr(posts, "write_text", lambda *args: "My boss hid my tent" + "!" * args[-1].randrange(40))
+    counts = {"num_train": 20, "num_validation": 5, "num_test": 5, "num_cnndm_comparisons": 0, "num_pretraining": 0}
+    posts.main(posts.Args(output_dir=str(tmp_path / "raw"), **(SMALL | counts)))
+    assert len({row["post"] for split in SPLITS for row in read(tmp_path / f"raw/posts/{split}.jsonl")}) == 30
+
+
+def test_lengths(raw, all_posts, pairs):
     tokenizer = AutoTokenizer.from_pretrained(raw / "tokenizer")
-    rows = read(raw / "posts/train.jsonl")
-    lengths = sorted(len(tokenizer(row["post"])["input_ids"]) for row in rows)
-    assert lengths[0] >= 40 and 60 <= lengths[len(lengths) // 2] <= 120 and lengths[-1] <= 160
+    lengths = sorted(len(ids) for ids in tokenizer([row["post"] for row in all_posts])["input_ids"])
+    assert 60 <= lengths[0] and 90 <= lengths[len(lengths) // 2] <= 120 and 120 <= lengths[-1] <= 200
     # the response of SFT is at most 53 tokens, of a preference pair 169; the leading space and EOS included
-    assert max(len(tokenizer(" " + row["summary"])["input_ids"]) + 1 for row in rows) <= 53
-    for row in read(raw / "comparisons/train.jsonl"):
-        assert max(len(tokenizer(summary["text"])["input_ids"]) + 1 for summary in row["summaries"]) <= 169
+    references = tokenizer([" " + row["summary"] for row in all_posts])["input_ids"]
+    assert max(map(len, references)) + 1 <= 53
+    compared = tokenizer([summary["text"] for row, _, _ in pairs for summary in row["summaries"]])["input_ids"]
+    assert max(map(len, compared)) + 1 <= 169
 
 
-def test_every_post_holds_one_value_of_each_fact_and_the_reference_only_true_ones(raw):
-    told = []
-    for row in read(raw / "posts/train.jsonl"):
-        truth, said = posts.find_facts(row["post"]), posts.find_facts(row["summary"])
-        assert all(len(values) == 1 for values in truth.values()), row["id"]
-        assert all(said[kind] <= truth[kind] for kind in truth), row["id"]
-        told.append(sum(len(values) for values in said.values()))
-        for kind, values in said.items():  # in other words, but for the age
-            assert kind == "age" or not any(f" {value} " in f" {row['summary']} " for value in values), row["id"]
-    assert min(told) >= 3 and 4.5 < sum(told) / len(told) < 5.2 and max(told) == 6
+def kinds_told(text: str) -> dict[str, str]:
+    """Kind -> value of the facts in a text that has no kind twice."""
+    found = truth.find_facts(text)
+    assert all(len(values) <= 1 for values in found.values()), (text, found)
+    return {kind: value for kind, values in found.items() for value in values}
 
 
-def test_filler_states_no_fact():
-    for text in posts.FILLER + posts.ARTICLE_FILLER + posts.SUBREDDITS + posts.DAYS:
-        assert not any(posts.find_facts(text).values()), text
+def test_every_post_holds_one_value_of_four_to_six_kinds(all_posts, pairs):
+    articles = [text for row, text, _ in pairs if row["info"]["article"]]
+    for texts in ([row["post"] for row in all_posts], articles):
+        told = [kinds_told(text) for text in texts]
+        assert all(CORE <= set(facts) for facts in told)
+        assert {len(facts) for facts in told} == set(POST_FACTS)
+        for n, share in POST_FACTS.items():
+            assert close([len(facts) == n for facts in told], share)
+        values = {(kind, value) for facts in told for kind, value in facts.items()}
+        assert texts is articles or values == {(kind, v) for kind in truth.FACTS for v in truth.FACTS[kind]}
 
 
-def test_words_of_a_fact_name_one_value():
-    for kind, values in posts.FACTS.items():
-        for value, said in values.items():
-            for words in (value, said):
-                expected = {k: ({value} if k == kind else set()) for k in posts.FACTS}
-                assert posts.find_facts(f"so, {words}.") == expected, (kind, words)
+@pytest.mark.parametrize("article", [False, True])
+def test_a_text_states_the_facts_that_were_drawn(article):
+    rng = random.Random(5)
+    told = (posts.ARTICLE_SENTENCES, posts.ARTICLE_FILLER) if article else (posts.POST_SENTENCES, posts.FILLER)
+    for _ in range(500):
+        facts = posts.draw_facts(rng)
+        assert kinds_told(posts.write_text(facts, *told, rng.randint(7, 12), rng)) == facts
 
 
-def test_quality_on_hand_written_summaries():
-    post = "I (24F) am new.\nLast Friday my sister broke my laptop.\nI feel really sad. Should I move out?"
-    assert posts.quality(post, "24yo, sis wrecked my computer, unhappy, should I find a new place?") == 6
-    assert posts.quality(post, "My SISTER broke my laptop") == 3  # the words of the post count as well
-    assert posts.quality(post, "my bro wrecked my computer") == 1  # two covered, one wrong
-    assert posts.quality(post, "42yo and feeling mad") == -2
-    assert posts.quality(post, "the vehicles are scary") == 0  # parts of words are no facts
-    assert posts.quality(post, "") == 0
-    assert posts.quality(post, " ".join(["sis"] + ["word"] * 19)) == 1
-    assert posts.quality(post, " ".join(["sis"] + ["word"] * 24)) == pytest.approx(1 - 0.5)
+def slots(template: str) -> set[str]:
+    return set(re.findall(r"{(\w+)}", template))
+
+
+def test_templates_state_the_facts_of_their_slots_only():
+    rng = random.Random(3)
+    for text in posts.SUBREDDITS + [word for words in posts.SLOTS.values() for word in words]:
+        assert kinds_told(text) == {}, text
+    told = [(set(), line) for line in posts.FILLER + posts.ARTICLE_FILLER]
+    told += [(slots(line) & CORE, line) for line in posts.TITLES]
+    for sentences in (posts.POST_SENTENCES, posts.ARTICLE_SENTENCES):
+        assert set(sentences) == {"core"} | EXTRA
+        for kind, ways in sentences.items():
+            told += [(CORE if kind == "core" else {kind}, " ".join(way)) for way in ways]
+    told += [(set(kinds), line) for kinds, lines in posts.RESTATEMENTS.items() for line in lines]
+    for kinds, line in told:
+        assert slots(line) & set(truth.FACTS) == kinds, line
+        for _ in range(20):
+            facts = {kind: rng.choice(truth.FACTS[kind]) for kind in truth.FACTS}
+            assert kinds_told(posts.fill(line, facts, rng)) == {kind: facts[kind] for kind in kinds}, line
+
+
+def test_no_run_of_eight_words_is_in_many_posts(all_posts):
+    count = Counter()
+    for row in all_posts:
+        words = own_words(row["post"])
+        count.update({tuple(words[i : i + 8]) for i in range(len(words) - 7)})
+    run, most = count.most_common(1)[0]
+    assert (most - 1) / (len(all_posts) - 1) <= 0.02, run
+
+
+def expected_reference_score() -> float:
+    """Mean true score of reference summaries: each fact is told with the chance of its kind, at least one is, and now
+    and then one of them has a wrong value: one right less, one wrong more."""
+    total = 0.0
+    for n, share in POST_FACTS.items():
+        for core in range(4):
+            for more in range(n - 2):
+                if core + more:
+                    chance = comb(3, core) * TOLD_CORE**core * (1 - TOLD_CORE) ** (3 - core)
+                    chance *= comb(n - 3, more) * TOLD_EXTRA**more * (1 - TOLD_EXTRA) ** (n - 3 - more)
+                    chance /= 1 - (1 - TOLD_CORE) ** 3 * (1 - TOLD_EXTRA) ** (n - 3)
+                    total += share * chance * (core + more - 2 * FLAWED) / n
+    return total
+
+
+def test_reference_summaries_leave_facts_out_and_err(all_posts):
+    scores, wrong, left_out, told = [], [], [], {kind: [] for kind in truth.FACTS}
+    for row in all_posts:
+        facts, said = kinds_told(row["post"]), kinds_told(row["summary"])
+        errors = [kind for kind, value in said.items() if facts.get(kind) != value]
+        assert (
+            set(said) <= set(facts) and said and len(errors) <= 1 and len(own_words(row["summary"])) <= truth.FREE_WORDS
+        )
+        scores.append(truth.score(row["post"], row["summary"]))
+        wrong.append(len(errors))
+        left_out.append(not set(facts) <= set(said))
+        if not errors:
+            for kind in facts:
+                told[kind].append(kind in said)
+    assert close(wrong, FLAWED)
+    for kind, shares in told.items():
+        assert close(shares, TOLD_CORE if kind in CORE else TOLD_EXTRA), kind
+    assert 0.6 < expected_reference_score() < 0.7 and close(scores, expected_reference_score())
+    assert 0.6 < fmean(left_out) < 0.9
 
 
 # ---- comparisons ----------------------------------------------------------------------------------------------------
@@ -141,7 +369,7 @@ def test_comparison_schema(raw):
     by_id = {split: {r["id"]: r for r in read(raw / f"posts/{split}.jsonl")} for split in ("train", "validation")}
     rows = {split: read(raw / f"comparisons/{split}.jsonl") for split in ("train", "validation")}
     cnndm = [row for row in rows["validation"] if row["info"]["article"] is not None]
-    assert [len(rows["train"]), len(rows["validation"]) - len(cnndm), len(cnndm)] == [1000, 200, 60]
+    assert [len(rows["train"]), len(rows["validation"]) - len(cnndm), len(cnndm)] == [2000, 400, 300]
     for split in rows:
         for row in rows[split]:
             assert list(row) == ["info", "summaries", "choice", "worker", "batch", "split", "extra"]
@@ -154,12 +382,17 @@ def test_comparison_schema(raw):
             if info["article"] is None:
                 source = by_id[split][info["id"]]  # train pairs are about train posts, validation about validation
                 assert all(info[key] == source[key] for key in ("post", "title", "subreddit"))
-                assert row["batch"] in ("batch6", "batch7", "batch8")
+                assert info["site"] is None and row["batch"] in ("batch6", "batch7", "batch8")
                 assert row["split"] in (("train",) if split == "train" else ("valid1", "valid2"))
+                for summary in row["summaries"]:
+                    if summary["policy"] in ("reference", "copied_title"):
+                        key = "summary" if summary["policy"] == "reference" else "title"
+                        assert summary["text"] == " " + source[key]
             else:
                 assert split == "validation" and row["split"] == "valid2"
                 assert info["post"] is info["title"] is info["subreddit"] is None and info["site"] == "cnn"
-                assert row["batch"] in ("cnndm0", "cnndm2", "batch0_cnndm")
+                assert row["batch"] in ("cnndm0", "cnndm2", "batch0_cnndm") and info["article"].count("\n") == 2
+    assert len({row["info"]["id"] for row in cnndm}) == len({row["info"]["article"] for row in cnndm}) == len(cnndm)
 
 
 def test_every_table_has_rows(raw):
@@ -169,82 +402,149 @@ def test_every_table_has_rows(raw):
     levels = {1, 2, 3, 4, 6, 7, 8, 9}
     assert {row["extra"]["confidence"] for row in train} == levels | {None}
     assert {row["extra"]["confidence"] for row in validation} == levels
-    assert 5 not in {row["extra"]["confidence"] for row in cnndm}
-    assert 0.4 < sum(row["extra"]["confidence"] is None for row in train) / len(train) < 0.6
+    assert {row["extra"]["confidence"] for row in cnndm} == levels
+    assert close([row["extra"]["confidence"] is None for row in train], 0.5)
     assert {row["batch"] for row in train} == {row["batch"] for row in validation} == {"batch6", "batch7", "batch8"}
     assert {row["batch"] for row in cnndm} == {"cnndm0", "cnndm2", "batch0_cnndm"}
     assert {row["split"] for row in validation} == {"valid1", "valid2"}
-    policies = Counter(summary["policy"] for row in train for summary in row["summaries"])
-    assert set(policies) == {"terse", "long", "copied_title", "invented", "reference", "complete"}
-    assert min(policies.values()) > 200
+    for rows in (train, validation, cnndm):
+        policies = Counter(summary["policy"] for row in rows for summary in row["summaries"])
+        assert set(policies) == set().union(*BEST_TO_WORST)
+        assert all(
+            len(rows) / 20 < policies["invented"] < count for policy, count in policies.items() if policy != "invented"
+        )
+    assert len({frozenset(s["policy"] for s in row["summaries"]) for row in validation}) == 15
 
 
-def share_of_wrong_choices(rows: list[dict]) -> float:
-    """The share of the pairs whose choice is the summary of lower quality."""
-    wrong = 0
-    for row in rows:
-        text = row["info"]["article"] or row["info"]["post"]
-        first, second = (posts.quality(text, summary["text"]) for summary in row["summaries"])
-        assert first != second
-        wrong += row["choice"] != (second > first)
-    return wrong / len(rows)
+def test_choice_follows_the_truth_with_the_noise_share(pairs, tmp_path):
+    gaps = [abs(scores[0] - scores[1]) for _, _, scores in pairs]
+    assert posts.MIN_GAP - 1e-6 <= min(gaps) < posts.MIN_GAP + 0.02  # no pair without a right choice
+    for about_articles in (False, True):
+        rows = [pair for pair in pairs if bool(pair[0]["info"]["article"]) == about_articles]
+        assert close([row["choice"] != (scores[1] > scores[0]) for row, _, scores in rows], 0.25)
+    for share in (0, 1):
+        posts.main(posts.Args(output_dir=str(tmp_path / str(share)), label_noise=share, **SMALL))
+        for split in ("train", "validation"):
+            for row in read(tmp_path / f"{share}/comparisons/{split}.jsonl"):
+                text = row["info"]["article"] or row["info"]["post"]
+                first, second = (truth.score(text, summary["text"]) for summary in row["summaries"])
+                assert (row["choice"] == (second > first)) == (share == 0)
 
 
-def test_choice_follows_the_truth_with_the_noise_share(raw, tmp_path):
-    rows = read(raw / "comparisons/train.jsonl") + read(raw / "comparisons/validation.jsonl")
-    bound = 4 * (0.25 * 0.75 / len(rows)) ** 0.5  # four standard deviations of a binomial share
-    assert abs(share_of_wrong_choices(rows) - 0.25) < bound < 0.05
-    posts.main(posts.Args(output_dir=str(tmp_path / "clean"), label_noise=0, **SMALL))
-    for split in ("train", "validation"):
-        assert share_of_wrong_choices(read(tmp_path / f"clean/comparisons/{split}.jsonl")) == 0
+def test_the_better_summary_is_as_often_first_as_second(pairs):
+    assert close([scores[1] > scores[0] for _, _, scores in pairs], 0.5)
+    assert close([row["choice"] for row, _, _ in pairs], 0.5)
 
 
-def test_the_better_summary_is_as_often_first_as_second(raw):
-    rows = read(raw / "comparisons/train.jsonl")
-    assert abs(sum(row["choice"] for row in rows) / len(rows) - 0.5) < 4 * (0.25 / len(rows)) ** 0.5
-
-
-def test_confidence_is_on_the_side_of_the_choice_and_follows_the_gap(raw):
+def test_confidence_is_on_the_side_of_the_choice_and_follows_the_gap(pairs):
     gaps = {1: [], 2: [], 3: [], 4: []}
-    for row in read(raw / "comparisons/train.jsonl") + read(raw / "comparisons/validation.jsonl"):
+    for row, _, scores in pairs:
         confidence = row["extra"]["confidence"]
         if confidence is not None:
             assert (confidence > 5) == (row["choice"] == 1)
-            text = row["info"]["article"] or row["info"]["post"]
-            first, second = (posts.quality(text, summary["text"]) for summary in row["summaries"])
-            gaps[abs(confidence - 5)].append(abs(first - second))
+            gaps[abs(confidence - 5)].append(abs(scores[0] - scores[1]))
     for level in (1, 2, 3):
         assert max(gaps[level]) <= min(gaps[level + 1]) + 1e-5
 
 
-def test_policies_have_the_quality_that_their_names_promise(raw):
-    scores = {}
-    for row in read(raw / "comparisons/train.jsonl"):
-        for summary in row["summaries"]:
-            score = posts.quality(row["info"]["post"], summary["text"])
-            scores.setdefault(summary["policy"], []).append(score)
-            if summary["policy"] == "copied_title":
-                assert summary["text"] == " " + row["info"]["title"]
-    mean = {policy: sum(values) / len(values) for policy, values in scores.items()}
-    assert min(scores["complete"]) == max(scores["complete"]) == 6
-    assert mean["complete"] > mean["reference"] > mean["long"] > mean["terse"] > mean["invented"]
+def test_policies_write_what_their_names_promise(pairs):
+    scores, invented, repeats = {}, [], []
+    for row, text, values in pairs:
+        facts = kinds_told(text)
+        for summary, value in zip(row["summaries"], values, strict=True):
+            policy, said = summary["policy"], kinds_told(summary["text"])
+            right = {kind for kind in said if facts.get(kind) == said[kind]}
+            if not row["info"]["article"]:
+                scores.setdefault(policy, []).append(value)
+            if policy == "terse":
+                assert set(said) == right and len(right) in (1, 2) and value == pytest.approx(len(right) / len(facts))
+            if policy == "long":  # every fact and filler, or what a reference tells, all or part of it twice
+                again = [v for v in said.values() if len(re.findall(rf"\b{v}\b", summary["text"].lower())) == 2]
+                repeats.append(bool(again))
+                complete = right == set(said) == set(facts) and len(own_words(summary["text"])) > truth.FREE_WORDS
+                assert (len(said) - len(right) <= 1) if again else complete
+            if policy == "copied_title":
+                assert set(said) == right <= CORE
+            if policy == "invented":  # two or three wrong, and at times that of the reference summary besides
+                assert 2 <= len(said) - len(right) <= 4
+                invented.append(len(said) - len(right))
+            if policy == "near_perfect":
+                assert right == set(said) and len(facts) - len(right) <= 1
+    mean = {policy: fmean(values) for policy, values in scores.items()}
+    for better, worse in zip(BEST_TO_WORST, BEST_TO_WORST[1:], strict=False):
+        assert min(mean[policy] for policy in better) > max(mean[policy] for policy in worse) + 0.05, mean
+    assert mean["near_perfect"] > 0.95 and 0.25 < mean["terse"] < 0.4 and mean["invented"] < 0.15
+    assert 0.4 < fmean(repeats) < 0.7
+    assert 2.4 < fmean(invented) < 2.7 and sum(count == 4 for count in invented) < 0.05 * len(invented)
+
+
+# ---- yardsticks and pretraining documents ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_yardsticks(raw, split):
+    rows, of = read(raw / f"posts/{split}.jsonl"), read(raw / f"yardsticks/{split}.jsonl")
+    assert sorted(path.name for path in (raw / "yardsticks").iterdir()) == ["test.jsonl", "validation.jsonl"]
+    assert [row["id"] for row in of] == [row["id"] for row in rows]
+    scores, complete = [], []
+    for row, yardstick in zip(rows, of, strict=True):
+        assert list(yardstick) == ["id", "near_perfect", "copied_title"]
+        assert yardstick["copied_title"] == row["title"]
+        facts, said = kinds_told(row["post"]), kinds_told(yardstick["near_perfect"])
+        assert said.items() <= facts.items() and len(said) >= len(facts) - 1
+        complete.append(said == facts)
+        scores.append(truth.score(row["post"], yardstick["near_perfect"]))
+    assert close(complete, 1 - FLAWED) and fmean(scores) > 0.95
+    assert scores == pytest.approx([own_score(r["post"], y["near_perfect"]) for r, y in zip(rows, of, strict=True)])
+
+
+DOCUMENT = re.compile(r"SUBREDDIT: r/(\w+)\n\nTITLE: (.+)\n\nPOST: (.+\n.+\n.+)\n\n([^\0]+)")
+
+
+def test_pretraining_documents_restate_their_own_post(raw, all_posts):
+    texts = [row["text"] for row in read(raw / "pretraining.jsonl") if list(row) == ["text"]]
+    assert len(texts) == 400 == len(set(texts))
+    known, lengths, groups = {row["post"] for row in all_posts}, [], Counter()
+    numbers = []
+    for text in texts:
+        assert "TL;DR" not in text and "{" not in text
+        subreddit, title, post, rest = DOCUMENT.fullmatch(text).groups()
+        facts = kinds_told(post)
+        assert subreddit in posts.SUBREDDITS and post not in known and CORE <= set(facts)
+        assert kinds_told(title).items() <= facts.items()
+        numbers.append(len(facts))
+        restatements = rest.split("\n\n")
+        lengths.append(len(restatements))
+        for line in restatements:
+            said = kinds_told(line)
+            groups[frozenset(said)] += 1
+            assert said and said.items() <= facts.items(), line
+    assert set(lengths) == {5, 6, 7, 8, 9}
+    assert set(groups) == {frozenset(kinds) for kinds in posts.RESTATEMENTS} and min(groups.values()) > 50
+    assert set(numbers) == set(DOCUMENT_FACTS)
+    for n, share in DOCUMENT_FACTS.items():
+        assert close([number == n for number in numbers], share)
 
 
 # ---- tokenizer ------------------------------------------------------------------------------------------------------
 
 
-def test_tokenizer(raw):
+def test_tokenizer(raw, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(raw / "tokenizer")
     assert tokenizer.convert_tokens_to_ids("<|endoftext|>") == 0
     assert tokenizer.bos_token_id == tokenizer.eos_token_id == tokenizer.unk_token_id == 0
     assert tokenizer.pad_token is None and tokenizer.model_max_length == 2048
-    assert 900 <= len(tokenizer) <= 1024
+    assert 1300 <= len(tokenizer) <= 1536
     for text in (" résumé — 日本\n\t\x00 ok", "SUBREDDIT: r/tifu\n\nTL;DR:", "a  b"):  # bytes: nothing is unknown
         ids = tokenizer(text)["input_ids"]
         assert 0 not in ids and tokenizer.decode(ids) == text
     assert tokenizer("a<|endoftext|>")["input_ids"][-1] == 0
+    for values in truth.FACTS.values():  # a fact is copied word by word, not letter by letter
+        assert all(len(tokenizer(f" {value}")["input_ids"]) == len(value.split()) for value in values)
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     assert tokenizer.pad_token_id == len(tokenizer) - 1
+    posts.main(posts.Args(output_dir=str(tmp_path / "raw"), **SMALL))
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "raw/tokenizer")) == 400
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
@@ -255,7 +555,9 @@ def test_tokenizer(raw):
     [
         ({"num_test": 0}, "--num-test is 0; it must be 1 or more"),
         ({"num_comparisons": -1}, "--num-comparisons is -1"),
+        ({"num_validation_comparisons": 0}, "--num-validation-comparisons is 0; it must be 1 or more"),
         ({"num_cnndm_comparisons": -1}, "--num-cnndm-comparisons is -1"),
+        ({"num_pretraining": -1}, "--num-pretraining is -1; it must be 0 or more"),
         ({"label_noise": 1.5}, "--label-noise is 1.5"),
         ({"vocab_size": 256}, "--vocab-size is 256"),
     ],
@@ -274,6 +576,7 @@ def test_existing_folders_are_left_alone(raw, tmp_path):
     calls = [
         lambda: posts.main(posts.Args(output_dir=str(folder), **SMALL)),
         lambda: nano.main(nano.Args(output_dir=str(folder), tokenizer=str(raw / "tokenizer"))),
+        lambda: pretrain.main(pretrain.Args(output_dir=str(folder), documents=str(raw))),
     ]
     for call in calls:
         with pytest.raises(SystemExit, match="^error: .* exists; remove it .* or name another --output-dir"):
@@ -288,11 +591,11 @@ def test_leftovers_of_a_killed_run_do_not_get_in(tmp_path):
     (leftover.parent / "stray").write_text("broken")
     posts.main(posts.Args(output_dir=str(tmp_path / "raw"), **SMALL))
     assert [path.name for path in tmp_path.iterdir()] == ["raw"]
-    assert sorted(path.name for path in (tmp_path / "raw/posts").iterdir()) == [
-        "test.jsonl",
-        "train.jsonl",
-        "validation.jsonl",
-    ]
+    names = {path for path in files(tmp_path / "raw") if not path.startswith("tokenizer/")}
+    expected = {f"{folder}/{split}.jsonl" for folder in ("posts", "yardsticks") for split in ("validation", "test")}
+    assert names == expected | {"posts/train.jsonl", "pretraining.jsonl"} | {
+        f"comparisons/{split}.jsonl" for split in ("train", "validation")
+    }
 
 
 # ---- nano -----------------------------------------------------------------------------------------------------------
@@ -303,17 +606,26 @@ def make_nano(folder: Path, tokenizer: Path, **kwargs) -> Path:
     return folder
 
 
+def padded(raw: Path) -> int:
+    """The vocabulary of a model for the tokenizer: its tokens and one more, up to a multiple of 64."""
+    size = len(AutoTokenizer.from_pretrained(raw / "tokenizer")) + 1
+    while size % 64:
+        size += 1
+    return size
+
+
 @pytest.mark.parametrize(
     ("size", "parameters"),
-    # 12 h^2 + 13 h a layer and 2 h for the last norm: h = 64, 96, 192 and 2, 4, 5 layers
-    [("xs", 100_096), ("s", 447_552), ("m", 2_224_704)],
+    # 12 h^2 + 13 h a layer and 2 h for the last norm: h = 64, 96, 128 and 2, 4, 4 layers
+    [("xs", 100_096), ("s", 447_552), ("m", 793_344)],
 )
 def test_parameter_counts(raw, tmp_path, capsys, size, parameters):
     folder = make_nano(tmp_path / "nano", raw / "tokenizer", size=size)
     model = AutoModelForCausalLM.from_pretrained(folder)
     inner, total = nano.count_parameters(model)
     assert inner == parameters
-    assert total == inner + 2 * 1024 * model.config.hidden_size  # untied: input and output embeddings
+    assert total == inner + 2 * padded(raw) * model.config.hidden_size  # untied: input and output embeddings
+    assert model.config.hidden_size == 32 * model.config.num_attention_heads
     assert f"{parameters:,} parameters without embeddings" in capsys.readouterr().out
 
 
@@ -358,7 +670,7 @@ def test_folder_loads_and_runs_in_float32(raw, tmp_path, architecture):
     assert config["model_type"] == architecture and config["dtype"] == "float32"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     # like the real GPT-2, that one has no room for [PAD]; the others have
-    assert config["vocab_size"] == (len(tokenizer) if architecture == "gpt2" else 1024)
+    assert config["vocab_size"] == (len(tokenizer) if architecture == "gpt2" else padded(raw))
     model = AutoModelForCausalLM.from_pretrained(folder)
     inner, _ = nano.count_parameters(model)
     assert 85_000 < inner < 105_000
@@ -382,23 +694,255 @@ def test_a_missing_tokenizer_is_one_clear_error(tmp_path):
     assert "\n" not in str(error.value) and list(tmp_path.iterdir()) == []
 
 
+def test_nano_leftovers_of_a_killed_run_do_not_get_in(raw, tmp_path):
+    (tmp_path / "nano.tmp").mkdir()
+    (tmp_path / "nano.tmp/stray").write_text("broken")
+    folder = make_nano(tmp_path / "nano", raw / "tokenizer")
+    assert [path.name for path in tmp_path.iterdir()] == ["nano"] and "stray" not in files(folder)
+
+
+# ---- pretrain -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(raw, tmp_path_factory) -> Path:
+    """A model of size xs with random weights for the tokenizer of `raw`."""
+    return make_nano(tmp_path_factory.mktemp("base") / "nano-xs", raw / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def model(base):
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+
+
+def random_documents(lengths: list[int], seed: int = 0) -> list[torch.Tensor]:
+    """Documents of random tokens that end with EOS, id 0; the first token numbers the document."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(1, 1000, (length,), generator=generator) for length in lengths]
+    for i, row in enumerate(rows):
+        row[0], row[-1] = i, 0
+    return rows
+
+
+def test_batches_are_whole_and_hold_every_document_once():
+    rng = random.Random(1)
+    documents = random_documents([rng.randint(2, 300) for _ in range(50 * 4 + 30)])  # a whole pool, and 7 batches and 2
+    batches = pretrain.batches_of(documents, 4, seed=3)
+    assert [len(batch) for batch in batches] == [4] * 57
+    numbers = [document[0].item() for batch in batches for document in batch]
+    assert len(set(numbers)) == 4 * 57
+    assert all(document.equal(documents[document[0]]) for batch in batches for document in batch)
+    again, other = pretrain.batches_of(documents, 4, seed=3), pretrain.batches_of(documents, 4, seed=4)
+    assert [d[0].item() for batch in again for d in batch] == numbers
+    assert sorted(d[0].item() for batch in other for d in batch) != sorted(numbers)  # others are left over
+    assert sum(map(len, pretrain.batches_of(documents[:200], 4, seed=3))) == 200
+
+
+def test_batches_hold_similar_lengths_in_random_order():
+    rng = random.Random(2)
+    documents = random_documents([rng.randint(2, 300) for _ in range(200)])  # one pool
+    bounds = [(min(map(len, batch)), max(map(len, batch))) for batch in pretrain.batches_of(documents, 4, seed=0)]
+    in_order = sorted(bounds)
+    assert all(before[1] <= after[0] for before, after in zip(in_order, in_order[1:], strict=False))
+    assert bounds != in_order and bounds != in_order[::-1]
+    rises = sum(before < after for before, after in zip(bounds, bounds[1:], strict=False))
+    assert 15 <= rises <= 34
+    # pools are drawn at random: of many documents that come sorted, each pool has long and short ones
+    documents = random_documents([2 + i for i in range(400)])
+    first = pretrain.batches_of(documents, 4, seed=0)[:20]
+    assert max(len(d) for batch in first for d in batch) > 300 and min(len(d) for batch in first for d in batch) < 100
+
+
+def own_loss(model, documents: list[torch.Tensor]) -> tuple[float, int, list[torch.Tensor]]:
+    """Summed loss, number of predicted tokens and hits (T - 1,) of each document, one by one and without padding."""
+    total, count, hits = 0.0, 0, []
+    for document in documents:
+        with torch.no_grad():
+            logprobs = model(document[None, :]).logits[0, :-1].log_softmax(-1)
+        nexts = document[1:]
+        total -= sum(logprobs[t, token].item() for t, token in enumerate(nexts.tolist()))
+        count += len(nexts)
+        hits.append(logprobs.argmax(-1) == nexts)
+    return total, count, hits
+
+
+def test_document_loss_is_a_mean_over_tokens_that_padding_does_not_change(model):
+    documents = random_documents([9, 30, 2, 17])
+    with torch.no_grad():  # some guesses of a random model must be right, to see them
+        documents[1][5] = model(documents[1][None, :5]).logits[0, -1].argmax()
+    total, count, own_hits = own_loss(model, documents)
+    loss, hits, targets = pretrain.document_loss(model, documents)
+    assert loss.item() == pytest.approx(total / count, rel=1e-5) and loss.requires_grad
+    assert hits.shape == targets.shape == (4, 29) and own_hits[1][4]
+    for document, hit, target, own in zip(documents, hits, targets, own_hits, strict=True):
+        n = len(document) - 1
+        assert target[:n].equal(document[1:]) and (target[n:] == -100).all()
+        assert hit[:n].equal(own) and not hit[n:].any()
+    alone = pretrain.document_loss(model, documents[:1])[0].item()
+    longer = pretrain.document_loss(model, [documents[0], *random_documents([200])])[2]
+    assert longer.shape == (2, 199)  # far more padding behind the first
+    total, count, _ = own_loss(model, random_documents([200]))
+    both = pretrain.document_loss(model, [documents[0], *random_documents([200])])[0].item()
+    assert both * (count + 8) == pytest.approx(total + alone * 8, rel=1e-5)
+
+
+def marked_words(tokenizer, text: str) -> list[str]:
+    tokens = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+    mask = pretrain.restated_words(tokenizer, text, tokens)
+    assert mask.shape == tokens.shape and mask.dtype == torch.bool and not mask[-1]
+    return [tokenizer.decode(token).strip() for token in tokens[mask]]
+
+
+def test_restated_words(raw):
+    tokenizer = AutoTokenizer.from_pretrained(raw / "tokenizer")
+    head = "SUBREDDIT: r/tifu\n\nTITLE: My guitar and a quiet day\n\nPOST: "
+    post = "My sister broke my laptop.\nI feel sad. I was cooking with the dog.\nShould I move out?"
+    # "sad", "dog" and "out" are short; "guitar" and "quiet" are of the title; "brother" is not in the post
+    rest = "Your sister broke the laptop?\n\nA quiet dog, a sad brother and a guitar.\n\nSo move out, cooking sister"
+    assert marked_words(tokenizer, f"{head}{post}\n\n{rest}") == [
+        "sister",
+        "broke",
+        "laptop",
+        "move",
+        "cooking",
+        "sister",
+    ]
+    assert marked_words(tokenizer, f"{head}{post}\n\nYou are 24.") == []
+    for row in read(raw / "pretraining.jsonl")[:50]:  # not one word too early or too late
+        _, _, told, restated = DOCUMENT.fullmatch(row["text"]).groups()
+        known = {word for word in re.findall(r"\w+", told) if len(word) >= 4}
+        words = [tokenizer.decode(token).strip() for token in tokenizer(restated)["input_ids"]]
+        assert marked_words(tokenizer, row["text"]) == [word for word in words if word in known] != []
+
+
+class Bigrams:
+    """A model whose logits depend on the last token alone: row of a table; it is right about half of its documents."""
+
+    def __init__(self, size: int):
+        self.table = torch.randn(size, size, generator=torch.Generator().manual_seed(0)) * 3
+
+    def __call__(self, tokens: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.table[tokens])
+
+    def document(self, length: int, rng: random.Random) -> torch.Tensor:
+        tokens = [rng.randrange(len(self.table))]
+        while len(tokens) < length:
+            guess = self.table[tokens[-1]].argmax().item()
+            tokens.append(guess if rng.random() < 0.5 else rng.randrange(len(self.table)))
+        return torch.tensor(tokens)
+
+
+def test_evaluate_equals_an_own_loop():
+    rng, bigrams = random.Random(0), Bigrams(40)
+    documents = [bigrams.document(rng.randint(3, 60), rng) for _ in range(75)]  # two batches of 32 and 11
+    masks = [torch.tensor([rng.random() < 0.3 for _ in document]) for document in documents]
+    total, count, hits = own_loss(bigrams, documents)
+    right = sum((hit & mask[1:]).sum().item() for hit, mask in zip(hits, masks, strict=True))
+    words = sum(mask[1:].sum().item() for mask in masks)
+    assert 0.4 < right / words < 0.6
+    found = pretrain.evaluate(bigrams, documents, masks)
+    assert found == pytest.approx({"held_out_loss": total / count, "copying_accuracy": right / words}, rel=1e-5)
+
+
+def pretrained(folder: Path, base: Path, raw: Path, **changes) -> Path:
+    small = {"steps": 30, "batch_size": 8, "held_out": 40, "eval_every": 12, "learning_rate": 1e-2}
+    pretrain.main(pretrain.Args(model=str(base), documents=str(raw), output_dir=str(folder), **(small | changes)))
+    return folder
+
+
+def read_csv(path: Path) -> list[dict[str, float]]:
+    with path.open(newline="") as file:
+        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
+
+
+def test_pretraining_lowers_the_loss_and_writes_what_it_learnt(raw, base, tmp_path):
+    (tmp_path / "nano.tmp").mkdir()
+    (tmp_path / "nano.tmp/stray").write_text("broken")  # of a killed run
+    folder = pretrained(tmp_path / "nano", base, raw)
+    assert [path.name for path in tmp_path.iterdir()] == ["nano"] and "stray" not in files(folder)
+    lines = read_csv(folder / "pretraining.csv")
+    assert [list(line) for line in lines] == [["step", "loss", "held_out_loss", "copying_accuracy"]] * 3
+    assert [line["step"] for line in lines] == [12, 24, 30]
+    assert log(padded(raw)) + 0.2 > lines[0]["loss"] > lines[1]["loss"] > lines[2]["loss"]
+    assert lines[0]["held_out_loss"] > lines[2]["held_out_loss"] < 6.5
+
+    with safe_open(folder / "model.safetensors", "pt") as weights:
+        assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}
+    learnt = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(raw / "tokenizer").get_vocab()
+    texts = [row["text"] for row in read(raw / "pretraining.jsonl")[:40]]
+    documents = [torch.tensor([*ids, 0]) for ids in tokenizer(texts)["input_ids"]]
+    total, count, hits = own_loss(learnt, documents)
+    assert total / count == pytest.approx(lines[2]["held_out_loss"], rel=2e-3)  # but for the rounding to bfloat16
+    masks = [pretrain.restated_words(tokenizer, *pair) for pair in zip(texts, documents, strict=True)]
+    right = sum((hit & mask[1:]).sum().item() for hit, mask in zip(hits, masks, strict=True))
+    assert right / sum(map(torch.sum, masks)) == pytest.approx(lines[2]["copying_accuracy"], abs=0.02)
+
+
+def test_pretraining_is_the_documented_loop(raw, base, tmp_path):
+    folder = pretrained(tmp_path / "nano", base, raw, steps=3, eval_every=1, learning_rate=0.2, seed=5)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+    texts = [row["text"] for row in read(raw / "pretraining.jsonl")]
+    documents = [torch.tensor([*ids, 0]) for ids in tokenizer(texts)["input_ids"]]
+    batches = pretrain.batches_of(documents[40:], 8, seed=5)  # the first 40 are held out
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.1)
+    for step, line in enumerate(read_csv(folder / "pretraining.csv"), 1):
+        optimizer.param_groups[0]["lr"] = 0.2 * step / 100 * (1 + cos(pi * step / 3)) / 2  # 100 steps up, cosine to 0
+        loss, _, _ = pretrain.document_loss(model, batches[step - 1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        total, count, _ = own_loss(model, documents[:40])
+        assert line["held_out_loss"] == pytest.approx(total / count, rel=1e-5)
+    written = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+    assert all(written[name].equal(weight.to(torch.bfloat16)) for name, weight in model.state_dict().items())
+
+
+def test_pretraining_follows_the_seed(raw, base, tmp_path):
+    made = [
+        files(pretrained(tmp_path / name, base, raw, seed=seed, steps=6, eval_every=6))
+        for name, seed in (("first", 1), ("again", 1), ("other", 2))
+    ]
+    assert made[0] == made[1] and made[0].keys() == made[2].keys()
+    for name in ("model.safetensors", "pretraining.csv"):
+        assert made[0][name] != made[2][name]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"steps": 0}, "--steps is 0; it must be 1 or more"),
+        ({"batch_size": 0}, "--batch-size is 0"),
+        ({"held_out": 0}, "--held-out is 0"),
+        ({"eval_every": -1}, "--eval-every is -1"),
+        ({"held_out": 393}, "has 400 documents; --held-out and one batch need 401"),
+        ({"documents": "nowhere"}, "nowhere/pretraining.jsonl is missing; write it with posts.py --num-pretraining"),
+        ({"model": "nowhere"}, "--model nowhere holds no config.json; make the model with quickstart/nano.py"),
+    ],
+)
+def test_pretrain_errors_leave_nothing_behind(raw, base, tmp_path, change, words):
+    arguments = {"model": str(base), "documents": str(raw), "batch_size": 8, "output_dir": str(tmp_path / "nano")}
+    with pytest.raises(SystemExit, match="^error: ") as error:
+        pretrain.main(pretrain.Args(**(arguments | change)))
+    assert words in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---- run.sh: the commands that it gives, recorded by a stand-in for python -------------------------------------------
 
 STAND_IN = """#!{python}
-import json, os, pathlib, sys
+import json, pathlib, sys
 args = sys.argv[1:]
-if args[0] == "-":  # the table of results at the end
-    os.execv("{python}", ["{python}", *args])
 with open("{log}", "a") as log:
     log.write(json.dumps(args) + "\\n")
-flags = dict(zip(args[1::2], args[2::2]))
-if "--output-dir" in flags:
-    pathlib.Path(flags["--output-dir"]).mkdir(parents=True)
-elif args[0].endswith(".py"):
-    run = pathlib.Path("runs", args[0][:-3], pathlib.Path(flags["--model"]).name, flags["--seed"])
-    (run / "eval").mkdir(parents=True)
-    (run / "eval/table.csv").write_text("a")
-    (run / "metrics.jsonl").write_text(json.dumps({{"loss": 0.123456, "time/step": 9}}) + "\\n")
+if "--output-dir" in args:  # what a finished stage leaves, in a folder that was not there
+    folder = pathlib.Path(args[args.index("--output-dir") + 1])
+    (folder / "eval").mkdir(parents=True)
+    tables = {{"sft.py": ["rouge"], "reward.py": ["accuracy"], "ppo.py": ["rouge"], "dpo.py": ["accuracy", "rouge"]}}
+    for table in tables.get(args[0], []):
+        (folder / "eval" / (table + ".csv")).touch()
 """
 
 
@@ -426,8 +970,57 @@ class Clone:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=self.root.parent)
         return done, [json.loads(line) for line in self.log.read_text().splitlines()]
 
+    def quickstart(self, *args: str) -> tuple[list[list[str]], str]:
+        """The calls of a run.sh that has to succeed, without the installation, and what it printed."""
+        done, calls = self.run("quickstart/run.sh", *args)
+        assert done.returncode == 0, done.stderr
+        return [call for call in calls if call[:2] != ["-m", "pip"]], done.stdout
 
-SCRIPTS = ["quickstart/posts.py", "tldr_dataset.py", "quickstart/nano.py", "sft.py", "reward.py", "ppo.py", "dpo.py"]
+
+DATA = ["quickstart/posts.py", "tldr_dataset.py"]
+STAGES = ["sft", "reward", "ppo", "dpo"]
+SCRIPTS = [*DATA, *(f"{stage}.py" for stage in STAGES), "quickstart/report.py"]
+
+
+def names(calls: list[list[str]]) -> list[str]:
+    return [call[0] for call in calls]
+
+
+def flags(call: list[str]) -> dict[str, str]:
+    """Flag -> its value, "" for a switch, of a command; none is given twice."""
+    found, parts = {}, call[1:]
+    while parts:
+        flag = parts.pop(0)
+        assert flag.startswith("--") and flag not in found, call
+        found[flag] = parts.pop(0) if parts and not parts[0].startswith("--") else ""
+    return found
+
+
+def check_commands(calls: list[list[str]], world: str, size: str, seed: str, posts_seed: str):
+    """Each command works on what the one before has made, in the folders of its world (posts-N), size and seed."""
+    data, runs = f"data/quickstart/{world}", f"runs/quickstart/{world}"
+    base = f"quickstart/bases/nano-{size}"
+    for call in calls:
+        given, stage = flags(call), call[0].removesuffix(".py")
+        if call[0] == "quickstart/posts.py":
+            assert (given["--seed"], given["--output-dir"]) == (posts_seed, f"{data}/raw")
+        elif call[0] == "tldr_dataset.py":
+            assert given["--sft-dataset"] == f"{data}/raw/posts" and given["--output-dir"] == f"{data}/tldr"
+            assert given["--preference-dataset"] == f"{data}/raw/comparisons" and given["--tokenizer"] == base
+        elif call[0] == "quickstart/report.py":
+            assert given["--raw"] == f"{data}/raw" and given["--preference-dataset"] == f"{data}/tldr/preference"
+            assert (given["--runs"], given["--model"], given["--seed"]) == (runs, f"nano-{size}", seed)
+        else:
+            assert (given["--model"], given["--seed"], given["--run-eval"]) == (base, seed, "")
+            assert given["--dataset"] == f"{data}/tldr/sft"
+            assert given["--output-dir"] == f"{runs}/{stage}/nano-{size}/{seed}"
+            sft = None if stage == "sft" else f"{runs}/sft/nano-{size}/{seed}"
+            assert given.get("--sft-model-path") == sft
+            preferences = f"{data}/tldr/preference" if stage in ("reward", "dpo") else None
+            assert given.get("--preference-dataset") == preferences
+            rewards = f"{runs}/reward/nano-{size}/{seed}" if stage == "ppo" else None
+            assert given.get("--reward-model-paths") == rewards
+            assert {"--learning-rate", "--batch-size", "--micro-batch-size"} <= set(given)
 
 
 def test_run_makes_data_once_and_installs_once(tmp_path):
@@ -435,49 +1028,150 @@ def test_run_makes_data_once_and_installs_once(tmp_path):
     done, calls = clone.run("quickstart/run.sh")
     assert done.returncode == 0, done.stderr
     assert calls[0][:3] == ["-m", "pip", "install"] and calls[0][-2:] == ["-r", "requirements.txt"]
-    assert [call[0] for call in calls[1:]] == SCRIPTS
-    assert "runs/ppo/nano-xs/1" in done.stdout and "eval/table.csv" in done.stdout and "0.1235" in done.stdout
-    assert "removing" not in done.stdout
+    assert names(calls[1:]) == SCRIPTS
+    check_commands(calls[1:], "posts-1", "s", "1", "1")
+    assert "removing" not in done.stdout and done.stdout.endswith(" s] done\n")
+    assert not {"--num-train", "--num-validation"} & set(calls[1])  # the sizes that posts.py has by default
 
-    kept = clone.root / "runs/sft/other/1/model"
+    kept = clone.root / "runs/quickstart/posts-1/sft/other/1/model"
     kept.mkdir(parents=True)
     done, calls = clone.run("quickstart/run.sh")
     assert done.returncode == 0, done.stderr
-    assert [call[0] for call in calls] == SCRIPTS[3:]
-    for stage in ("sft", "reward", "ppo", "dpo"):
-        assert f"removing runs/{stage}/nano-xs/1" in done.stdout
+    assert names(calls) == SCRIPTS[2:]
+    for stage in STAGES:
+        assert f"removing runs/quickstart/posts-1/{stage}/nano-s/1 " in done.stdout
     assert kept.exists()
-
-    done, calls = clone.run("quickstart/run.sh", "s", "7")
-    assert [call[0] for call in calls] == SCRIPTS[2:] and "removing" not in done.stdout
-    assert (clone.root / "runs/dpo/nano-s/7").exists() and (clone.root / "runs/dpo/nano-xs/1").exists()
 
     (clone.root / "requirements.txt").write_text("torch\n")  # other requirements are installed
     _, calls = clone.run("quickstart/run.sh")
     assert calls[0][:3] == ["-m", "pip", "install"]
 
 
-@pytest.mark.parametrize("args", [["xl"], ["xs", "../.."], ["xs", "1", "2"], ["xs", "01"]])
-def test_run_refuses_bad_arguments(tmp_path, args):
-    done, calls = Clone(tmp_path).run("quickstart/run.sh", *args)
-    assert done.returncode == 1 and done.stderr.startswith("error: usage") and calls == []
-
-
-def test_a_failing_stage_ends_the_run(tmp_path):
+def test_sizes_and_seeds_have_their_own_folders(tmp_path):
     clone = Clone(tmp_path)
-    python = clone.venv / "bin/python"
-    python.write_text(python.read_text().replace("flags =", 'sys.exit(3) if args[0] == "reward.py" else None\nflags ='))
-    done, calls = clone.run("quickstart/run.sh")
-    assert done.returncode == 3 and calls[-1][0] == "reward.py"
+    clone.quickstart("--seed", "1")
+    calls, printed = clone.quickstart("--seed", "7", "--size", "m")  # on the same data
+    assert names(calls) == SCRIPTS[2:] and "removing" not in printed
+    check_commands(calls, "posts-1", "m", "7", "1")
+    calls, printed = clone.quickstart("--posts-seed", "3", "--size", "xs", "--seed", "0")
+    assert names(calls) == SCRIPTS and "removing" not in printed
+    check_commands(calls, "posts-3", "xs", "0", "3")
+    found = {str(path.parent.relative_to(clone.root / "runs/quickstart")) for path in clone.root.rglob("eval/*.csv")}
+    runs = ("posts-1/{}/nano-s/1", "posts-1/{}/nano-m/7", "posts-3/{}/nano-xs/0")
+    assert found == {f"{run.format(stage)}/eval" for run in runs for stage in STAGES}
+
+
+def test_fast_is_smaller_and_has_its_own_folders(tmp_path):
+    clone = Clone(tmp_path)
+    usual, _ = clone.quickstart()
+    fast, printed = clone.quickstart("--fast")
+    assert names(fast) == SCRIPTS and "removing" not in printed
+    check_commands(fast, "posts-1-fast", "xs", "1", "1")
+    args = tyro.cli(posts.Args, args=fast[0][1:])
+    for name in SMALL:
+        if name.startswith("num_") and name != "num_pretraining":
+            assert 0 < getattr(args, name) <= getattr(posts.Args(), name), name
+    assert args.num_comparisons < posts.Args().num_comparisons and args.num_validation < posts.Args().num_validation
+    episodes = [int(flags(calls[4])["--total-episodes"]) for calls in (usual, fast)]
+    assert 0 < episodes[1] < episodes[0]
+    for before, after in zip(usual[2:6], fast[2:6], strict=True):  # nothing else differs but the size and the folders
+        before, after = flags(before), flags(after)
+        differing = {key for key in before | after if before.get(key) != after.get(key)} - {"--model"}
+        assert {key for key in differing if not before[key].startswith(("data/", "runs/"))} <= {"--total-episodes"}
+    calls, _ = clone.quickstart("--fast", "--size", "s", "--seed", "4", "--posts-seed", "2")
+    check_commands(calls, "posts-2-fast", "s", "4", "2")
+
+
+def test_continue_keeps_finished_stages(tmp_path):
+    clone = Clone(tmp_path)
+    runs = clone.root / "runs/quickstart/posts-1"
+    assert names(clone.quickstart("--continue")[0]) == SCRIPTS  # nothing to keep yet
+    calls, printed = clone.quickstart("--continue")
+    assert names(calls) == ["quickstart/report.py"] and "removing" not in printed
+    for stage in STAGES:
+        assert f"keeping runs/quickstart/posts-1/{stage}/nano-s/1, " in printed
+
+    (runs / "ppo/nano-s/1/eval/rouge.csv").unlink()  # killed before its evaluation
+    (runs / "dpo/nano-s/1/eval/rouge.csv").unlink()  # and in the midst of it
+    calls, printed = clone.quickstart("--continue")
+    assert names(calls) == ["ppo.py", "dpo.py", "quickstart/report.py"]
+    assert "removing runs/quickstart/posts-1/ppo/nano-s/1 " in printed and "keeping runs" in printed
+    check_commands(calls, "posts-1", "s", "1", "1")
+
+    shutil.rmtree(runs / "dpo/nano-s/1")
+    assert names(clone.quickstart("--continue")[0]) == ["dpo.py", "quickstart/report.py"]
+    assert names(clone.quickstart("--continue", "--seed", "2")[0]) == SCRIPTS[2:]  # another run is not finished
+    assert names(clone.quickstart()[0]) == SCRIPTS[2:]  # without the flag everything runs again
+
+
+def test_continue_runs_an_unfinished_reward_model_again(tmp_path):
+    clone = Clone(tmp_path)
+    clone.quickstart()
+    (clone.root / "runs/quickstart/posts-1/reward/nano-s/1/eval/accuracy.csv").unlink()
+    assert "reward.py" in names(clone.quickstart("--continue")[0])
+
+
+def test_data_only_stops_once_the_data_are_there(tmp_path):
+    clone = Clone(tmp_path)
+    calls, _ = clone.quickstart("--data-only", "--posts-seed", "5")
+    assert names(calls) == DATA and not (clone.root / "runs").exists()
+    check_commands(calls, "posts-5", "s", "1", "5")
+    assert clone.quickstart("--data-only", "--posts-seed", "5")[0] == []
+    assert names(clone.quickstart("--posts-seed", "5")[0]) == SCRIPTS[2:]
+    shutil.rmtree(clone.root / "data/quickstart/posts-5/tldr")
+    assert names(clone.quickstart("--posts-seed", "5", "--data-only")[0]) == ["tldr_dataset.py"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--size", "xl"], "--size is xl, not xs, s or m; "),
+        (["--size"], "--size needs a value; "),
+        (["--seed", "1", "--posts-seed"], "--posts-seed needs a value; "),
+        (["--seed", "../.."], "--seed is ../.., not a whole number; "),
+        (["--seed", "01"], "--seed is 01, not a whole number; "),
+        (["--seed", "-1"], "--seed is -1, not a whole number; "),
+        (["--seed", ""], "--seed is , not a whole number; "),
+        (["--posts-seed", "1-fast"], "--posts-seed is 1-fast, not a whole number; "),
+        (["--fast", "xs"], "unknown argument xs; "),
+        (["--data_only"], "unknown argument --data_only; "),
+        (["--help"], "unknown argument --help; "),
+    ],
+)
+def test_run_refuses_bad_arguments(tmp_path, args, words):
+    clone = Clone(tmp_path)
+    done, calls = clone.run("quickstart/run.sh", *args)
+    assert done.returncode == 1 and calls == [] and done.stdout == ""
+    assert done.stderr.startswith(f"error: {words}usage: bash quickstart/run.sh [--size xs|s|m] ")
+    assert not (clone.root / "data").exists() and not (clone.root / "runs").exists()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_know_the_flags_of_run(tmp_path, script):
-    if not (ROOT / script).exists():
-        pytest.skip(f"{script} does not exist")
-    _, calls = Clone(tmp_path).run("quickstart/run.sh")
-    flags = next(call[1:] for call in calls if call[0] == script)
-    tyro.cli(load(script).Args, args=flags)  # an unknown flag or a value of the wrong type exits
+def test_a_failing_command_ends_the_run(tmp_path, script):
+    clone = Clone(tmp_path)
+    python = clone.venv / "bin/python"
+    stand_in = python.read_text()
+    python.write_text(stand_in.replace('if "--output', f'sys.exit(3) if args[0] == "{script}" else None\nif "--output'))
+    done, calls = clone.run("quickstart/run.sh")
+    assert done.returncode == 3 and names(calls[1:]) == SCRIPTS[: SCRIPTS.index(script) + 1]
+    assert "done" not in done.stdout
+    python.write_text(stand_in)
+    assert names(clone.quickstart("--continue")[0]) == SCRIPTS[SCRIPTS.index(script) :]  # where it stopped
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> list[list[str]]:
+    """The commands of a usual and of a fast run."""
+    clone = Clone(tmp_path_factory.mktemp("recorded"))
+    return clone.quickstart()[0] + clone.quickstart("--fast")[0]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_know_the_flags_of_run(recorded, script):
+    commands = [call[1:] for call in recorded if call[0] == script]
+    assert len(commands) == 2
+    for command in commands:
+        tyro.cli(load(script).Args, args=command)  # an unknown flag or a value of the wrong type exits
 
 
 @pytest.mark.parametrize("script", ["tests/run.sh", ".ci/run"])
@@ -489,3 +1183,39 @@ def test_test_command(tmp_path, script):
     assert calls[1:3] == [["ruff", "check", "."], ["ruff", "format", "--check"]]
     assert calls[3] == ["-m", "pytest", "-n", "2", "tests", "-k", "some test"]
     assert [call[0] for call in clone.run(script)[1]] == ["ruff", "ruff", "-m"]  # nothing to install again
+
+
+# ---- the quickstart itself ------------------------------------------------------------------------------------------
+
+RUNNING = """#!/bin/sh
+[ "$1 $2" != "-m pip" ] || {{ echo "the test must not install anything" >&2; exit 9; }}
+exec "{python}" "$@"
+"""
+
+
+def test_fast_run_learns(tmp_path):
+    """`bash quickstart/run.sh --fast` of a fresh clone: SFT copies facts of the post, the reward model tells summaries
+    apart and both end their
+    summaries, by the truth."""
+    clone, venv = tmp_path / "clone", tmp_path / "venv"
+    clone.mkdir()
+    for path in [*ROOT.glob("*.py"), ROOT / "requirements.txt"]:
+        shutil.copy(path, clone)
+    shutil.copytree(ROOT / "quickstart", clone / "quickstart", ignore=shutil.ignore_patterns("__pycache__"))
+    # an environment that is up to date: its python is the running one
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin/python").write_text(RUNNING.format(python=sys.executable))
+    (venv / "bin/python").chmod(0o755)
+    stamp = subprocess.run("cat requirements.txt requirements.txt | cksum", shell=True, cwd=clone, capture_output=True)
+    (venv / "installed-requirements").write_bytes(stamp.stdout)
+    environment = os.environ | {"VIRTUAL_ENV": str(venv), "OMP_NUM_THREADS": "1"}
+    command = ["bash", str(clone / "quickstart/run.sh"), "--fast"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    with (clone / "runs/quickstart/posts-1-fast/report/nano-xs/1/table.csv").open(newline="") as file:
+        table = {(row["row"], row["metric"]): float(row["value"]) for row in csv.DictReader(file)}
+    # seen: 0.48, 0.16 and 0.61; chance is below 0 for facts at random
+    assert table["SFT", "truth"] > table["copied_title", "truth"] + 0.15 and table["SFT", "rougeL"] > 0.5
+    assert table["reward", "accuracy_clean"] > 0.7  # seen: 0.81 on 300 pairs, of which 0.5 would be chance
+    assert min(table[name, "eos_rate"] for name in ("SFT", "PPO")) > 0.95
+    assert table["near_perfect", "win_rate"] > 0.85 > 0.5 == table["reference", "win_rate"]

@@ -1,0 +1,385 @@
+"""The paper's scaling experiment at laptop size: the whole pipeline for every size and seed, then a table and figures.
+
+    python quickstart/scaling.py                    # three sizes x four seeds -> benchmark/results/nano
+    python quickstart/scaling.py --sizes s --seeds 1 --posts-seeds 2 3 --output-dir benchmark/results/nano_posts
+    python quickstart/scaling.py --dry-run          # only print the commands that are left to run
+
+One run is `bash quickstart/run.sh --continue --size SIZE --seed SEED --posts-seed POSTS_SEED`. It is finished when its
+report has a table.csv; a finished run is not started again, so that the same command continues after an interruption.
+Order: the data of each posts seed, one at a time; then posts seed by posts seed, the largest size first (no long run is
+left to the end, alone on the machine), its seeds as given. A failing run stops no other. The table is written once all
+runs are finished; one of other runs in the same folder is replaced.
+
+OUTPUT_DIR/  runs.csv      posts_seed, size, seed, row, metric, value: the reports of all runs below one another
+             table.md      mean ± sample standard deviation over seeds, what rises with size, each run and its checks
+             times.csv     seconds of each stage, summed over the runs of a size
+             figure_*.png  the paper's figures 1, 4, 5 and 10, of the first posts seed
+"""
+
+import csv
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Literal, NamedTuple
+
+import matplotlib
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+SIZES = ("xs", "s", "m")  # small to large
+
+# the quantities of the table: "row metric" of a run's report
+MEASURES = ("rougeL", "truth", "win_rate", "words")
+POLICIES = [f"{row} {measure}" for measure in (*MEASURES, "tokens") for row in ("SFT", "PPO", "DPO")]
+REWARDS = ["reward accuracy_clean", "reward accuracy_noisy", "reward accuracy_clean_cnndm"]
+YARDSTICKS = [f"{row} {measure}" for row in ("near_perfect", "copied_title") for measure in MEASURES]
+QUANTITIES = [*POLICIES, "PPO eos_rate", "PPO share_of_near_perfect", *REWARDS, *YARDSTICKS]
+EACH_RUN = ["SFT rougeL", *POLICIES[3:9], "PPO tokens", "PPO eos_rate", "PPO share_of_near_perfect", *REWARDS]
+RISING = ["SFT rougeL", "reward accuracy_clean", "reward accuracy_noisy", "PPO win_rate"]  # the paper's claim
+
+CHECKS = {  # what each run should show, as a function of its quantities
+    "PPO win rate ≥ 0.65": lambda run: run["PPO win_rate"] >= 0.65,
+    "≥ 10 points above SFT's": lambda run: run["PPO win_rate"] - run["SFT win_rate"] >= 0.1 - 1e-9,
+    "PPO − SFT truth: interval > 0": lambda run: run["PPO-SFT truth_difference_low"] > 0,
+    "PPO share of near-perfect ≥ 0.8": lambda run: run["PPO share_of_near_perfect"] >= 0.8,
+    "RM clean accuracy ≥ 0.85": lambda run: run["reward accuracy_clean"] >= 0.85,
+    "PPO EOS rate ≥ 0.95": lambda run: run["PPO eos_rate"] >= 0.95,
+    "DPO truth > SFT's": lambda run: run["DPO truth"] > run["SFT truth"],
+}
+
+
+@dataclass
+class Args:
+    sizes: tuple[Literal["xs", "s", "m"], ...] = SIZES
+    """sizes of the models"""
+    seeds: tuple[int, ...] = (44413, 55513, 66613, 77713)
+    """seeds of the stages; the default is the paper's four"""
+    posts_seeds: tuple[int, ...] = (1,)
+    """seeds of the generated posts and comparisons; each has its own section of the table, the first has the figures"""
+    jobs: int = 2
+    """runs side by side, each with OMP_NUM_THREADS = cores / jobs"""
+    runs: str = "runs/quickstart"
+    """folder of the runs, below the repository; run.sh writes to the default only: another holds finished runs"""
+    output_dir: str = "benchmark/results/nano"
+    """folder for table and figures, below the repository; files from before are replaced"""
+    dry_run: bool = False
+    """print the commands that would run, and nothing else"""
+
+
+class Job(NamedTuple):
+    """A command, the log that it appends to and the file that it has to leave behind (none where it makes data)."""
+
+    posts_seed: int
+    name: str
+    command: list[str]
+    log: Path
+    result: Path | None
+
+
+# ---- helpers: running -----------------------------------------------------------------------------------------------
+
+
+def fail(message: str):
+    """End the process with one clear message on standard error and exit code 1."""
+    raise SystemExit(f"error: {message}")
+
+
+def end_groups(processes: Iterable[subprocess.Popen], patience: float = 10):
+    """End the process groups of `processes`: SIGTERM, and SIGKILL for those that are left after `patience` seconds."""
+    groups, number, begin = {process.pid: process for process in processes}, signal.SIGTERM, time.monotonic()
+    while groups:
+        for group, process in list(groups.items()):
+            process.poll()  # an ended process that nobody waits for would keep its group alive
+            try:
+                os.killpg(group, number)
+            except (ProcessLookupError, PermissionError):
+                del groups[group]
+        if number == signal.SIGKILL:
+            break
+        number = signal.SIGKILL if time.monotonic() - begin > patience else 0  # 0: is anyone left?
+        time.sleep(0.05)
+
+
+def run_jobs(jobs: list[Job], at_once: int, threads: int, progress: Progress, bar) -> dict[str, str]:
+    """Run every job, `at_once` side by side; a job that fails stops no other. {name: what went wrong} of the failures.
+    A signal to end this process ends the jobs first."""
+    waiting, running, failures, signals = list(jobs), {}, {}, []
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: old for number, old in handlers.items() if old not in (signal.SIG_IGN, None)}  # nohup
+    for number in handlers:
+        signal.signal(number, lambda number, _: signals.append(signal.Signals(number).name))
+    try:
+        while (waiting or running) and not signals:
+            while waiting and len(running) < at_once:
+                job = waiting.pop(0)
+                job.log.parent.mkdir(parents=True, exist_ok=True)
+                with job.log.open("a") as log:
+                    print(f"\n# {time.strftime('%F %T')}  {shlex.join(job.command)}", file=log, flush=True)
+                    streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+                    where = {"cwd": ROOT, "env": environment, "start_new_session": True}
+                    process = subprocess.Popen(job.command, **streams, **where)
+                running[job.name] = job, process, time.monotonic()
+                progress.update(bar, description=" and ".join(running))
+            time.sleep(0.1)
+            for job, process, begin in list(running.values()):
+                code = process.poll()
+                if code is None:
+                    continue
+                del running[job.name]
+                problem = f"exit code {code}" if code else f"no {job.result} at its end"
+                if code or (job.result and not job.result.exists()):
+                    tail = "".join(f"\n    {line}" for line in job.log.read_text(errors="replace").splitlines()[-8:])
+                    failures[job.name] = f"{job.name}: {problem}; {job.log} ends with{tail}"
+                state = "failed" if job.name in failures else "finished"
+                progress.console.print(f"{job.name}: {state} after {time.monotonic() - begin:.0f} s", highlight=False)
+                done = int(state == "finished" and job.result is not None)
+                progress.update(bar, advance=done, description=" and ".join(running))
+    finally:
+        end_groups(process for _, process, _ in running.values())
+        for number, old in handlers.items():
+            signal.signal(number, old)
+    if signals:
+        fail(f"stopped by {signals[0]}, and with it {' and '.join(running) or 'no run'}; the same command continues")
+    return failures
+
+
+# ---- helpers: numbers -----------------------------------------------------------------------------------------------
+
+
+def read_report(path: Path) -> list[list[str]]:
+    """The rows of a CSV file of a report, without the header."""
+    if not path.exists():
+        fail(f"{path} is missing; remove {path.parent} and start again, which writes this report anew")
+    with path.open(newline="") as file:
+        return list(csv.reader(file))[1:]
+
+
+def write_csv(path: Path, header: list[str], rows: list[list]):
+    with path.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([header, *rows])
+
+
+def mean_and_sd(values: Iterable[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation (n - 1); 0 for a single value."""
+    values = list(values)
+    return mean(values), stdev(values) if len(values) > 1 else 0.0
+
+
+def shown_values(name: str, values: list[float]) -> str:
+    """mean ± sample standard deviation of a quantity; the bare value where there is one."""
+    digits = 1 if name.split()[1] in ("tokens", "words") else 3
+    return " ± ".join(f"{x:.{digits}f}" for x in mean_and_sd(values)[: len(values)])
+
+
+def rises(means: list[float]) -> bool:
+    """Whether every value is larger than the one before it."""
+    return all(after > before for before, after in zip(means, means[1:], strict=False))
+
+
+def markdown_lines(header: list[str], rows: list[list]) -> list[str]:
+    """A table in Markdown, an empty line before it."""
+    return ["", *(f"| {' | '.join(map(str, row))} |" for row in (header, ["---"] * len(header), *rows))]
+
+
+def moving_mean(values: list[float], window: int) -> list[float]:
+    """Mean of each value and the window - 1 before it, as far as there are any."""
+    return [mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+
+
+def read_curves(folders: list[Path], key: str) -> tuple[list[int], list[float], list[float], int]:
+    """Episodes, mean and standard deviation over runs of the moving mean of a metric, and the window of that mean:
+    a twentieth of the updates."""
+    curves = []
+    for folder in folders:
+        if not (folder / "metrics.jsonl").exists():
+            fail(f"no metrics.jsonl in {folder}: the figures need the run folders beside the reports")
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        curves.append({line["episode"]: line[key] for line in lines if key in line})
+    window = max(1, len(curves[0]) // 20)
+    smooth = [dict(zip(curve, moving_mean(list(curve.values()), window), strict=True)) for curve in curves]
+    episodes = sorted(set.intersection(*map(set, smooth)))
+    points = [mean_and_sd(curve[episode] for curve in smooth) for episode in episodes]
+    return episodes, [center for center, _ in points], [spread for _, spread in points], window
+
+
+# ---- helpers: drawing -----------------------------------------------------------------------------------------------
+
+
+def draw_curves(axis, stage_folder: Path, sizes: list[str], seeds: tuple[int, ...], key: str):
+    """A metric over episodes: a line per size (mean over seeds) in a band of one standard deviation."""
+    for size in sizes:
+        folders = [stage_folder / f"nano-{size}" / str(seed) for seed in seeds]
+        episodes, center, spread, window = read_curves(folders, key)
+        color = f"C{SIZES.index(size)}"
+        axis.plot(episodes, center, color=color, label=size)
+        edges = [[m + sign * s for m, s in zip(center, spread, strict=True)] for sign in (-1, 1)]
+        axis.fill_between(episodes, *edges, color=color, alpha=0.2, linewidth=0)
+    axis.set(title=key + (f"\nmoving mean over {window} updates" if window > 1 else ""), xlabel="episodes")
+    axis.locator_params(axis="x", nbins=6)
+    axis.legend()
+
+
+def draw_sizes(axis, lines: dict[str, list[list[float]]], sizes: list[str], title: str):
+    """Quantities over sizes: {name: [values of the seeds] of each size} as mean, standard deviation and points."""
+    for i, (name, groups) in enumerate(lines.items()):
+        x = [place + 0.08 * (i - (len(lines) - 1) / 2) for place in range(len(sizes))]  # side by side, not on top
+        centers, spreads = zip(*map(mean_and_sd, groups), strict=True)
+        axis.errorbar(x, centers, spreads, color=f"C{i + 3}", marker="o", capsize=3, label=name)
+        for place, values in zip(x, groups, strict=True):
+            axis.plot([place + 0.03] * len(values), values, ".", color=f"C{i + 3}", alpha=0.4)
+    axis.set(title=title, xlabel="size", xlim=(-0.5, len(sizes) - 0.5))
+    axis.set_xticks(range(len(sizes)), sizes)
+    axis.legend()
+
+
+def main(args: Args):
+    # ---- arguments --------------------------------------------------------------------------------------------------
+    for flag in ("sizes", "seeds", "posts_seeds"):
+        values = getattr(args, flag)
+        if not values or len(set(values)) < len(values):
+            fail(f"--{flag.replace('_', '-')} is {values}; it must name one or more, each once")
+    if args.jobs < 1:
+        fail(f"--jobs is {args.jobs}; it must be 1 or more")
+    runs_folder, output_dir = ROOT / args.runs, ROOT / args.output_dir
+    sizes = [size for size in SIZES if size in args.sizes]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = max(1, cores // args.jobs)
+
+    # ---- what is left to run ----------------------------------------------------------------------------------------
+    reports = {  # (posts seed, size, seed) -> folder
+        (posts, size, seed): runs_folder / f"posts-{posts}" / "report" / f"nano-{size}" / str(seed)
+        for posts in args.posts_seeds
+        for size in sizes
+        for seed in args.seeds
+    }
+    todo = [key for key, folder in reports.items() if not (folder / "table.csv").exists()]
+    todo.sort(key=lambda key: (args.posts_seeds.index(key[0]), -sizes.index(key[1])))  # stable: seeds stay as given
+    data_jobs, jobs = [], []
+    for posts, size, seed in todo:
+        script, logs = ["bash", "quickstart/run.sh"], runs_folder / f"posts-{posts}" / "logs"
+        if posts not in [job.posts_seed for job in data_jobs]:
+            command = [*script, "--data-only", "--posts-seed", str(posts)]
+            data_jobs.append(Job(posts, f"posts-{posts} data", command, logs / "data.log", None))
+        command = [*script, "--continue", "--size", size, "--seed", str(seed), "--posts-seed", str(posts)]
+        log, result = logs / f"nano-{size}-{seed}.log", reports[posts, size, seed] / "table.csv"
+        jobs.append(Job(posts, f"posts-{posts} nano-{size} {seed}", command, log, result))
+    if jobs and runs_folder != ROOT / Args.runs:
+        fail(f"{jobs[0].result} is missing, and run.sh writes to {Args.runs} only; leave --runs out to run it")
+    if args.dry_run:
+        print(f"# {len(reports) - len(todo)} of {len(reports)} runs are finished")
+        for job in [*data_jobs, *jobs]:
+            print(f"OMP_NUM_THREADS={threads if job.result else cores} {shlex.join(job.command)}")
+        return
+
+    # ---- run: data first, as the runs of a posts seed share them ----------------------------------------------------
+    if todo:
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("runs")]
+        columns += [TimeElapsedColumn(), TimeRemainingColumn()]
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            bar = progress.add_task("", total=len(reports), completed=len(reports) - len(todo))
+            failures = run_jobs(data_jobs, 1, cores, progress, bar)
+            without_data = {job.posts_seed for job in data_jobs if job.name in failures}
+            jobs = [job for job in jobs if job.posts_seed not in without_data]
+            failures |= run_jobs(jobs, args.jobs, threads, progress, bar)
+        if failures:
+            names = f"{', '.join(failures)} failed, so that no table is written"
+            fail("\n".join([f"{names}; the same command keeps what is finished and tries again", *failures.values()]))
+
+    # ---- collect ----------------------------------------------------------------------------------------------------
+    found, long, seconds = {}, [], {}  # run -> {quantity: value}; rows of runs.csv; (posts seed, size, stage) -> sum
+    for key, folder in reports.items():
+        rows = read_report(folder / "table.csv")
+        long += [[*key, *row] for row in rows]
+        found[key] = {f"{row} {metric}": float(value or "nan") for row, metric, value in rows}
+        if lacking := sorted({*QUANTITIES, "PPO-SFT truth_difference_low"} - set(found[key])):
+            fail(f"{folder / 'table.csv'} does not have {lacking[0]}; remove {folder} and start again")
+        times = [(stage, float(value)) for stage, value in read_report(folder / "times.csv")]
+        for stage, value in [*times, ("all stages", sum(value for _, value in times))]:
+            seconds[*key[:2], stage] = seconds.get((*key[:2], stage), 0) + value
+
+    def over_seeds(name: str, posts: int) -> list[list[float]]:
+        """Values of a quantity: for each size those of its seeds."""
+        return [[found[posts, size, seed][name] for seed in args.seeds] for size in sizes]
+
+    # ---- tables -----------------------------------------------------------------------------------------------------
+    cpuinfo, cpu = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
+        cpu = line.partition(":")[2].strip() if line.startswith("model name") else cpu
+    lines = [f"`{shlex.join(['python', 'quickstart/scaling.py', *sys.argv[1:]])}`", ""]
+    lines += [f"{cpu}, {cores} cores, {args.jobs} runs side by side; torch {version('torch')}."]
+    lines += ["± is the sample standard deviation over seeds."]
+    for posts in args.posts_seeds:
+        lines += ["", f"## Posts seed {posts}"]
+        rows = [[name, *(shown_values(name, values) for values in over_seeds(name, posts))] for name in QUANTITIES]
+        lines += markdown_lines(["", *(f"{size} (n = {len(args.seeds)})" for size in sizes)], rows)
+        rows = []
+        for name in RISING:
+            means = [mean(values) for values in over_seeds(name, posts)]
+            rows.append([name, *(f"{value:.4f}" for value in means), "yes" if rises(means) else "no"])
+        if len(sizes) > 1:
+            lines += markdown_lines(["mean over seeds", *sizes, f"rises from {sizes[0]} to {sizes[-1]}"], rows)
+        keys = [key for key in reports if key[0] == posts]
+        rows = [[*key[1:], *(shown_values(name, [found[key][name]]) for name in EACH_RUN)] for key in keys]
+        lines += markdown_lines(["size", "seed", *EACH_RUN], rows)
+        checks = [[check(found[key]) for check in CHECKS.values()] for key in keys]
+        rows = [[*key[1:], *("yes" if x else "no" for x in row)] for key, row in zip(keys, checks, strict=True)]
+        rows.append(["yes", "", *(f"{sum(column)} of {len(keys)}" for column in zip(*checks, strict=True))])
+        lines += markdown_lines(["size", "seed", *CHECKS], rows)
+    print("\n".join(lines))
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_csv(output_dir / "runs.csv", ["posts_seed", "size", "seed", "row", "metric", "value"], long)
+    rows = [[*key, len(args.seeds), f"{total:.1f}"] for key, total in seconds.items()]
+    write_csv(output_dir / "times.csv", ["posts_seed", "size", "stage", "runs", "seconds"], rows)
+
+    # ---- figures ----------------------------------------------------------------------------------------------------
+    posts = args.posts_seeds[0]
+    folder = runs_folder / f"posts-{posts}"
+    figures = {}  # file name, what it shows -> figure
+    figures["figure_1", "win rate against the reference"], axis = plt.subplots(figsize=(7.5, 4.5))
+    draw_sizes(axis, {x: over_seeds(f"{x} win_rate", posts) for x in ("SFT", "DPO", "PPO")}, sizes, "")
+    for name, style in (("near_perfect", "--"), ("copied_title", ":")):
+        axis.axhline(mean(sum(over_seeds(f"{name} win_rate", posts), [])), color="gray", linestyle=style, label=name)
+    axis.set(ylim=(0, 1))
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+
+    figures["figure_4", "SFT"], axes = plt.subplots(1, 2, figsize=(9, 4))
+    draw_curves(axes[0], folder / "sft", sizes, args.seeds, "loss/train")
+    draw_sizes(axes[1], {"SFT": over_seeds("SFT rougeL", posts)}, sizes, "ROUGE-L, validation")
+
+    figures["figure_5", "reward model"], axes = plt.subplots(2, 2, figsize=(9, 6.5))
+    for axis, key in zip(axes.flat, ("accuracy/train", "loss/train", "rewards/chosen"), strict=False):
+        draw_curves(axis, folder / "reward", sizes, args.seeds, key)
+    accuracy = {f"{x} labels": over_seeds(f"reward accuracy_{x}", posts) for x in ("clean", "noisy")}
+    draw_sizes(axes[1, 1], accuracy, sizes, "accuracy, validation")
+
+    figures["figure_10", "PPO"], axes = plt.subplots(2, 2, figsize=(9, 6.5))
+    keys = ("objective/rlhf_reward", "objective/kl", "objective/score", "response/length")
+    for axis, key in zip(axes.flat, keys, strict=True):
+        draw_curves(axis, folder / "ppo", sizes, args.seeds, key)
+
+    for (name, title), figure in figures.items():
+        figure.suptitle(f"{title}, posts seed {posts}: mean ± standard deviation of {len(args.seeds)} seeds", size=10)
+        figure.tight_layout()
+        figure.savefig(output_dir / f"{name}.png", dpi=75)
+        plt.close(figure)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

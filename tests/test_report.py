@@ -1,0 +1,599 @@
+"""quickstart/report.py: every number of the report against hand-made cases and an independent computation."""
+
+import csv
+import importlib.util
+import itertools
+import json
+import random
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import pandas
+import pytest
+from datasets import Dataset, DatasetDict
+from nltk.stem.porter import PorterStemmer
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def load(path: str):
+    """Import one of our scripts by its path below the repository root."""
+    name = "tested_" + Path(path).stem
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+posts = load("quickstart/posts.py")
+truth = load("quickstart/truth.py")
+report = load("quickstart/report.py")
+
+EOS = "<|endoftext|>"
+OUTPUTS = {"table.csv", "table.md", "times.csv", "samples.md", "learning_curves.png", "win_rates.png"}
+PERSON, EVENT, OBJECT, FEELING = (list(truth.FACTS[kind])[0] for kind in ("person", "event", "object", "feeling"))
+OTHER_PERSON = list(truth.FACTS["person"])[1]
+POST = f"Well.\nMy {PERSON} {EVENT} my {OBJECT}.\nI feel {FEELING}."  # four facts
+ONE, TWO, THREE = OBJECT, f"{EVENT} {OBJECT}", f"My {PERSON} {EVENT} my {OBJECT}"
+FOUR, WRONG = f"{THREE}, {FEELING}", f"My {OTHER_PERSON} {EVENT} my {OBJECT}"  # truth 1 and 0.25
+
+
+# ---- worlds: a raw folder, a preference data set and four run folders ------------------------------------------------
+
+
+def write_jsonl(path: Path, rows: list[dict]):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_csv(path: Path, rows: list[dict]):
+    """As the stages write their tables."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pandas.DataFrame(rows).to_csv(path, index=False)
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_metrics(runs: Path, clock: float = 1.0):
+    """metrics.jsonl of the four stages: 40 updates of 8 episodes; SFT's first line is its validation loss before."""
+    rng = random.Random(3)
+    keys = {"sft": ["loss/train"], "reward": ["accuracy/train"], "dpo": ["accuracy/train"]}
+    keys["ppo"] = ["objective/rlhf_reward", "objective/kl", "objective/score", "response/eos_rate", "response/length"]
+    for i, stage in enumerate(("sft", "reward", "ppo", "dpo")):
+        rows = [{"update": 0, "eval/loss": 5.0}] if stage == "sft" else []
+        for update in range(1, 41):
+            row = {"update": update, "episode": 8 * update} | {key: rng.random() for key in keys[stage]}
+            rows.append(row | {"time/update": clock, "time/total": clock * (update + i)})
+        write_jsonl(runs / stage / "nano-s" / "1" / "metrics.jsonl", rows)
+
+
+def sample_rows(rows: list[dict], responses: list[str], rng: random.Random) -> list[dict]:
+    """What a stage writes into eval/samples_validation.csv; ROUGE is made up: no other source has it."""
+    found = []
+    for row, response in zip(rows, responses, strict=True):
+        each = {"id": row["id"], "query": f"POST: {row['post']}\n\nTL;DR:", "response": response}
+        each |= {"reference": f" {row['summary']}", "response_tokens": rng.randint(1, 53)}
+        found.append(each | {"has_eos": rng.random() < 0.7, "rouge1": 0.1, "rouge2": 0.2, "rougeL": rng.random()})
+    return found
+
+
+def folders(root: Path) -> SimpleNamespace:
+    found = SimpleNamespace(root=root, raw=root / "raw", preference=root / "tldr" / "preference", runs=root / "runs")
+    for stage in ("sft", "reward", "ppo", "dpo"):
+        setattr(found, stage, found.runs / stage / "nano-s" / "1")
+    found.output = found.runs / "report" / "nano-s" / "1"
+    found.args = report.Args(raw=str(found.raw), preference_dataset=str(found.preference), runs=str(found.runs))
+    return found
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> SimpleNamespace:
+    """A generated world of 25 posts, with imperfect policies and rewards that follow neither label nor truth."""
+    world = folders(tmp_path_factory.mktemp("report"))
+    sizes = {"num_train": 4, "num_validation": 25, "num_test": 2, "num_comparisons": 4, "vocab_size": 300}
+    sizes |= {"num_validation_comparisons": 60, "num_cnndm_comparisons": 30}
+    posts.main(posts.Args(output_dir=str(world.raw), **sizes))
+    rng, rows = random.Random(5), read(world.raw / "posts/validation.jsonl")
+    for stage in ("sft", "ppo", "dpo"):
+        # some words of the post and of the reference, in their order; one response is empty, one looks like a null
+        responses = [
+            " " + " ".join(word for word in f"{row['summary']} {row['post']}".split() if rng.random() < 0.4)
+            for row in rows
+        ]
+        responses[3:6] = ["", "NA", ' "a | b"\n\nc, ' + rows[5]["summary"]]
+        write_csv(getattr(world, stage) / "eval/samples_validation.csv", sample_rows(rows, responses, rng))
+    write_metrics(world.runs)
+    splits = {"train": [], "validation": [], "validation_cnndm": []}
+    for row in read(world.raw / "comparisons/validation.jsonl"):
+        info, chosen, rejected = row["info"], row["summaries"][row["choice"]], row["summaries"][1 - row["choice"]]
+        query = f"Article: {info['article']}\n\nTL;DR:\n"
+        if not info["article"]:
+            query = f"SUBREDDIT: r/{info['subreddit']}\n\nTITLE: {info['title']}\n\nPOST: {info['post']}\n\nTL;DR:"
+        pair = {
+            "query": query,
+            "chosen": chosen["text"] + EOS,
+            "rejected": rejected["text"] + EOS,
+            "query_token": [1, 2],
+        }
+        pair |= {"policies": "--".join(sorted((chosen["policy"], rejected["policy"])))}
+        splits["validation_cnndm" if info["article"] else "validation"].append(pair)
+    splits["train"] = splits["validation"][:3]
+    DatasetDict({split: Dataset.from_list(rows) for split, rows in splits.items()}).save_to_disk(str(world.preference))
+    for stage, split in itertools.product(("reward", "dpo"), ("validation", "validation_cnndm")):
+        rewards = [
+            {"batch": "b", "split": "valid1", "policies": pair["policies"], "confidence": None}
+            | {"chosen_reward": rng.gauss(0.3, 1), "rejected_reward": rng.gauss(0, 1)}
+            for pair in splits[split]
+        ]
+        rewards[7]["rejected_reward"] = rewards[7]["chosen_reward"]
+        write_csv(getattr(world, stage) / f"eval/pairs_{split}.csv", rewards)
+    world.pairs = splits
+    return world
+
+
+@pytest.fixture
+def world(made, tmp_path) -> SimpleNamespace:
+    """A copy of the generated world, to break."""
+    shutil.copytree(made.root, tmp_path / "copy", ignore=shutil.ignore_patterns("report"))
+    found = folders(tmp_path / "copy")
+    found.pairs = made.pairs
+    return found
+
+
+@pytest.fixture
+def small(tmp_path) -> SimpleNamespace:
+    """Four posts and eight pairs whose numbers a person can work out."""
+    world = folders(tmp_path / "small")
+    rows = [{"id": f"p{i}", "title": "t", "post": POST, "summary": THREE} for i in range(4)]  # references: 0.75
+    write_jsonl(world.raw / "posts/validation.jsonl", [*rows, {"id": "p4", "post": POST, "summary": "not sampled"}])
+    yardsticks = [{"id": row["id"], "near_perfect": FOUR, "copied_title": f"the {OBJECT}s"} for row in rows]
+    yardsticks[0]["near_perfect"] = TWO
+    write_jsonl(world.raw / "yardsticks/validation.jsonl", yardsticks[::-1])
+    responses = {"sft": [FOUR, THREE, TWO, ONE], "ppo": [FOUR, FOUR, THREE, FOUR], "dpo": [WRONG, "", TWO, FOUR]}
+    for stage, texts in responses.items():
+        samples = sample_rows(rows, texts, random.Random(1))
+        for i, row in enumerate(samples):
+            row |= {"response_tokens": 10 + 2 * i, "has_eos": i > 0, "rougeL": 0.2 * i}
+        write_csv(getattr(world, stage) / "eval/samples_validation.csv", samples)
+    write_metrics(world.runs)
+    filler = " ".join(f"w{i}" for i in range(truth.FREE_WORDS - 2))
+    pairs = [  # chosen, rejected, gap of the rewards                        noisy  clean
+        (FOUR, ONE, 1.0),  #                                                 hit    hit
+        (FOUR, TWO, -1.0),  #                                                miss   miss
+        (ONE, TWO, -0.5),  # a wrong label                                   miss   hit
+        (WRONG, THREE, 1e-9),  # a wrong label                               hit    miss
+        (f"{TWO} {filler}", TWO, 2.0),  # free words, but for EOS: a tie     hit    left out
+        (TWO, ONE, 0.0),  #                                                  miss   miss
+        (ONE, FOUR, 0.0),  # a wrong label                                   miss   miss
+        ("", THREE, -3.0),  # a wrong label                                  miss   hit
+    ]
+    rows = [{"query": f"POST: {POST}", "chosen": f" {a}{EOS}", "rejected": f" {b}{EOS}"} for a, b, _ in pairs]
+    policies = ["a--b", "a--b", "null", "a--b", "null", "c--d", "c--d", "null"]
+    rows = [row | {"policies": policy} for row, policy in zip(rows, policies, strict=True)]
+    data = {"train": rows[:1], "validation": rows, "validation_cnndm": rows[2:5]}
+    DatasetDict({split: Dataset.from_list(rows) for split, rows in data.items()}).save_to_disk(str(world.preference))
+    for stage, sign in (("reward", 1), ("dpo", -1)):
+        rewards = [
+            {"policies": policy, "chosen_reward": sign * gap, "rejected_reward": 0.0}
+            for (_, _, gap), policy in zip(pairs, policies, strict=True)
+        ]
+        write_csv(getattr(world, stage) / "eval/pairs_validation.csv", rewards)
+        write_csv(getattr(world, stage) / "eval/pairs_validation_cnndm.csv", rewards[2:5])
+    return world
+
+
+def table(world) -> dict[tuple[str, str], float]:
+    """table.csv as {(row, metric): value}."""
+    with (world.output / "table.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["row", "metric", "value"]
+    found = {(row, metric): float(value) for row, metric, value in rows}
+    assert len(found) == len(rows) and all(repr(float(value)) == value for _, _, value in rows)  # not rounded
+    return found
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def section(text: str, title: str) -> list[list[str]]:
+    """The cells of the Markdown table behind a line that holds `title`; rule left out."""
+    lines = text[text.index(title) :].split("\n\n")[1].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line]
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+def test_the_truth_is_that_of_truth_py():
+    source = (ROOT / "quickstart/truth.py").read_text()
+    assert source[source.index("# fmt: off\nFACTS") :].strip() in (ROOT / "quickstart/report.py").read_text()
+
+
+def test_policies_worked_out_by_hand(small):
+    report.main(small.args)
+    found = table(small)
+    expected = {
+        "SFT": {"truth": (1 + 0.75 + 0.5 + 0.25) / 4, "win_rate": (1 + 0.5) / 4, "words": (6 + 5 + 2 + 1) / 4},
+        "PPO": {"truth": (1 + 1 + 0.75 + 1) / 4, "win_rate": 3.5 / 4, "words": (6 + 6 + 5 + 6) / 4},
+        "DPO": {"truth": (0.25 + 0 + 0.5 + 1) / 4, "win_rate": 1 / 4, "words": (5 + 0 + 2 + 6) / 4},
+        "near_perfect": {"truth": (0.5 + 3) / 4, "win_rate": 3 / 4, "words": (2 + 6 + 6 + 6) / 4},
+        "copied_title": {"truth": 0.0, "win_rate": 0.0, "words": 2.0},  # a plural is another word
+        "reference": {"truth": 0.75, "win_rate": 0.5, "words": 5.0, "rougeL": 1.0},
+    }
+    for name in ("SFT", "PPO", "DPO"):
+        expected[name] |= {"rougeL": 0.3, "tokens": 13.0, "eos_rate": 0.75}
+    # words in common, in order, over 5 words of the reference: 5 of 6 or 2 of 2; "laptops" only once it is stemmed
+    expected["near_perfect"]["rougeL"] = (2 * 1 * (2 / 5) / (1 + 2 / 5) + 3 * (2 * (5 / 6) * 1 / (5 / 6 + 1))) / 4
+    expected["copied_title"]["rougeL"] = 2 * (1 / 2) * (1 / 5) / (1 / 2 + 1 / 5)
+    expected["PPO"]["share_of_near_perfect"] = 3.75 / 3.5
+    expected["PPO-SFT"] = {"truth_difference": (0 + 0.25 + 0.25 + 0.75) / 4}
+    expected["DPO-SFT"] = {"truth_difference": (-0.75 - 0.75 + 0 + 0.75) / 4}
+    for row, metrics in expected.items():
+        for metric, value in metrics.items():
+            assert found[row, metric] == pytest.approx(value, abs=1e-12), (row, metric)
+
+
+def test_accuracies_worked_out_by_hand(small, capsys):
+    report.main(small.args)
+    found = table(small)
+    expected = {("reward", "accuracy_noisy"): 3 / 8, ("reward", "accuracy_clean"): 3 / 7}
+    expected |= {("reward", "accuracy_noisy_cnndm"): 2 / 3, ("reward", "accuracy_clean_cnndm"): 1 / 2}
+    # DPO's gaps are the others, upside down; a gap of 0 agrees with neither
+    expected |= {("dpo_implicit", "accuracy_noisy"): 3 / 8, ("dpo_implicit", "accuracy_clean"): 2 / 7}
+    expected |= {("dpo_implicit", "accuracy_noisy_cnndm"): 1 / 3, ("dpo_implicit", "accuracy_clean_cnndm"): 1 / 2}
+    assert {key: value for key, value in found.items() if "accuracy" in key[1]} == pytest.approx(expected)
+    text = (small.output / "table.md").read_text()
+    assert "8 pairs of validation (1 of equal truth" in text and "3 pairs of validation_cnndm (1 of equal truth" in text
+    rows = section(text, "pair of policies")
+    assert rows[1:] == [["a--b", "3", "0.333"], ["c--d", "2", "0.000"], ["null", "3", "1.000"]]
+    assert re.search(r"a--b\W+3\W+0\.333", capsys.readouterr().out)
+
+
+def lcs(first: list[str], second: list[str]) -> int:
+    """Length of the longest common subsequence."""
+    lengths = {}
+    for i, j in itertools.product(range(len(first) + 1), range(len(second) + 1)):
+        if i == 0 or j == 0:
+            lengths[i, j] = 0
+        elif first[i - 1] == second[j - 1]:
+            lengths[i, j] = lengths[i - 1, j - 1] + 1
+        else:
+            lengths[i, j] = max(lengths[i - 1, j], lengths[i, j - 1])
+    return lengths[len(first), len(second)]
+
+
+def rouge_l(reference: str, text: str) -> float:
+    stems = [
+        [PorterStemmer().stem(word) if len(word) > 3 else word for word in re.findall("[a-z0-9]+", each.lower())]
+        for each in (reference, text)
+    ]
+    return 2 * lcs(*stems) / (len(stems[0]) + len(stems[1]))
+
+
+def interval(values: list[float], resamples: int) -> tuple[float, float]:
+    """The bootstrap by hand: places from the same generator, sums in a loop, quantiles between the two nearest."""
+    rng, means = numpy.random.default_rng(1), []
+    for row in rng.integers(len(values), size=(resamples, len(values))):
+        means.append(sum(values[i] for i in row) / len(values))
+    means.sort()
+    found = []
+    for share in (0.025, 0.975):
+        place = share * (resamples - 1)
+        below = int(place)
+        found.append(means[below] + (place - below) * (means[below + 1] - means[below]))
+    return found[0], found[1]
+
+
+def test_every_number_against_own_loops(world):
+    report.main(world.args)
+    found, expected, truths = table(world), {}, {}
+    rows = {row["id"]: row for row in read(world.raw / "posts/validation.jsonl")}
+    summaries = {"reference": {i: row["summary"] for i, row in rows.items()}, "near_perfect": {}, "copied_title": {}}
+    for row in read(world.raw / "yardsticks/validation.jsonl"):
+        for name in ("near_perfect", "copied_title"):
+            summaries[name][row["id"]] = row[name]
+    for name in ("SFT", "PPO", "DPO"):
+        frame = pandas.read_csv(getattr(world, name.lower()) / "eval/samples_validation.csv", keep_default_na=False)
+        summaries[name] = dict(zip(frame["id"], frame["response"], strict=True))
+        expected[name, "rougeL"] = frame["rougeL"].mean()
+        expected[name, "tokens"] = frame["response_tokens"].mean()
+        expected[name, "eos_rate"] = sum(str(value) == "True" for value in frame["has_eos"]) / 25
+    for name, texts in summaries.items():
+        assert texts.keys() == rows.keys()
+        truths[name] = {i: truth.score(rows[i]["post"], text) for i, text in texts.items()}
+        expected[name, "truth"] = sum(truths[name].values()) / 25
+        expected[name, "words"] = sum(len(re.findall(r"\w+", text)) for text in texts.values()) / 25
+        expected.setdefault((name, "rougeL"), sum(rouge_l(rows[i]["summary"], text) for i, text in texts.items()) / 25)
+        wins = []
+        for i, value in truths[name].items():
+            gap = round(value - truths["reference"][i], 8)
+            wins.append(1.0 if gap > 0 else 0.0 if gap < 0 else 0.5)
+        low, high = interval(wins, 2000)
+        expected |= {(name, "win_rate"): sum(wins) / 25, (name, "win_rate_low"): low, (name, "win_rate_high"): high}
+    expected["PPO", "share_of_near_perfect"] = expected["PPO", "truth"] / expected["near_perfect", "truth"]
+    for name in ("PPO", "DPO"):
+        gains = [truths[name][i] - truths["SFT"][i] for i in rows]
+        low, high = interval(gains, 10_000)
+        expected[f"{name}-SFT", "truth_difference"] = sum(gains) / 25
+        expected |= {(f"{name}-SFT", "truth_difference_low"): low, (f"{name}-SFT", "truth_difference_high"): high}
+    for row, stage in (("reward", "reward"), ("dpo_implicit", "dpo")):
+        for split, suffix in (("validation", ""), ("validation_cnndm", "_cnndm")):
+            frame = pandas.read_csv(getattr(world, stage) / f"eval/pairs_{split}.csv")
+            noisy, clean = [], []
+            for pair, chosen, rejected in zip(
+                world.pairs[split], frame["chosen_reward"], frame["rejected_reward"], strict=True
+            ):
+                better = [truth.score(pair["query"], pair[key].replace(EOS, "")) for key in ("chosen", "rejected")]
+                assert abs(better[0] - better[1]) > 1e-6
+                noisy.append(chosen > rejected)
+                clean.append(chosen > rejected if better[0] > better[1] else rejected > chosen)
+            expected[row, f"accuracy_noisy{suffix}"] = sum(noisy) / len(frame)
+            expected[row, f"accuracy_clean{suffix}"] = sum(clean) / len(frame)
+            assert noisy != clean
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
+    # the Markdown shows the same numbers, 3 digits of each
+    text = (world.output / "table.md").read_text()
+    for title in ("25 posts of validation", "True score above SFT", "Accuracy on"):
+        (_, *header), *lines = section(text, title)
+        for name, *cells in lines:
+            values = [f"{expected[name, key]:.3f}" if (name, key) in expected else "" for key in header]
+            assert cells == values, (title, name)
+            expected = {key: value for key, value in expected.items() if key[0] != name or key[1] not in header}
+    assert list(expected) == [("PPO", "share_of_near_perfect")]
+    assert f"PPO has {expected['PPO', 'share_of_near_perfect']:.3f} of the truth of near_perfect" in text
+
+
+def test_order_of_the_raw_files_does_not_matter(world):
+    report.main(world.args)
+    before = files(world.output)
+    for kind in ("posts", "yardsticks"):
+        path = world.raw / kind / "validation.jsonl"
+        write_jsonl(path, read(path)[::-1])
+    report.main(world.args)
+    assert files(world.output) == before
+
+
+# ---- intervals ------------------------------------------------------------------------------------------------------
+
+
+def test_interval_of_few_values_is_that_of_all_resamples():
+    values = [0.0, 0.1, 0.5, 1.7]
+    means = sorted(sum(draw) / 4 for draw in itertools.product(values, repeat=4))  # all 256 alike
+    low, high = report.bootstrap_interval(values, 20_000)
+    assert means[4] <= low <= means[8] and means[247] <= high <= means[251]  # 2.5 % of 256 are 6.4
+    assert report.bootstrap_interval([0.25] * 7, 2000) == (0.25, 0.25)
+    assert report.bootstrap_interval([1.0], 2000) == (1.0, 1.0)
+
+
+def test_interval_is_near_the_normal_one_and_deterministic():
+    rng = random.Random(2)
+    values = [rng.gauss(3.0, 2.0) for _ in range(400)]
+    error = float(numpy.std(values)) / 400**0.5
+    for resamples in (2000, 10_000):
+        low, high = report.bootstrap_interval(values, resamples)
+        assert (low, high) == report.bootstrap_interval(values, resamples)
+        assert low == pytest.approx(numpy.mean(values) - 1.96 * error, abs=0.15 * error)
+        assert high == pytest.approx(numpy.mean(values) + 1.96 * error, abs=0.15 * error)
+    low, high = report.bootstrap_interval([0.0] * 30 + [1.0] * 70, 2000)
+    assert 0.59 < low < 0.63 and 0.77 < high < 0.81  # 0.7 +- 1.96 x 0.0458
+
+
+def test_numbers_of_resamples(small, monkeypatch):
+    counts = []
+    monkeypatch.setattr(report, "bootstrap_interval", lambda values, resamples: counts.append(resamples) or (0.0, 1.0))
+    report.main(small.args)
+    assert counts == [2000] * 6 + [10_000] * 2  # win rates, differences
+
+
+def test_two_calls_give_the_same_files_and_the_clock_is_in_times_alone(world):
+    report.main(world.args)
+    before = files(world.output)
+    assert before.keys() == OUTPUTS
+    assert before["times.csv"].decode().splitlines() == [
+        "stage,seconds", "sft,40.0", "reward,41.0", "ppo,42.0", "dpo,43.0"
+    ]  # fmt: skip
+    write_metrics(world.runs, clock=2.5)
+    report.main(world.args)
+    after = files(world.output)
+    assert {name for name in OUTPUTS if before[name] != after[name]} == {"times.csv"}
+
+
+@pytest.mark.parametrize("name", ["figure", "rename"])
+def test_an_interrupted_report_has_no_table_csv(small, monkeypatch, name):
+    report.main(small.args)  # nor that of an earlier one
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    targets = {"figure": (report.plt.Figure, "savefig"), "rename": (report.Path, "rename")}
+    monkeypatch.setattr(*targets[name], interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        report.main(small.args)
+    assert not (small.output / "table.csv").exists()
+    assert name == "figure" or OUTPUTS - {"table.csv"} <= files(small.output).keys()
+
+
+# ---- samples and figures --------------------------------------------------------------------------------------------
+
+
+def test_samples_are_ten_evenly_spaced_posts(world):
+    report.main(world.args)
+    _, *parts = (world.output / "samples.md").read_text().split("\n## ")
+    rows = read(world.raw / "posts/validation.jsonl")
+    places = [0, 2, 5, 7, 10, 12, 15, 17, 20, 22]
+    assert [part.split("\n")[0] for part in parts] == [rows[i]["id"] for i in places]
+    summaries = {"reference": [row["summary"] for row in rows]}
+    for name in ("SFT", "PPO", "DPO"):
+        with (getattr(world, name.lower()) / "eval/samples_validation.csv").open(newline="") as file:
+            summaries[name] = [row["response"] for row in csv.DictReader(file)]
+    for i, part in zip(places, parts, strict=True):
+        assert "\n".join(f"> {line}" for line in rows[i]["post"].split("\n")) in part
+        lines = [line for line in part.splitlines() if line.startswith("|")][2:]
+        assert [line.split(" | ")[0] for line in lines] == ["| reference", "| SFT", "| PPO", "| DPO"]
+        for line, texts in zip(lines, summaries.values(), strict=True):
+            text = re.sub(r"\s+", " ", texts[i]).strip().replace("|", "\\|")
+            assert line.endswith(f" | {text} | {truth.score(rows[i]['post'], texts[i]):.3f} |")
+    assert 'a \\| b" c, ' in parts[2]  # one line in a table, in spite of its bar and its line breaks
+
+
+def test_fewer_than_ten_posts_are_all_shown(small):
+    report.main(small.args)
+    assert re.findall(r"\n## (\w+)", (small.output / "samples.md").read_text()) == ["p0", "p1", "p2", "p3"]
+
+
+def test_figures_draw_the_numbers(world, monkeypatch, capsys):
+    drawn = []
+    monkeypatch.setattr(report.plt, "close", drawn.append)
+    report.main(world.args)
+    found, (curves, bars) = table(world), drawn
+    (axis,) = bars.axes
+    names = [label.get_text() for label in axis.get_xticklabels()]
+    assert names == ["SFT", "DPO", "PPO"]
+    assert [patch.get_height() for patch in axis.patches] == [found[name, "win_rate"] for name in names]
+    spans = [tuple(collection.get_segments()[0][:, 1]) for collection in axis.collections]
+    assert spans == [(found[name, "win_rate_low"], found[name, "win_rate_high"]) for name in names]
+    lines = [(line.get_ydata()[0], line.get_linestyle()) for line in axis.lines]
+    assert lines == [(found["near_perfect", "win_rate"], "--"), (found["copied_title", "win_rate"], "--"), (0.5, "-")]
+
+    panels = {axis.get_title(): axis.lines for axis in curves.axes}
+    assert len(panels) == 8
+    keys = {"RLHF": "ppo objective/rlhf_reward", "KL": "ppo objective/kl", "score of": "ppo objective/score"}
+    keys |= {"EOS": "ppo response/eos_rate", "length": "ppo response/length", "SFT: loss": "sft loss/train"}
+    keys |= {"reward model: accuracy": "reward accuracy/train", "DPO: accuracy": "dpo accuracy/train"}
+    for part, source in keys.items():
+        stage, key = source.split()
+        ((raw, smooth),) = [lines for title, lines in panels.items() if part in title]
+        values = [row[key] for row in read(getattr(world, stage) / "metrics.jsonl") if key in row]
+        assert list(raw.get_xdata()) == list(smooth.get_xdata()) == [8 * update for update in range(1, 41)]
+        assert list(raw.get_ydata()) == values
+        means = [values[0], *((a + b) / 2 for a, b in itertools.pairwise(values))]  # 40 updates: of two
+        assert list(smooth.get_ydata()) == pytest.approx(means)
+    for figure in drawn:
+        figure.clear()
+
+    printed = capsys.readouterr().out
+    for name, size in (("learning_curves.png", (1120, 480)), ("win_rates.png", (480, 320))):
+        content = (world.output / name).read_bytes()
+        assert content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) < 80_000
+        assert struct.unpack(">II", content[16:24]) == size
+        assert str(world.output / name) in printed
+
+
+def test_command_line_prints_tables_and_figures_and_output_dir_is_kept_to(small):
+    command = [sys.executable, str(ROOT / "quickstart/report.py"), "--raw", "raw", "--preference-dataset"]
+    command += ["tldr/preference", "--model", "nano-s", "--seed", "1", "--output-dir", "new/report"]
+    done = subprocess.run(command, cwd=small.root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert files(small.root / "new/report").keys() == OUTPUTS and not small.output.exists()
+    assert "new/report/learning_curves.png\nnew/report/win_rates.png" in done.stdout
+    assert re.search(r"PPO-SFT\W+0\.312\W", done.stdout) and re.search(r"ppo\W+42\.000\W", done.stdout)
+    assert re.search(r"dpo_implicit\W+0\.375\W+0\.286\W+0\.333\W+0\.500\W", done.stdout)
+    small.args.output_dir = None
+    report.main(small.args)
+    assert files(small.output) == files(small.root / "new/report")
+
+
+# ---- what may be missing, and what may not --------------------------------------------------------------------------
+
+
+def refused(world, *parts: str):
+    """The report fails with one message that holds all parts, and writes nothing."""
+    before = files(world.root)
+    with pytest.raises(SystemExit) as caught:
+        report.main(world.args)
+    for part in ("error: ", *parts):
+        assert part in str(caught.value)
+    assert files(world.root) == before and not world.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "script"),
+    [
+        ("raw/posts/validation.jsonl", "quickstart/posts.py"),
+        ("raw/yardsticks/validation.jsonl", "quickstart/posts.py"),
+        ("tldr/preference/dataset_dict.json", "tldr_dataset.py"),
+        ("runs/sft/nano-s/1/eval/samples_validation.csv", "sft.py --run-eval --seed 1 "),
+        ("runs/sft/nano-s/1/metrics.jsonl", "sft.py"),
+        ("runs/ppo/nano-s/1/eval/samples_validation.csv", "ppo.py --run-eval --seed 1 "),
+        ("runs/ppo/nano-s/1/metrics.jsonl", "ppo.py"),
+        ("runs/dpo/nano-s/1/eval/samples_validation.csv", "dpo.py --run-eval --seed 1 "),
+        ("runs/dpo/nano-s/1/metrics.jsonl", "dpo.py"),
+        ("runs/reward/nano-s/1/eval/pairs_validation.csv", "reward.py --run-eval --seed 1 "),
+        ("runs/reward/nano-s/1/eval/pairs_validation_cnndm.csv", "reward.py"),
+        ("runs/reward/nano-s/1/metrics.jsonl", "reward.py"),
+    ],
+)
+def test_a_missing_file_is_named_with_its_script(small, path, script):
+    (small.root / path).unlink()
+    refused(small, "1 of 12 files", f"{small.root / path}, made by  python {script}")
+
+
+def test_all_missing_folders_are_named_at_once(small):
+    for folder in (small.raw, small.preference, small.ppo):
+        shutil.rmtree(folder)
+    parts = ("posts/validation.jsonl", "yardsticks", "dataset_dict.json", "ppo/nano-s/1/metrics", "ppo/nano-s/1/eval")
+    refused(small, "5 of 11 files", *parts)
+
+
+def change_csv(path: Path, change):
+    frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
+    changed = change(frame)
+    (frame if changed is None else changed).to_csv(path, index=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "message"),
+    [
+        ("dpo/nano-s/1/eval/samples_validation.csv", lambda f: f[1:], "other posts than the samples of SFT"),
+        ("ppo/nano-s/1/eval/samples_validation.csv", lambda f: f[::-1], "other posts than the samples of SFT"),
+        ("dpo/nano-s/1/eval/samples_validation.csv", lambda f: f.assign(reference="else"), "p0 with that reference"),
+        ("dpo/nano-s/1/eval/samples_validation.csv", lambda f: f.drop(columns="has_eos"), "without has_eos"),
+        ("dpo/nano-s/1/eval/samples_validation.csv", lambda f: f[:0], "has no row"),
+        ("reward/nano-s/1/eval/pairs_validation.csv", lambda f: f[:-1], "7 rows, "),
+        ("reward/nano-s/1/eval/pairs_validation_cnndm.csv", lambda f: f[:-1], "3 pairs of validation_cnndm"),
+        ("dpo/nano-s/1/eval/pairs_validation.csv", lambda f: f[:-1], "8 pairs of validation"),
+        ("reward/nano-s/1/eval/pairs_validation.csv", lambda f: f.assign(policies="a--b"), "other pairs than"),
+        ("dpo/nano-s/1/eval/pairs_validation.csv", lambda f: f[::-1], "other pairs than"),
+        ("reward/nano-s/1/eval/pairs_validation.csv", lambda f: f.drop(columns="chosen_reward"), "chosen_reward"),
+    ],
+)
+def test_a_table_of_other_data_is_refused(small, path, change, message):
+    change_csv(small.runs / path, change)
+    refused(small, str(small.runs / path), message)
+
+
+def test_posts_that_are_not_in_raw_and_metrics_of_another_version_are_refused(small):
+    path = small.raw / "yardsticks/validation.jsonl"
+    rows = read(path)
+    write_jsonl(path, rows[1:])
+    refused(small, "p3 with that reference is no post of")
+    write_jsonl(path, rows)
+    write_jsonl(small.ppo / "metrics.jsonl", [{"update": 1, "episode": 8, "time/total": 1.0}])
+    refused(small, "metrics.jsonl has no objective/rlhf_reward")
+
+
+def test_without_implicit_rewards_and_without_cnndm(small):
+    for path in small.dpo.glob("eval/pairs_*"):
+        path.unlink()
+    report.main(small.args)
+    first = table(small)
+    assert not [key for key in first if key[0] == "dpo_implicit"]
+    rows = DatasetDict.load_from_disk(str(small.preference))["validation"].remove_columns("policies").to_list()
+    shutil.rmtree(small.preference)
+    DatasetDict({"validation": Dataset.from_list(rows)}).save_to_disk(str(small.preference))
+    (small.reward / "eval/pairs_validation_cnndm.csv").unlink()
+    change_csv(small.reward / "eval/pairs_validation.csv", lambda frame: frame.drop(columns="policies"))
+    report.main(small.args)
+    assert table(small) == {key: value for key, value in first.items() if "cnndm" not in key[1]}
+    assert "pair of policies" not in (small.output / "table.md").read_text()

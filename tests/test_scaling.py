@@ -1,0 +1,449 @@
+"""quickstart/scaling.py: what it runs and in which order, what it does when a run fails, its table and its figures."""
+
+import csv
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# run.sh of the tests: notes how it was called, and "runs" by copying a report and metrics made beforehand
+STAND_IN = """#!/usr/bin/env bash
+name=data
+while (($#)); do
+    case $1 in
+        --data-only) ;;
+        --continue) continue=yes ;;
+        --size) size=$2; shift ;;
+        --seed) name=$size-$2; shift ;;
+        --posts-seed) posts=$2; shift ;;
+        *) echo "unknown $1"; exit 9 ;;
+    esac
+    shift
+done
+[[ $name == data || $continue ]] || exit 8
+name=$posts/$name
+echo "begin $name $OMP_NUM_THREADS $PWD" >>calls
+if [[ -e behave ]]; then source behave; fi
+echo "end $name" >>calls
+[[ $name != */data ]] || exit 0
+mkdir -p runs/quickstart/posts-$posts/{report,sft,reward,ppo}/nano-$size # cp alone would race with another one
+cp -r "ready/$name/." runs/quickstart/posts-$posts
+"""
+POLICIES = {"rougeL": 0.3, "truth": 0.5, "win_rate": 0.5, "win_rate_low": 0.4, "win_rate_high": 0.6, "words": 20}
+REPORT = {
+    **{row: POLICIES | {"tokens": 24.04, "eos_rate": 0.99} for row in ("SFT", "PPO", "DPO")},
+    **{row: POLICIES for row in ("near_perfect", "copied_title", "reference")},
+    **{f"{row}-SFT": {f"truth_difference{x}": 0.1 for x in ("", "_low", "_high")} for row in ("PPO", "DPO")},
+    **{row: {f"accuracy_{x}": 0.7 for x in ("noisy", "clean", "noisy_cnndm", "clean_cnndm")}
+       for row in ("reward", "dpo_implicit")},
+}  # fmt: skip
+KEYS = ["loss/train", "accuracy/train", "rewards/chosen", "response/length"]
+KEYS += ["objective/rlhf_reward", "objective/kl", "objective/score"]
+
+
+class Clone:
+    """A repository with scaling.py and the stand-in for run.sh, whose runs are made by `prepare`."""
+
+    def __init__(self, folder: Path):
+        self.root, self.runs = folder / "clone", folder / "clone/runs/quickstart"
+        self.output = self.root / "benchmark/results/nano"
+        (self.root / "quickstart").mkdir(parents=True)
+        (self.root / "quickstart/run.sh").write_text(STAND_IN)
+        shutil.copy(ROOT / "quickstart/scaling.py", self.root / "quickstart")
+        spec = importlib.util.spec_from_file_location("tested_scaling", self.root / "quickstart/scaling.py")
+        sys.modules["tested_scaling"] = self.scaling = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.scaling)
+
+    def prepare(self, size: str, seed: int, posts: int = 1, **changes: float | None):
+        """What a run leaves behind; changes are PPO__win_rate=0.7 and the like, None leaves a metric out."""
+        ready = self.root / f"ready/{posts}/{size}-{seed}"
+        report = {row: dict(metrics) for row, metrics in REPORT.items()}
+        report["PPO"]["share_of_near_perfect"] = 0.9
+        for name, value in changes.items():
+            report[name.split("__")[0]][name.split("__")[1]] = value
+        values = [(row, metric, value) for row in report for metric, value in report[row].items()]
+        lines = [f"{row},{metric},{value}\n" for row, metric, value in values if value is not None]
+        folder = ready / f"report/nano-{size}/{seed}"
+        folder.mkdir(parents=True)
+        (folder / "table.csv").write_text("row,metric,value\n" + "".join(lines))
+        (folder / "times.csv").write_text("stage,seconds\nsft,10.25\nreward,20\nppo,100\ndpo,5\n")
+        for stage in ("sft", "reward", "ppo"):
+            run = ready / stage / f"nano-{size}" / str(seed)
+            run.mkdir(parents=True)
+            metrics = [{"update": i, "episode": 32 * i} | dict.fromkeys(KEYS, i + seed) for i in range(1, 41)]
+            metrics.append({"update": 40, "episode": 1280, "eval/loss": 1})
+            (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+
+    def prepare_all(self, sizes=("xs", "s"), seeds=(1, 2), posts_seeds=(1,)):
+        for posts in posts_seeds:
+            for size in sizes:
+                for seed in seeds:
+                    self.prepare(size, seed, posts)
+
+    def main(self, sizes=("xs", "s"), seeds=(1, 2), **arguments):
+        self.scaling.main(self.scaling.Args(sizes=sizes, seeds=seeds, **arguments))
+
+    def calls(self, event: str = "begin") -> list[str]:
+        """Names of the calls of run.sh so far, in order: 1/data, 1/xs-7."""
+        path = self.root / "calls"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [line.split()[1] for line in lines if line.split()[0] == event]
+
+    def forget_calls(self):
+        (self.root / "calls").unlink()
+
+
+@pytest.fixture
+def clone(tmp_path) -> Clone:
+    return Clone(tmp_path)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Figures are made and not rendered, which takes a second."""
+    for name in ("savefig", "tight_layout"):
+        monkeypatch.setattr(f"matplotlib.figure.Figure.{name}", lambda *_, **__: None)
+
+
+def cells(text: str, *names) -> list[str]:
+    """The cells behind the first ones, given by name, of a table's one row that begins with them."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    found = [row[len(names) :] for row in rows if row[: len(names)] == [*map(str, names)]]
+    assert len(found) == 1, (names, found)
+    return found[0]
+
+
+# ---- what runs ------------------------------------------------------------------------------------------------------
+
+
+def test_dry_run_prints_the_commands_in_order_and_does_nothing(clone, capsys):
+    clone.prepare_all(("xs", "s", "m"), (7, 3), (2, 1))
+    shutil.copytree(clone.root / "ready/2/s-7", clone.runs / "posts-2")  # finished
+    before = sorted(clone.root.rglob("*"))
+    clone.main(("xs", "s", "m"), (7, 3), posts_seeds=(2, 1), jobs=1, dry_run=True)
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "# 1 of 12 runs are finished"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    command = f"OMP_NUM_THREADS={cores} bash quickstart/run.sh"
+    runs = [(2, "m", 7), (2, "m", 3), (2, "s", 3), (2, "xs", 7), (2, "xs", 3)]
+    runs += [(1, size, seed) for size in ("m", "s", "xs") for seed in (7, 3)]
+    expected = [f"{command} --data-only --posts-seed {posts}" for posts in (2, 1)]
+    expected += [f"{command} --continue --size {size} --seed {seed} --posts-seed {posts}" for posts, size, seed in runs]
+    assert lines == expected
+    assert sorted(clone.root.rglob("*")) == before and clone.calls() == []
+    flags = {word for line in lines for word in line.split() if word.startswith("--")}
+    assert all(flag in (ROOT / "quickstart/run.sh").read_text() for flag in flags)
+
+
+def test_data_first_then_runs_side_by_side_each_with_its_share_of_the_cores(clone, no_pictures, monkeypatch):
+    clone.prepare_all(("xs", "s", "m"), (1, 2), (1, 2))
+    # the data take a while, and a run waits for a second one: 3 begin lines are the two data and a run
+    wait = "for i in {1..100}; do (($(grep -c begin calls) > 3)) && break; sleep 0.1; done; sleep 0.3"
+    (clone.root / "behave").write_text(f"if [[ $name == */data ]]; then sleep 0.3; else {wait}; fi\n")
+    monkeypatch.setattr(clone.scaling.os, "sched_getaffinity", lambda _: set(range(7)), raising=False)
+    clone.main(("xs", "s", "m"), (1, 2), posts_seeds=(1, 2), jobs=2)
+    lines = [line.split() for line in (clone.root / "calls").read_text().splitlines()]
+    assert [line[:2] for line in lines[:4]] == [[x, f"{posts}/data"] for posts in (1, 2) for x in ("begin", "end")]
+    running, most = set(), 0
+    for event, name, *_ in lines:
+        (running.add if event == "begin" else running.remove)(name)
+        most = max(most, len(running))
+    assert most == 2 and not running
+    assert {line[2] for line in lines if line[0] == "begin"} == {"7", "3"}
+    assert all(line[2:] == (["7"] if "data" in line[1] else ["3"]) + [str(clone.root)] for line in lines if line[2:])
+    assert (clone.runs / "posts-2/logs/nano-xs-2.log").exists() and (clone.runs / "posts-1/logs/data.log").exists()
+
+
+def test_finished_runs_are_not_started_again_and_unfinished_are(clone, capsys):
+    clone.prepare_all()
+    shutil.copytree(clone.root / "ready/1/s-2", clone.runs / "posts-1")
+    (clone.runs / "posts-1/report/nano-xs/1").mkdir(parents=True)  # a report without table.csv
+    (clone.runs / "posts-1/logs").mkdir()
+    (clone.runs / "posts-1/logs/nano-xs-1.log").write_text("from before\n")
+    clone.main(jobs=1)
+    assert clone.calls() == ["1/data", "1/s-1", "1/xs-1", "1/xs-2"]
+    log = (clone.runs / "posts-1/logs/nano-xs-1.log").read_text()
+    assert log.startswith("from before\n") and "run.sh --continue --size xs --seed 1 --posts-seed 1" in log
+    errors = capsys.readouterr().err
+    assert errors.count("finished after") == 4 and "4/4 runs" in errors  # the one from before counts as well
+
+    written = {path.name: path.read_bytes() for path in clone.output.iterdir()}
+    shutil.rmtree(clone.output)
+    clone.forget_calls()
+    clone.main(jobs=1)  # nothing is left to run; the same is written
+    assert clone.calls() == []
+    assert {path.name: path.read_bytes() for path in clone.output.iterdir()} == written
+    assert sorted(written) == [*(f"figure_{i}.png" for i in (1, 10, 4, 5)), "runs.csv", "table.md", "times.csv"]
+
+
+# ---- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_run_stops_no_other_and_there_is_no_table(clone, no_pictures):
+    clone.prepare_all()
+    (clone.root / "behave").write_text('if [[ $name == 1/s-1 ]]; then seq -f "line %g" 50; exit 3; fi\n')
+    with pytest.raises(SystemExit) as error:
+        clone.main(jobs=1)
+    message = str(error.value)
+    assert message.startswith("error: posts-1 nano-s 1 failed, so that no table is written;")
+    assert f"exit code 3; {clone.runs}/posts-1/logs/nano-s-1.log ends with" in message
+    assert message.endswith("    line 49\n    line 50") and "line 9\n" not in message and "nano-xs" not in message
+    assert clone.calls() == ["1/data", "1/s-1", "1/s-2", "1/xs-1", "1/xs-2"] and not clone.output.exists()
+
+    (clone.root / "behave").unlink()
+    clone.forget_calls()
+    clone.main()
+    assert clone.calls() == ["1/data", "1/s-1"] and (clone.output / "table.md").exists()
+
+
+def test_a_run_without_a_report_failed(clone):
+    clone.prepare_all()
+    shutil.rmtree(clone.root / "ready/1/xs-2/report")
+    with pytest.raises(SystemExit, match=r"^error: posts-1 nano-xs 2 failed") as error:
+        clone.main()
+    assert f"no {clone.runs}/posts-1/report/nano-xs/2/table.csv at its end" in str(error.value)
+    assert len(clone.calls("end")) == 5 and not clone.output.exists()
+
+
+def test_runs_without_their_data_are_not_started(clone):
+    clone.prepare_all(posts_seeds=(1, 2))
+    (clone.root / "behave").write_text("[[ $name != 1/data ]] || exit 4\n")
+    with pytest.raises(SystemExit, match=r"^error: posts-1 data failed.*\nposts-1 data: exit code 4"):
+        clone.main(posts_seeds=(1, 2), jobs=1)
+    assert clone.calls() == ["1/data", "2/data", "2/s-1", "2/s-2", "2/xs-1", "2/xs-2"]
+
+
+def alive(number: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(number)], capture_output=True, text=True).stdout
+    return state.strip()[:1] not in ("", "Z")
+
+
+def wait_for(condition, seconds: float = 30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_runs_and_their_children(clone, number):
+    (clone.root / "behave").write_text("[[ $name == */data ]] || { sleep 300 & echo $! >>children; wait; }\n")
+    command = [sys.executable, "quickstart/scaling.py", "--sizes", "xs", "--seeds", "1", "2", "3"]
+
+    def set_signals():  # as under nohup; a test in the background may have been told to ignore SIGINT
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=clone.root, preexec_fn=set_signals, **streams)
+    children = clone.root / "children"
+    wait_for(lambda: children.exists() and children.read_text().count("\n") == 2)
+    numbers = [int(line) for line in children.read_text().split()]
+    assert all(map(alive, numbers))
+    process.send_signal(signal.SIGHUP)  # ignored
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    expected = f"error: stopped by {number.name}, and with it posts-1 nano-xs 1 and posts-1 nano-xs 2; "
+    assert errors.splitlines()[-1] == expected + "the same command continues" and "Traceback" not in errors
+    wait_for(lambda: not any(map(alive, numbers)), 5)
+    assert len(clone.calls()) == 3  # the data and two runs: the third was not started
+
+
+def test_a_process_that_ignores_sigterm_is_killed(clone, tmp_path):
+    script = f"trap '' TERM; sleep 300 & echo $! >{tmp_path}/child; wait; wait"
+    process = subprocess.Popen(["bash", "-c", script], start_new_session=True)
+    wait_for(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text())
+    begin = time.monotonic()
+    clone.scaling.end_groups([process], patience=0.5)
+    assert 0.5 < time.monotonic() - begin < 5
+    wait_for(lambda: not alive(process.pid) and not alive(int((tmp_path / "child").read_text())), 5)
+    process.wait()
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"seeds": (1, 2, 1)}, "--seeds is (1, 2, 1); it must name one or more, each once"),
+        ({"sizes": ()}, "--sizes is ()"),
+        ({"posts_seeds": (3, 3)}, "--posts-seeds is (3, 3)"),
+        ({"jobs": 0}, "--jobs is 0"),
+        ({"runs": "elsewhere"}, "run.sh writes to runs/quickstart only"),
+    ],
+)
+def test_bad_arguments(clone, arguments, words):
+    with pytest.raises(SystemExit, match="^error: ") as error:
+        clone.main(**arguments)
+    assert words in str(error.value) and clone.calls() == [] and not clone.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"PPO__eos_rate": None}, "s/2/table.csv does not have PPO eos_rate; remove"),
+        ({"PPO-SFT__truth_difference_low": None}, "does not have PPO-SFT truth_difference_low"),
+    ],
+)
+def test_a_report_of_another_version(clone, change, words):
+    clone.prepare("xs", 1)
+    clone.prepare("xs", 2)
+    clone.prepare("s", 1)
+    clone.prepare("s", 2, **change)
+    with pytest.raises(SystemExit, match="^error: ") as error:
+        clone.main()
+    assert words in str(error.value) and not clone.output.exists()
+
+
+# ---- table ----------------------------------------------------------------------------------------------------------
+
+
+def test_numbers(clone, capsys, monkeypatch):
+    good = {"PPO__win_rate": 0.65, "SFT__win_rate": 0.55, "PPO__truth": 0.8, "DPO__truth": 0.51}
+    good |= {"PPO__share_of_near_perfect": 0.8, "reward__accuracy_clean": 0.85, "PPO__eos_rate": 0.95}
+    bad = {"PPO__win_rate": 0.64, "SFT__win_rate": 0.541, "PPO-SFT__truth_difference_low": 0, "DPO__truth": 0.5}
+    bad |= {"PPO__share_of_near_perfect": 0.79, "reward__accuracy_clean": 0.84, "PPO__eos_rate": 0.94}
+    for seed, rouge in ((1, 0.1), (2, 0.2), (3, 0.6)):  # mean 0.3, sample sd 0.26458, population sd 0.21602
+        clone.prepare("xs", seed, SFT__rougeL=rouge, PPO__win_rate=0.66, PPO__tokens=20 + seed)
+        clone.prepare("s", seed, SFT__rougeL=0.301, reward__accuracy_noisy=0.71, **(good if seed > 1 else bad))
+        clone.prepare("m", seed, SFT__rougeL=0.302, reward__accuracy_noisy=0.705, PPO__win_rate=0.7)
+        for size in ("xs", "s", "m"):
+            clone.prepare(size, seed, posts=4, SFT__rougeL=0.9)
+    monkeypatch.setattr(sys, "argv", ["scaling.py", "--seeds", "1", "2", "3"])
+    clone.main(("m", "xs", "s"), (1, 2, 3), posts_seeds=(1, 4))
+    text = (clone.output / "table.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out == text
+    assert text.startswith("`python quickstart/scaling.py --seeds 1 2 3`\n") and "cores, 2 runs side by side" in text
+    first, second = text.split("## Posts seed ")[1:]
+    assert first[0] == "1" and second[0] == "4"
+
+    # over seeds: the sizes go from small to large
+    assert "| xs (n = 3) | s (n = 3) | m (n = 3) |" in first
+    quantities, rising, runs, checks = first.strip().split("\n\n")[1:]
+    assert cells(quantities, "SFT rougeL") == ["0.300 ± 0.265", "0.301 ± 0.000", "0.302 ± 0.000"]
+    assert cells(quantities, "PPO tokens") == ["22.0 ± 1.0", "24.0 ± 0.0", "24.0 ± 0.0"]
+    assert cells(quantities, "near_perfect words") == ["20.0 ± 0.0"] * 3
+    assert cells(second.split("\n\n")[1], "SFT rougeL") == ["0.900 ± 0.000"] * 3
+    # 0.65, 0.65 and 0.64 are below the 0.66 of xs
+    assert cells(rising, "SFT rougeL") == ["0.3000", "0.3010", "0.3020", "yes"]
+    assert cells(rising, "PPO win_rate") == ["0.6600", "0.6467", "0.7000", "no"]
+    assert cells(rising, "reward accuracy_noisy") == ["0.7000", "0.7100", "0.7050", "no"]
+    # each run
+    header = cells(runs, "size", "seed")
+    assert dict(zip(header, cells(runs, "xs", 3), strict=True))["PPO tokens"] == "23.0"
+    assert dict(zip(header, cells(runs, "s", 1), strict=True))["PPO win_rate"] == "0.640"
+    assert cells(checks, "s", 1) == ["no"] * 7
+    assert cells(checks, "s", 2) == ["yes"] * 7  # each threshold itself passes, float rounding of 0.65 - 0.55 included
+    #                                  win rate, above SFT, interval, share, RM, EOS, DPO: 0.5 is not above 0.5
+    assert cells(checks, "m", 1) == ["yes", "yes", "yes", "yes", "no", "yes", "no"]
+    assert cells(checks, "yes", "") == ["8 of 9", "8 of 9", "8 of 9", "8 of 9", "2 of 9", "8 of 9", "2 of 9"]
+
+    # runs.csv: the reports as they are
+    with (clone.output / "runs.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["posts_seed", "size", "seed", "row", "metric", "value"]
+    order = list(dict.fromkeys((row["posts_seed"], row["size"], row["seed"]) for row in rows))
+    assert order == [(p, size, seed) for p in "14" for size in ("xs", "s", "m") for seed in "123"]
+    of_run = [row for row in rows if (row["posts_seed"], row["size"], row["seed"]) == ("1", "s", "3")]
+    with (clone.runs / "posts-1/report/nano-s/3/table.csv").open(newline="") as file:
+        assert [{key: row[key] for key in ("row", "metric", "value")} for row in of_run] == list(csv.DictReader(file))
+
+    # times.csv: sums over the three seeds
+    with (clone.output / "times.csv").open(newline="") as file:
+        rows = [list(row.values()) for row in csv.DictReader(file)]
+    stages = {"sft": "30.8", "reward": "60.0", "ppo": "300.0", "dpo": "15.0", "all stages": "405.8"}
+    expected = [[p, size, x, "3", stages[x]] for p in "14" for size in ("xs", "s", "m") for x in stages]
+    assert rows == expected
+
+    for name in ("figure_1", "figure_4", "figure_5", "figure_10"):
+        assert 5_000 < (clone.output / f"{name}.png").stat().st_size < 120_000, name
+
+
+def test_one_size_and_one_seed_have_no_deviation_and_no_trend(clone, no_pictures):
+    clone.prepare("s", 1, SFT__rougeL=0.25)
+    clone.main(("s",), (1,))
+    text = (clone.output / "table.md").read_text(encoding="utf-8")
+    assert cells(text, "SFT rougeL") == ["0.250"] and "| s (n = 1) |" in text and "rises" not in text
+
+
+def test_rises_means_each_larger_size_has_a_larger_mean(clone):
+    rises = clone.scaling.rises
+    assert rises([1, 2, 3]) and not rises([1, 3, 2]) and not rises([2, 1, 3]) and not rises([1, 1, 2])
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+def test_moving_mean(clone):
+    assert clone.scaling.moving_mean([1, 2, 6, 3, 0], 3) == [1, 1.5, 3, 11 / 3, 3]
+    assert clone.scaling.moving_mean([1, 2, 6], 1) == [1, 2, 6]
+
+
+def test_curves(clone):
+    clone.prepare("xs", 1)
+    clone.prepare("xs", 4)  # its values are 3 higher everywhere: sample sd 3 / sqrt(2)
+    folders = [clone.root / f"ready/1/xs-{seed}/sft/nano-xs/{seed}" for seed in (1, 4)]
+    lines = (folders[1] / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folders[1] / "metrics.jsonl").write_text("".join(lines[:30]))  # one that is shorter: the episodes of both count
+    episodes, center, spread, window = clone.scaling.read_curves(folders, "loss/train")
+    assert window == 2 and episodes == [32 * i for i in range(1, 31)]
+    assert center == pytest.approx([3.5, *(i + 2.0 for i in range(2, 31))])
+    assert spread == pytest.approx([3 / 2**0.5] * 30)
+    with pytest.raises(SystemExit, match="^error: no metrics.jsonl in .*nowhere"):
+        clone.scaling.read_curves([clone.root / "nowhere"], "loss/train")
+
+
+def test_drawn_points(clone):
+    clone.prepare_all(("xs", "m"), (1, 4))
+    for size in ("xs", "m"):
+        for seed in (1, 4):
+            shutil.copytree(clone.root / f"ready/1/{size}-{seed}/ppo", clone.root / "ppo", dirs_exist_ok=True)
+    axis = clone.scaling.plt.figure().add_subplot()
+    clone.scaling.draw_curves(axis, clone.root / "ppo", ["xs", "m"], (1, 4), "objective/kl")
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["xs", "m"]
+    assert axis.get_title() == "objective/kl\nmoving mean over 2 updates"
+    assert list(axis.lines[0].get_ydata()[:2]) == [3.5, 4]
+    band = axis.collections[0].get_datalim(axis.transData).get_points()[:, 1]
+    assert list(band) == pytest.approx([3.5 - 3 / 2**0.5, 42 + 3 / 2**0.5])
+
+    axis = clone.scaling.plt.figure().add_subplot()
+    clone.scaling.draw_sizes(axis, {"SFT": [[1, 3], [5, 5]], "PPO": [[6, 8], [9, 9]]}, ["xs", "m"], "rate")
+    means = [container.lines[0].get_ydata() for container in axis.containers]
+    assert [list(line) for line in means] == [[2, 5], [7, 9]]
+    bars = axis.containers[0].lines[2][0].get_segments()
+    assert [list(bar[:, 1]) for bar in bars] == [pytest.approx([2 - 2**0.5, 2 + 2**0.5]), [5, 5]]
+    points = [list(line.get_ydata()) for line in axis.lines if line.get_marker() == "."]
+    assert points == [[1, 3], [5, 5], [6, 8], [9, 9]]
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["xs", "m"]
+    clone.scaling.plt.close("all")
+
+
+@pytest.mark.filterwarnings("ignore:No artists with labels")
+def test_panels_of_the_figures_show_the_first_posts_seed(clone, no_pictures, monkeypatch):
+    clone.prepare("s", 1, posts=1)
+    rates = {"SFT__win_rate": 0.1, "DPO__win_rate": 0.2, "PPO__win_rate": 0.3, "SFT__rougeL": 0.4}
+    rates |= {"reward__accuracy_clean": 0.6, "reward__accuracy_noisy": 0.7}
+    clone.prepare("s", 1, posts=2, near_perfect__win_rate=0.8, copied_title__win_rate=0.05, **rates)
+    curves, points, lines = [], [], []
+    monkeypatch.setattr(
+        clone.scaling, "draw_curves", lambda axis, folder, sizes, seeds, key: curves.append((folder, key))
+    )
+    monkeypatch.setattr(clone.scaling, "draw_sizes", lambda axis, values, sizes, title: points.append(values))
+    monkeypatch.setattr("matplotlib.axes.Axes.axhline", lambda axis, y, **style: lines.append((style["label"], y)))
+    clone.main(("s",), (1,), posts_seeds=(2, 1))
+    keys = {"sft": KEYS[:1], "reward": ["accuracy/train", "loss/train", "rewards/chosen"]}
+    keys["ppo"] = ["objective/rlhf_reward", "objective/kl", "objective/score", "response/length"]
+    assert curves == [(clone.runs / "posts-2" / stage, key) for stage in keys for key in keys[stage]]
+    assert points[0] == {"SFT": [[0.1]], "DPO": [[0.2]], "PPO": [[0.3]]}
+    assert points[1:] == [{"SFT": [[0.4]]}, {"clean labels": [[0.6]], "noisy labels": [[0.7]]}]
+    assert lines == [("near_perfect", 0.8), ("copied_title", 0.05)]
