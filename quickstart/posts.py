@@ -265,11 +265,11 @@ def summarise(facts: dict[str, str], rng: random.Random) -> str:
         what = f"my {facts['object']}" if "object" in facts else "something"
         parts.append(f"{who} {facts['event']} {what}" if "event" in facts else f"{who} did this to {what}")
     if "age" in facts:
-        parts.insert(0, rng.choice([f"I'm {facts['age']}", f"{facts['age']} years old"]))
+        parts.insert(0, rng.choice([f"I'm {facts['age']}", f"at {facts['age']}"]))
     if "feeling" in facts:
-        parts.append(rng.choice([f"feeling {facts['feeling']}", f"now I'm {facts['feeling']}"]))
+        parts.append(rng.choice([f"still {facts['feeling']}", f"being {facts['feeling']}"]))
     if "question" in facts:
-        parts.append(rng.choice([f"should I {facts['question']}?", f"want to {facts['question']}"]))
+        parts.append(rng.choice([f"why not {facts['question']}?", f"so I will {facts['question']}"]))
     text = ", ".join(parts)
     text = text[:1].upper() + text[1:]
     return text if text.endswith("?") else text + "."
