@@ -4,11 +4,11 @@
 #
 #   bash quickstart/run.sh [--size xs|s|m] [--seed N] [--posts-seed N] [--fast] [--continue] [--data-only]
 #
-#   --size        of the base model in quickstart/bases: 0.1, 0.4 or 1 million parameters without embeddings (default s)
+#   --size        of the base model in quickstart/bases: 0.1, 0.4 or 0.8 million parameters without embeddings (default s)
 #   --seed        of the stages (default 1)
 #   --posts-seed  of the generated posts (default 1)
 #   --fast        fewer posts and updates, size xs: a look at everything in under three minutes
-#   --continue    keep the stages of this size and seed that are finished, instead of running them again
+#   --continue    keep the stages of this size and seed that are finished, up to the first that is not
 #   --data-only   stop once the data are there
 #
 # Data are made once, in data/quickstart/posts-N; runs land in runs/quickstart/posts-N/{stage}/nano-{size}/{seed}, the
@@ -28,7 +28,7 @@ while (($#)); do
         --continue) continue=yes ;;
         --data-only) data_only=yes ;;
         --size | --seed | --posts-seed)
-            [[ $# -gt 1 ]] || usage "$1 needs a value; "
+            [[ $# -gt 1 && -n $2 ]] || usage "$1 needs a value; "
             case $1 in --size) size=$2 ;; --seed) seed=$2 ;; *) posts_seed=$2 ;; esac
             shift
             ;;
@@ -69,6 +69,7 @@ fi
 [[ -z $data_only ]] || exit 0
 
 # ---- stages ---------------------------------------------------------------------------------------------------------
+rm -rf "$runs/report/$model/$seed"
 stage() { # run a stage unless --continue finds it finished; a run folder from before is removed
     local name=$1 run=$runs/$1/$model/$seed last=rouge.csv
     shift
@@ -81,6 +82,7 @@ stage() { # run a stage unless --continue finds it finished; a run folder from b
         echo "removing $run of an earlier quickstart"
         rm -r "$run"
     fi
+    continue="" # what comes after it is out of date
     step python "$name.py" --model "quickstart/bases/$model" --seed "$seed" --dataset "$data/tldr/sft" \
         --output-dir "$run" --run-eval "$@"
 }

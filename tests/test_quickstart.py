@@ -1128,7 +1128,21 @@ def test_continue_runs_an_unfinished_reward_model_again(tmp_path):
     clone = Clone(tmp_path)
     clone.quickstart()
     (clone.root / "runs/quickstart/posts-1/reward/nano-s/1/eval/accuracy.csv").unlink()
-    assert "reward.py" in names(clone.quickstart("--continue")[0])
+    # and what was made from it
+    assert names(clone.quickstart("--continue")[0]) == ["reward.py", "ppo.py", "dpo.py", "quickstart/report.py"]
+
+
+def test_a_run_that_dies_leaves_no_report_of_the_one_before(tmp_path):
+    clone = Clone(tmp_path)
+    report = clone.root / "runs/quickstart/posts-1/report/nano-s/1/table.csv"
+    report.parent.mkdir(parents=True)
+    report.write_text("old")
+    clone.quickstart("--data-only")
+    assert report.read_text() == "old"
+    python = clone.venv / "bin/python"
+    stand_in = python.read_text()
+    python.write_text(stand_in.replace('if "--output', 'sys.exit(3) if args[0] == "ppo.py" else None\nif "--output'))
+    assert clone.run("quickstart/run.sh")[0].returncode == 3 and not report.exists()
 
 
 def test_data_only_stops_once_the_data_are_there(tmp_path):
@@ -1147,11 +1161,12 @@ def test_data_only_stops_once_the_data_are_there(tmp_path):
     [
         (["--size", "xl"], "--size is xl, not xs, s or m; "),
         (["--size"], "--size needs a value; "),
+        (["--size", ""], "--size needs a value; "),
         (["--seed", "1", "--posts-seed"], "--posts-seed needs a value; "),
         (["--seed", "../.."], "--seed is ../.., not a whole number; "),
         (["--seed", "01"], "--seed is 01, not a whole number; "),
         (["--seed", "-1"], "--seed is -1, not a whole number; "),
-        (["--seed", ""], "--seed is , not a whole number; "),
+        (["--seed", ""], "--seed needs a value; "),
         (["--posts-seed", "1-fast"], "--posts-seed is 1-fast, not a whole number; "),
         (["--fast", "xs"], "unknown argument xs; "),
         (["--data_only"], "unknown argument --data_only; "),
