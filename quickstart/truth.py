@@ -6,7 +6,7 @@
 
 A post of `posts.py` hides four to six facts: one value of some of the kinds in FACTS. Both functions are pure functions
 of their texts, so that any summary of any generated post can be scored: a person's, a model's, a reference.
-`ppo.py --gold quickstart/truth.py:score` and the tables of the quickstart use them; no training stage does.
+They label the comparisons of `posts.py` and fill the tables of `report.py`; no training stage reads them.
 """
 
 import re

@@ -1,7 +1,7 @@
 """quickstart/: generated posts with a known truth, nano models, their pretraining, and the commands of run.sh."""
 
 import csv
-import importlib.util
+import importlib
 import json
 import os
 import random
@@ -15,8 +15,12 @@ from pathlib import Path
 from statistics import fmean, stdev
 from types import SimpleNamespace
 
+import nano
+import posts
+import pretrain
 import pytest
 import torch
+import truth  # posts.py has the same text of it: tests/test_copies.py
 import tyro
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,20 +28,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).resolve().parents[1]
 PYTHIA_TOKENIZER = Path(__file__).resolve().parents[2] / "shared/data/tokenizer"
 
-
-def load(path: str):
-    """Import one of our scripts by its path below the repository root."""
-    name = "tested_" + Path(path).stem
-    spec = importlib.util.spec_from_file_location(name, ROOT / path)
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-truth = load("quickstart/truth.py")  # posts.py has the same text of it: tests/test_copies.py
-posts = load("quickstart/posts.py")
-nano = load("quickstart/nano.py")
-pretrain = load("quickstart/pretrain.py")
 
 CORE, EXTRA = {"person", "event", "object"}, {"age", "feeling", "question"}
 # the world as posts.py describes it: shares of the posts (and of the pretraining documents) with so many facts, of the
@@ -1206,7 +1196,9 @@ def test_scripts_know_the_flags_of_run(recorded, script):
     commands = [call[1:] for call in recorded if call[0] == script]
     assert len(commands) == 2
     for command in commands:
-        tyro.cli(load(script).Args, args=command)  # an unknown flag or a value of the wrong type exits
+        tyro.cli(
+            importlib.import_module(Path(script).stem).Args, args=command
+        )  # an unknown flag or a value of the wrong type exits
 
 
 @pytest.mark.parametrize("script", ["tests/run.sh", ".ci/run"])
@@ -1253,4 +1245,4 @@ def test_fast_run_learns(tmp_path):
     assert table["SFT", "truth"] > table["copied_title", "truth"] + 0.15 and table["SFT", "rougeL"] > 0.5
     assert table["reward", "accuracy_clean"] > 0.7  # seen: 0.79 on 300 pairs; 0.5 would be chance
     assert table["SFT", "eos_rate"] > 0.95
-    assert table["near_perfect", "win_rate"] > 0.85 > 0.5 == table["reference", "win_rate"]
+    assert table["near_perfect", "win_rate"] > 0.85 and table["reference", "win_rate"] == 0.5

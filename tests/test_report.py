@@ -1,7 +1,6 @@
 """quickstart/report.py: every number of the report against hand-made cases and an independent computation."""
 
 import csv
-import importlib.util
 import itertools
 import json
 import random
@@ -15,25 +14,15 @@ from types import SimpleNamespace
 
 import numpy
 import pandas
+import posts
 import pytest
+import report
+import truth
 from datasets import Dataset, DatasetDict
 from nltk.stem.porter import PorterStemmer
 
 ROOT = Path(__file__).resolve().parents[1]
 
-
-def load(path: str):
-    """Import one of our scripts by its path below the repository root."""
-    name = "tested_" + Path(path).stem
-    spec = importlib.util.spec_from_file_location(name, ROOT / path)
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-posts = load("quickstart/posts.py")
-truth = load("quickstart/truth.py")
-report = load("quickstart/report.py")
 
 EOS = "<|endoftext|>"
 OUTPUTS = {"table.csv", "table.md", "times.csv", "samples.md", "learning_curves.png", "win_rates.png"}
