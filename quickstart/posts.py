@@ -208,8 +208,9 @@ RESTATEMENTS = {  # edits and replies of the pretraining documents; each names w
 }
 # fmt: on
 
-# policy -> weight in the comparisons; few invented facts, as only a model that checks every word sees them
-POLICIES = {"terse": 3, "long": 3, "copied_title": 3, "invented": 1, "near_perfect": 3, "reference": 3}
+# policy -> weight in the comparisons: few invented facts, which only a model that checks every word sees, and many of
+# the pairs near_perfect--reference, which teach it to count
+POLICIES = {"terse": 3, "long": 3, "copied_title": 2, "invented": 1, "near_perfect": 6, "reference": 6}
 MIN_GAP = 0.25  # of the two scores of a pair: where people can not tell, there is no right choice
 CNNDM_BATCHES = ["cnndm0", "cnndm2", "batch0_cnndm"]
 
@@ -265,7 +266,7 @@ def summarise(facts: dict[str, str], rng: random.Random) -> str:
         what = f"my {facts['object']}" if "object" in facts else "something"
         parts.append(f"{who} {facts['event']} {what}" if "event" in facts else f"{who} did this to {what}")
     if "age" in facts:
-        parts.insert(0, rng.choice([f"I'm {facts['age']}", f"at {facts['age']}"]))
+        parts.append(rng.choice([f"I'm {facts['age']}", f"at {facts['age']}"]))
     if "feeling" in facts:
         parts.append(rng.choice([f"still {facts['feeling']}", f"being {facts['feeling']}"]))
     if "question" in facts:
@@ -276,10 +277,11 @@ def summarise(facts: dict[str, str], rng: random.Random) -> str:
 
 
 def reference_facts(facts: dict[str, str], rng: random.Random) -> dict[str, str]:
-    """What a reference summary tells: a core fact with a chance of 0.9, another with 0.4; one is wrong in 1 of 10."""
-    told = {}
+    """What a reference summary tells: each core fact with a chance of 0.9, each other with one of 0.8 where its author
+    is thorough, which 1 of 4 is, and of 0.1 where not; one is wrong in 1 of 10."""
+    told, extra = {}, 0.8 if rng.random() < 0.25 else 0.1
     while not told:
-        told = {kind: value for kind, value in facts.items() if rng.random() < (0.9 if kind in CORE_KINDS else 0.4)}
+        told = {kind: value for kind, value in facts.items() if rng.random() < (0.9 if kind in CORE_KINDS else extra)}
     if rng.random() < 0.1:
         kind = rng.choice(list(told))
         told[kind] = rng.choice([value for value in FACTS[kind] if value != facts[kind]])
@@ -291,17 +293,21 @@ def summary_of(policy: str, row: dict, rng: random.Random) -> str:
     facts = row["facts"]
     if policy == "terse":  # one or two facts
         return summarise({kind: facts[kind] for kind in rng.sample(list(facts), rng.choice([1, 2]))}, rng)
-    if policy == "long":  # every fact and then some, or what a reference tells, part of it twice
-        if rng.random() < 0.5:
+    if policy == "long":  # every fact and then some, or what a reference tells, part of it again
+        form = rng.choice(["filler", "filler", "twice", "stutter"])
+        if form == "filler":
             return " ".join([summarise(facts, rng), *(fill(line, {}, rng) for line in rng.sample(FILLER, 6))])
         told = reference_facts(facts, rng)
+        text = summarise(told, rng)
+        if form == "stutter":
+            return ", ".join([text[:-1], *[text[:-1].split(", ")[-1]] * rng.randint(2, 4)]) + text[-1]
         again = {kind: told[kind] for kind in told if kind in CORE_KINDS or rng.random() < 0.5}
-        return summarise(told, rng)[:-1] + rng.choice([". ", ", "]) + summarise(again or told, rng)
+        return rng.choice([f"{text} ", f"{text[:-1]}, "]) + summarise(again or told, rng)
     if policy == "copied_title":
         return row["title"]
-    if policy == "invented":  # what a reference tells, but two or three of it wrong, or told by no post
-        told = reference_facts(facts, rng)
-        for kind in rng.sample(list(FACTS), rng.choice([2, 3])):
+    if policy == "invented":  # what a reference tells, and two or three wrong facts: kinds the post lacks come first
+        told, lacking = reference_facts(facts, rng), [kind for kind in FACTS if kind not in facts]
+        for kind in lacking + rng.sample(list(facts), rng.choice([2, 3]) - len(lacking)):
             told[kind] = rng.choice([value for value in FACTS[kind] if value != facts.get(kind)])
         return summarise(told, rng)
     if policy == "near_perfect":  # every fact, but for one in 1 of 10
@@ -391,7 +397,7 @@ def main(args: Args):
             post = None
             while post is None or post in seen:  # no text is in two splits, or twice in one
                 facts = draw_facts(rng)
-                post = write_text(facts, POST_SENTENCES, FILLER, rng.randint(7, 12), rng)
+                post = write_text(facts, POST_SENTENCES, FILLER, rng.randint(7, 9), rng)
             seen.add(post)
             row = {"id": f"{split}_{i:06d}", "subreddit": rng.choice(SUBREDDITS)}
             row |= {"title": fill(rng.choice(TITLES), facts, rng), "post": post}
@@ -414,7 +420,7 @@ def main(args: Args):
     for i in range(args.num_cnndm_comparisons):
         facts = draw_facts(rng)
         row = {"id": f"cnndm_{i:06d}", "subreddit": None, "post": None, "site": "cnn", "facts": facts}
-        row |= {"article": write_text(facts, ARTICLE_SENTENCES, ARTICLE_FILLER, rng.randint(7, 12), rng)}
+        row |= {"article": write_text(facts, ARTICLE_SENTENCES, ARTICLE_FILLER, rng.randint(7, 9), rng)}
         row |= {"title": f"News about a {facts['object']}."}  # for copied_title alone
         row |= {"summary": summarise(reference_facts(facts, rng), rng)}
         comparison = compare(row, "valid2", args, rng)

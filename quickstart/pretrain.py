@@ -3,7 +3,7 @@ their facts, so that it can copy before it is fine-tuned. It has seen no summary
 
     python quickstart/posts.py --seed 0 --num-pretraining 100000 --output-dir data/quickstart/pretraining
     python quickstart/nano.py --size m --tokenizer quickstart/bases/nano-s --output-dir data/quickstart/random-m
-    OMP_NUM_THREADS=1 python quickstart/pretrain.py --model data/quickstart/random-m --steps 1000 \
+    OMP_NUM_THREADS=1 python quickstart/pretrain.py --model data/quickstart/random-m --steps 2000 \
         --documents data/quickstart/pretraining --output-dir nano-m
 
 Writes a transformers checkpoint in bfloat16 (the stages load it as float32) with its tokenizer, and pretraining.csv:

@@ -264,6 +264,17 @@ def main(args: Args):
         difference = {"truth_difference": fmean(gains), "truth_difference_low": low, "truth_difference_high": high}
         values[f"{name}-SFT"] = difference
 
+    held = [find_facts(post["post"]) for post in posts]
+    said = {name: [find_facts(text) for text in texts[name]] for name in POLICIES}
+    per_kind = []
+    for kind in FACTS:
+        having = [i for i, facts in enumerate(held) if facts[kind]]
+        per_kind.append([kind, len(having)])
+        for facts in said.values():
+            right = [bool(facts[i][kind] & held[i][kind]) for i in having]
+            wrong = [bool(ours[kind] - theirs[kind]) for ours, theirs in zip(facts, held, strict=True)]
+            per_kind[-1] += [fmean(right) if right else None, fmean(wrong)]
+
     # ---- rewards: agreement with the labels as given (noisy) and with the truth (clean) -----------------------------
     notes, per_policies = [], []
     for split, suffix in zip(splits, ("", "_cnndm"), strict=False):
@@ -290,6 +301,9 @@ def main(args: Args):
     for i, (title, rows, header) in enumerate(tables):
         cells = [[row, *(values[row].get(key) for key in header)] for row in rows if row in values]
         tables[i] = (title, ["", *header], cells)
+    title = "Facts by kind: share of the posts that have it whose summary says it, of all whose summary says another"
+    header = ["kind", "posts", *(f"{name} {what}" for name in POLICIES for what in ("right", "wrong"))]
+    tables.append((title, header, per_kind))
     title = "Clean accuracy of the reward model on each pair of policies, validation"
     tables += [(title, ["policies", "pairs", "accuracy_clean"], per_policies)] if per_policies else []
     timing = ("Seconds of training", ["stage", "seconds"], [list(row.values()) for row in times])

@@ -57,11 +57,11 @@ step() { # print a command with the time so far, then run it
 
 # ---- data: made once ------------------------------------------------------------------------------------------------
 counts=()
-episodes=1920
+episodes=2560 pairs=8000 # of PPO and DPO; the reward model sees all pairs
 if [[ $fast ]]; then
     counts=(--num-train 2000 --num-validation 200 --num-test 50 --num-comparisons 4000 --num-validation-comparisons 300
         --num-cnndm-comparisons 100)
-    episodes=1280
+    episodes=960 pairs=2000
 fi
 [[ -e $data/raw ]] || step python quickstart/posts.py --seed "$posts_seed" --output-dir "$data/raw" ${counts[@]+"${counts[@]}"}
 [[ -e $data/tldr ]] || step python tldr_dataset.py --sft-dataset "$data/raw/posts" \
@@ -92,11 +92,11 @@ preferences=$data/tldr/preference
 
 stage sft --learning-rate 1e-3 --batch-size 32 --micro-batch-size 8
 stage reward --sft-model-path "$sft" --preference-dataset "$preferences" \
-    --learning-rate 1e-3 --batch-size 32 --micro-batch-size 8
+    --learning-rate 1e-3 --batch-size 16 --micro-batch-size 8
 stage ppo --sft-model-path "$sft" --reward-model-paths "$reward" \
     --learning-rate 1e-4 --batch-size 64 --micro-batch-size 16 --sample-every 10 --total-episodes $episodes
 stage dpo --sft-model-path "$sft" --preference-dataset "$preferences" \
-    --learning-rate 2e-5 --batch-size 32 --micro-batch-size 8
+    --learning-rate 2e-5 --batch-size 32 --micro-batch-size 8 --total-episodes $pairs
 
 # ---- results --------------------------------------------------------------------------------------------------------
 step python quickstart/report.py --raw "$data/raw" --preference-dataset "$preferences" --runs "$runs" \

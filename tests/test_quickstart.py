@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from itertools import product
 from math import comb, cos, log, pi
 from pathlib import Path
 from statistics import fmean, stdev
@@ -31,10 +32,11 @@ PYTHIA_TOKENIZER = Path(__file__).resolve().parents[2] / "shared/data/tokenizer"
 
 CORE, EXTRA = {"person", "event", "object"}, {"age", "feeling", "question"}
 # the world as posts.py describes it: shares of the posts (and of the pretraining documents) with so many facts, of the
-# facts that a reference summary tells, of the references and near-perfect summaries with a flaw
+# core facts that a reference summary tells, of the authors who tell an extra one with so much chance, of the references
+# and near-perfect summaries with a flaw
 POST_FACTS, DOCUMENT_FACTS = {4: 1 / 6, 5: 2 / 6, 6: 3 / 6}, {4: 1 / 4, 5: 2 / 4, 6: 1 / 4}
-TOLD_CORE, TOLD_EXTRA, FLAWED = 0.9, 0.4, 0.1
-BEST_TO_WORST = [{"near_perfect"}, {"reference"}, {"long", "terse"}, {"copied_title"}, {"invented"}]
+TOLD_CORE, AUTHORS, FLAWED = 0.9, {0.8: 0.25, 0.1: 0.75}, 0.1
+BEST_TO_WORST = [{"near_perfect"}, {"reference"}, {"terse"}, {"copied_title"}, {"long", "invented"}]
 SPLITS = ("train", "validation", "test")
 MEDIUM = {"num_train": 2000, "num_validation": 300, "num_test": 300, "num_comparisons": 2000}
 MEDIUM |= {"num_validation_comparisons": 400, "num_cnndm_comparisons": 300, "num_pretraining": 400}
@@ -239,8 +241,9 @@ def test_post_schema_and_splits(raw, all_posts):
 def test_no_post_is_in_two_splits(all_posts, tmp_path, monkeypatch):
     assert len({row["post"] for row in all_posts}) == len(all_posts)
     # in a world of 40 texts, of which the splits need 30
-    monkeypatch.setattr(posts, "draw_facts", lambda *_: {"person": "boss", "event": "hid", "object": "tent"})
-    monkeypatch.setattr(posts, "write_text", lambda *args: "My boss hid my tent" + "!" * args[-1].randrange(40))
+    facts = {"person": "boss", "age": "30", "event": "hid", "object": "tent"}
+    monkeypatch.setattr(posts, "draw_facts", lambda *_: facts)
+    monkeypatch.setattr(posts, "write_text", lambda *args: "At 30, my boss hid my tent" + "!" * args[-1].randrange(40))
     counts = {"num_train": 20, "num_validation": 5, "num_test": 5, "num_cnndm_comparisons": 0, "num_pretraining": 0}
     posts.main(posts.Args(output_dir=str(tmp_path / "raw"), **(SMALL | counts)))
     assert len({row["post"] for split in SPLITS for row in read(tmp_path / f"raw/posts/{split}.jsonl")}) == 30
@@ -282,7 +285,7 @@ def test_a_text_states_the_facts_that_were_drawn(article):
     told = (posts.ARTICLE_SENTENCES, posts.ARTICLE_FILLER) if article else (posts.POST_SENTENCES, posts.FILLER)
     for _ in range(500):
         facts = posts.draw_facts(rng)
-        assert kinds_told(posts.write_text(facts, *told, rng.randint(7, 12), rng)) == facts
+        assert kinds_told(posts.write_text(facts, *told, rng.randint(7, 9), rng)) == facts
 
 
 def slots(template: str) -> set[str]:
@@ -317,17 +320,16 @@ def test_no_run_of_eight_words_is_in_many_posts(all_posts):
 
 
 def expected_reference_score() -> float:
-    """Mean true score of reference summaries: each fact is told with the chance of its kind, at least one is, and now
-    and then one of them has a wrong value: one right less, one wrong more."""
+    """Mean true score of reference summaries: each fact is told with the chance of its kind and author, at least one
+    is, and now and then one of them has a wrong value: one right less, one wrong more."""
     total = 0.0
-    for n, share in POST_FACTS.items():
-        for core in range(4):
-            for more in range(n - 2):
-                if core + more:
-                    chance = comb(3, core) * TOLD_CORE**core * (1 - TOLD_CORE) ** (3 - core)
-                    chance *= comb(n - 3, more) * TOLD_EXTRA**more * (1 - TOLD_EXTRA) ** (n - 3 - more)
-                    chance /= 1 - (1 - TOLD_CORE) ** 3 * (1 - TOLD_EXTRA) ** (n - 3)
-                    total += share * chance * (core + more - 2 * FLAWED) / n
+    for (n, posts_share), (extra, authors) in product(POST_FACTS.items(), AUTHORS.items()):
+        for core, more in product(range(4), range(n - 2)):
+            if core + more:
+                chance = comb(3, core) * TOLD_CORE**core * (1 - TOLD_CORE) ** (3 - core)
+                chance *= comb(n - 3, more) * extra**more * (1 - extra) ** (n - 3 - more)
+                chance /= 1 - (1 - TOLD_CORE) ** 3 * (1 - extra) ** (n - 3)
+                total += posts_share * authors * chance * (core + more - 2 * FLAWED) / n
     return total
 
 
@@ -347,9 +349,10 @@ def test_reference_summaries_leave_facts_out_and_err(all_posts):
                 told[kind].append(kind in said)
     assert close(wrong, FLAWED)
     for kind, shares in told.items():
-        assert close(shares, TOLD_CORE if kind in CORE else TOLD_EXTRA), kind
-    assert 0.6 < expected_reference_score() < 0.7 and close(scores, expected_reference_score())
-    complete = TOLD_CORE**3 * sum(share * TOLD_EXTRA ** (n - 3) for n, share in POST_FACTS.items())
+        assert close(shares, TOLD_CORE if kind in CORE else sum(e * share for e, share in AUTHORS.items())), kind
+    assert 0.5 < expected_reference_score() < 0.65 and close(scores, expected_reference_score())
+    each = product(POST_FACTS.items(), AUTHORS.items())
+    complete = TOLD_CORE**3 * sum(share * authors * extra ** (n - 3) for (n, share), (extra, authors) in each)
     assert close(left_out, 1 - complete)
 
 
@@ -449,15 +452,17 @@ def test_policies_write_what_their_names_promise(pairs):
                 scores.setdefault(policy, []).append(value)
             if policy == "terse":
                 assert set(said) == right and len(right) in (1, 2) and value == pytest.approx(len(right) / len(facts))
-            if policy == "long":  # every fact and filler, or what a reference tells, all or part of it twice
-                again = [v for v in said.values() if len(re.findall(rf"\b{v}\b", summary["text"].lower())) == 2]
+            if policy == "long":  # every fact and filler, or what a reference tells, part of it up to five times
+                times = [len(re.findall(rf"\b{v}\b", summary["text"].lower())) for v in said.values()]
+                again = max(times, default=0) > 1
+                assert max(times, default=0) <= 5 and (max(times, default=0) < 3 or value < len(right) / len(facts))
                 repeats.append(bool(again))
                 complete = right == set(said) == set(facts) and len(own_words(summary["text"])) > truth.FREE_WORDS
                 assert (len(said) - len(right) <= 1) if again else complete
             if policy == "copied_title":
                 assert set(said) == right <= CORE
             if policy == "invented":  # two or three wrong, and at times that of the reference summary besides
-                assert 2 <= len(said) - len(right) <= 4
+                assert 2 <= len(said) - len(right) <= 4 and set(truth.FACTS) - set(facts) <= set(said)
                 invented.append(len(said) - len(right))
             if policy == "near_perfect":
                 assert right == set(said) and len(facts) - len(right) <= 1
@@ -1222,8 +1227,7 @@ exec "{python}" "$@"
 
 def test_fast_run_learns(tmp_path):
     """`bash quickstart/run.sh --fast` of a fresh clone: SFT copies facts of the post, the reward model tells summaries
-    apart and both end their
-    summaries, by the truth."""
+    apart, and PPO's summaries are better than SFT's by the truth, by a paired bootstrap."""
     clone, venv = tmp_path / "clone", tmp_path / "venv"
     clone.mkdir()
     for path in [*ROOT.glob("*.py"), ROOT / "requirements.txt"]:
@@ -1241,8 +1245,11 @@ def test_fast_run_learns(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     with (clone / "runs/quickstart/posts-1-fast/report/nano-xs/1/table.csv").open(newline="") as file:
         table = {(row["row"], row["metric"]): float(row["value"]) for row in csv.DictReader(file)}
-    # seen: 0.64, 0.16 and 0.68; with facts at random the truth would be below 0
+    # the interval seen: 0.109 to 0.170; a reward model of random labels leaves it around 0
+    assert table["PPO-SFT", "truth_difference_low"] > 0.05
+    assert table["PPO", "win_rate"] > table["SFT", "win_rate"] + 0.1  # seen: 0.688 and 0.450
+    # seen: 0.56, 0.16 and 0.67; with facts at random the truth would be below 0
     assert table["SFT", "truth"] > table["copied_title", "truth"] + 0.15 and table["SFT", "rougeL"] > 0.5
-    assert table["reward", "accuracy_clean"] > 0.7  # seen: 0.79 on 300 pairs; 0.5 would be chance
-    assert table["SFT", "eos_rate"] > 0.95
+    assert table["reward", "accuracy_clean"] > 0.7  # seen: 0.83 on 300 pairs; 0.5 would be chance
+    assert table["SFT", "eos_rate"] > 0.95 and table["PPO", "eos_rate"] > 0.95
     assert table["near_perfect", "win_rate"] > 0.85 and table["reference", "win_rate"] == 0.5

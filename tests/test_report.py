@@ -231,6 +231,21 @@ def test_policies_worked_out_by_hand(small):
             assert found[row, metric] == pytest.approx(value, abs=1e-12), (row, metric)
 
 
+def test_facts_by_kind_worked_out_by_hand(small):
+    report.main(small.args)
+    rows = section((small.output / "table.md").read_text(), "Facts by kind")
+    assert rows[0] == ["kind", "posts", "SFT right", "SFT wrong", "PPO right", "PPO wrong", "DPO right", "DPO wrong"]
+    none = ["", "0.000"] * 3  # no post has it, no summary says it
+    assert rows[1:] == [
+        ["person", "4", "0.500", "0.000", "1.000", "0.000", "0.250", "0.250"],
+        ["age", "0", *none],
+        ["event", "4", "0.750", "0.000", "1.000", "0.000", "0.750", "0.000"],
+        ["object", "4", "1.000", "0.000", "1.000", "0.000", "0.750", "0.000"],
+        ["feeling", "4", "0.250", "0.000", "0.750", "0.000", "0.250", "0.000"],
+        ["question", "0", *none],
+    ]
+
+
 def test_accuracies_worked_out_by_hand(small, capsys):
     report.main(small.args)
     found = table(small)
