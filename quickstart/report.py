@@ -264,6 +264,7 @@ def main(args: Args):
         difference = {"truth_difference": fmean(gains), "truth_difference_low": low, "truth_difference_high": high}
         values[f"{name}-SFT"] = difference
 
+    # ---- facts by kind ----------------------------------------------------------------------------------------------
     held = [find_facts(post["post"]) for post in posts]
     said = {name: [find_facts(text) for text in texts[name]] for name in POLICIES}
     per_kind = []

@@ -448,17 +448,19 @@ def test_policies_write_what_their_names_promise(pairs):
         for summary, value in zip(row["summaries"], values, strict=True):
             policy, said = summary["policy"], kinds_told(summary["text"])
             right = {kind for kind in said if facts.get(kind) == said[kind]}
+            # only a question ends as one, repeated or not: else the mark alone would tell good summaries from bad
+            last = re.split(r"[,.?] ", summary["text"].strip().lower())[-1]
+            assert last.endswith("?") == last.startswith("why not"), summary["text"]
             if not row["info"]["article"]:
                 scores.setdefault(policy, []).append(value)
             if policy == "terse":
                 assert set(said) == right and len(right) in (1, 2) and value == pytest.approx(len(right) / len(facts))
             if policy == "long":  # every fact and filler, or what a reference tells, part of it up to five times
-                times = [len(re.findall(rf"\b{v}\b", summary["text"].lower())) for v in said.values()]
-                again = max(times, default=0) > 1
-                assert max(times, default=0) <= 5 and (max(times, default=0) < 3 or value < len(right) / len(facts))
-                repeats.append(bool(again))
+                most = max([len(re.findall(rf"\b{v}\b", summary["text"].lower())) for v in said.values()], default=0)
+                repeats.append(most)
+                assert most <= 5 and (most < 3 or value < len(right) / len(facts))
                 complete = right == set(said) == set(facts) and len(own_words(summary["text"])) > truth.FREE_WORDS
-                assert (len(said) - len(right) <= 1) if again else complete
+                assert (len(said) - len(right) <= 1) if most > 1 else complete
             if policy == "copied_title":
                 assert set(said) == right <= CORE
             if policy == "invented":  # two or three wrong, and at times that of the reference summary besides
@@ -470,7 +472,7 @@ def test_policies_write_what_their_names_promise(pairs):
     for better, worse in zip(BEST_TO_WORST, BEST_TO_WORST[1:], strict=False):
         assert min(mean[policy] for policy in better) > max(mean[policy] for policy in worse) + 0.05, mean
     assert mean["near_perfect"] > 0.95 and 0.25 < mean["terse"] < 0.4 and mean["invented"] < 0.15
-    assert 0.4 < fmean(repeats) < 0.7
+    assert 0.4 < fmean(most > 1 for most in repeats) < 0.7 and 0.15 < fmean(most > 2 for most in repeats) < 0.35
     assert 2.4 < fmean(invented) < 2.7 and sum(count == 4 for count in invented) < 0.05 * len(invented)
 
 
@@ -1245,7 +1247,7 @@ def test_fast_run_learns(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     with (clone / "runs/quickstart/posts-1-fast/report/nano-xs/1/table.csv").open(newline="") as file:
         table = {(row["row"], row["metric"]): float(row["value"]) for row in csv.DictReader(file)}
-    # the interval seen: 0.109 to 0.170; a reward model of random labels leaves it around 0
+    # the interval seen: 0.109 to 0.170
     assert table["PPO-SFT", "truth_difference_low"] > 0.05
     assert table["PPO", "win_rate"] > table["SFT", "win_rate"] + 0.1  # seen: 0.688 and 0.450
     # seen: 0.56, 0.16 and 0.67; with facts at random the truth would be below 0
