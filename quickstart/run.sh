@@ -57,7 +57,7 @@ step() { # print a command with the time so far, then run it
 
 # ---- data: made once ------------------------------------------------------------------------------------------------
 counts=()
-episodes=2560 pairs=8000 # of PPO and DPO; the reward model sees all pairs
+episodes=3840 pairs=8000 # of PPO and DPO; the reward model sees all pairs
 if [[ $fast ]]; then
     counts=(--num-train 2000 --num-validation 200 --num-test 50 --num-comparisons 4000 --num-validation-comparisons 300
         --num-cnndm-comparisons 100)
