@@ -21,6 +21,7 @@ Deviations from the paper and its code, each on purpose:
 import json
 import os
 import shutil
+import signal
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Literal
 
 import pandas
+import pyarrow.compute
 import torch
 import torch.nn.functional as F
 import tyro
@@ -57,7 +59,8 @@ COLUMNS = ["query", "query_token", "query_reference_response_token", "reference_
 PAIR_COLUMNS = [f"query_{side}_token{suffix}" for side in ("chosen", "rejected") for suffix in ("", "_response_label")]
 PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
 # what may differ between a run and its --resume: nothing that changes a number
-FREE_ON_RESUME = "micro_batch_size forward_batch_size save_every keep_checkpoints resume track"
+FREE_ON_RESUME = "output_dir micro_batch_size forward_batch_size run_eval save_every keep_checkpoints resume track"
+STOPPED = 75  # exit code of a run that SIGTERM or SIGUSR1 stopped, saved and to be continued with --resume
 
 
 @dataclass
@@ -117,6 +120,20 @@ class Args:
 def fail(message: str):
     """End the process with one clear message on standard error and exit code 1."""
     raise SystemExit(f"error: {message}")
+
+
+def one_line(error: Exception) -> str:
+    """Kind and first line of an exception."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+@contextmanager
+def reading(what: str):
+    """Around the reading of `what`: a damaged file, or code where there should be data, ends the run with a message."""
+    try:
+        yield
+    except Exception as error:  # of as many kinds as there are formats
+        fail(f"{what} cannot be read ({one_line(error)})")
 
 
 def make_accelerator(mixed_precision: str | None) -> Accelerator:
@@ -186,73 +203,181 @@ def open_run(args, accelerator: Accelerator) -> Path:
     return folder
 
 
+def checkpoint_kind(accelerator: Accelerator) -> str:
+    """What can read a checkpoint: plain and DDP runs any of theirs, DeepSpeed that of its stage and process count."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return "plain or DDP"
+    stage = accelerator.state.deepspeed_plugin.zero_stage
+    return f"DeepSpeed ZeRO-{stage}, {accelerator.num_processes} process(es)"
+
+
+@contextmanager
+def writing(path: Path):
+    """Around the writing of `path`: where it fails (a full disk), what is half-written goes and one message says so."""
+    try:
+        yield
+    except Exception as error:  # an OSError, or what torch and safetensors make of it
+        partial = path.with_suffix(".tmp")
+        shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
+        fail(
+            f"{path} could not be written ({one_line(error)}). What was saved before is as it was: make room, then "
+            "continue with --resume"
+        )
+
+
 def save_checkpoint(accelerator: Accelerator, folder: Path, update: int, keep: int):
-    """Everything that --resume needs, under a name that only a complete checkpoint gets. Data order and sampling noise
-    are functions of (seed, update), so that weights and optimiser state are all the state there is."""
+    """Everything that --resume needs, under a name that only a complete checkpoint gets, the sizes of its files in
+    complete.json. Data order and sampling noise are functions of (seed, update), so that weights, optimiser state and
+    the metrics so far are all the state there is. Removes all but the newest `keep`, and what is left of a later update
+    that this run does not continue."""
     final = folder / "checkpoints" / f"update_{update:06d}"
     partial = final.with_suffix(".tmp")
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
     accelerator.wait_for_everyone()
-    accelerator.save_state(str(partial))
+    with writing(final):
+        accelerator.save_state(str(partial))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        with writing(final):
+            shutil.copy(folder / "metrics.jsonl", partial)
+            sizes = {str(x.relative_to(partial)): x.stat().st_size for x in partial.rglob("*") if x.is_file()}
+            content = {"kind": checkpoint_kind(accelerator), "files": sizes}
+            (partial / "complete.json").write_text(json.dumps(content, indent=2) + "\n")
+        shutil.rmtree(final, ignore_errors=True)  # a torn one of this update
         os.replace(partial, final)
-        for old in sorted(final.parent.glob("update_??????"), reverse=True)[max(keep, 1) :]:
+        found = sorted(final.parent.glob("update_??????"))
+        place = found.index(final) + 1
+        for old in found[: max(place - max(keep, 1), 0)] + found[place:]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
 
 
+def checkpoint_damage(checkpoint: Path) -> str:
+    """What a checkpoint lacks of what was written into it; "" where it is complete."""
+    try:
+        files = json.loads((checkpoint / "complete.json").read_text())["files"]
+    except (OSError, ValueError, KeyError):
+        return "complete.json is missing or torn"
+    for name, size in files.items():
+        found = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else 0
+        if found != size:
+            return f"{name} has {found:,} bytes of {size:,}"
+    return ""
+
+
 def load_checkpoint(accelerator: Accelerator, folder: Path) -> int:
     """Load the newest complete checkpoint of the run; returns its update, 0 where there is none."""
-    found = sorted((folder / "checkpoints").glob("update_??????"))
-    if not found:
-        accelerator.print(f"--resume: no checkpoint in {folder}, starting from the beginning")
-        return 0
-    accelerator.print(f"--resume: continuing from {found[-1]}")
-    accelerator.load_state(str(found[-1]))
-    return int(found[-1].name.removeprefix("update_"))
+    for found in sorted((folder / "checkpoints").glob("update_??????"), reverse=True):
+        damage = checkpoint_damage(found)
+        if damage:
+            accelerator.print(f"--resume: skipping {found}: {damage}")
+            continue
+        kind, here = json.loads((found / "complete.json").read_text())["kind"], checkpoint_kind(accelerator)
+        if kind != here:
+            fail(f"--resume: {found} was written by {kind}; {here} cannot read it. Launch it as it was launched before")
+        with reading(f"--resume: {found} (delete it to continue from the one before)"):
+            accelerator.load_state(str(found))
+        accelerator.print(f"--resume: continuing from {found}")
+        return int(found.name.removeprefix("update_"))
+    accelerator.print(f"--resume: no complete checkpoint in {folder}, starting from the beginning")
+    return 0
+
+
+def catch_signals() -> list[str]:
+    """From now on SIGTERM and SIGUSR1, by which a scheduler announces that it will end the run, do nothing but add
+    their name to the list that this returns."""
+    caught = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: caught.append(signal.Signals(number).name))
+    return caught
+
+
+def release_signals():
+    """The same signals end the process again."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def any_caught(accelerator: Accelerator, caught: list[str]) -> bool:
+    """Whether any process has caught a signal; asked by all of them at the same point between two updates."""
+    return accelerator.reduce(torch.tensor(len(caught), device=accelerator.device), "sum").item() > 0
+
+
+def stop_for_signal(accelerator: Accelerator, log, folder: Path, update: int):
+    """End a run that a signal stopped, its checkpoint written, with exit code STOPPED."""
+    if log:
+        log.close()
+    accelerator.print(f"stopped by a signal after update {update}; {folder} continues with --resume")
+    accelerator.end_training()
+    raise SystemExit(STOPPED)
 
 
 class MetricsLog:
-    """One line of metrics.jsonl per update, the same to TensorBoard and, with --track, to W&B; main process only. Lines
-    after `last_update` are cut off: a resumed run writes them again."""
+    """One line of metrics.jsonl per update, the same to TensorBoard and, with --track, to W&B; main process only. A
+    resumed run begins with the lines of its checkpoint and sends them to TensorBoard, written anew, and to W&B, as far
+    as its server lacks them: no update is missing or there twice."""
 
     def __init__(self, args, folder: Path, last_update: int):
-        self.path = folder / "metrics.jsonl"
-        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() and last_update else []
-        whole = [line for line in lines if line.endswith("\n")]  # a kill can leave half a line
-        self.path.with_suffix(".tmp").write_text("".join(x for x in whole if json.loads(x)["update"] <= last_update))
+        self.path, self.wandb = folder / "metrics.jsonl", None
+        before = folder / "checkpoints" / f"update_{last_update:06d}" / "metrics.jsonl"
+        lines = before.read_text() if last_update else ""
+        self.path.with_suffix(".tmp").write_text(lines)
         os.replace(self.path.with_suffix(".tmp"), self.path)
-        self.tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=last_update + 1)
-        self.wandb = None
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+        self.tensorboard = SummaryWriter(str(folder / "tensorboard"))
         if args.track:
-            import wandb
+            self.wandb = self.start_wandb(args, folder)
+        for line in lines.splitlines():
+            metrics = json.loads(line)
+            self.show(metrics.pop("update"), metrics)
 
-            name = f"{STAGE}__{model_name(args.model)}__{args.seed}"
-            self.wandb = wandb.init(name=name, config=asdict(args), dir=str(folder))
+    @staticmethod
+    def start_wandb(args, folder: Path):
+        """The W&B run of this folder: a new one, or the one that wandb_id.txt names. Where W&B cannot be reached it is
+        kept in wandb/, by a resumed run anew from its first update."""
+        import wandb
+
+        file = folder / "wandb_id.txt"
+        settings = {"id": file.read_text() if file.exists() else None, "resume": "allow", "dir": str(folder)}
+        settings |= {"name": f"{STAGE}__{model_name(args.model)}__{args.seed}", "config": asdict(args)}
+        for old in (folder / "wandb").glob("offline-run-*"):
+            shutil.rmtree(old)
+        limits = wandb.Settings(finish_timeout=300)
+        try:
+            run = wandb.init(**settings, settings=limits)
+        except wandb.Error as error:  # no network, no key
+            print(f"W&B is not available ({one_line(error)}): logging to {folder}/wandb", flush=True)
+            run = wandb.init(**settings, settings=limits, mode="offline")
+        file.write_text(run.id)
+        return run
 
     def write(self, update: int, metrics: dict):
         metrics = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
-        with self.path.open("a") as file:
+        with writing(self.path), self.path.open("a") as file:
             file.write(json.dumps({"update": update, **metrics}) + "\n")
+        self.show(update, metrics)
+
+    def show(self, update: int, metrics: dict):
         for key, value in metrics.items():
             self.tensorboard.add_scalar(key, value, update)
-        if self.wandb:
+        if self.wandb and update >= self.wandb.step:  # not what its server has from before a kill
             self.wandb.log(metrics, step=update)
 
     def close(self):
         self.tensorboard.close()
         if self.wandb:
             self.wandb.finish()
+            print(f"W&B: to send what has not arrived there: wandb sync {Path(self.wandb.dir).parent}", flush=True)
 
 
 def write_table(path: Path, rows: list[dict], title: str = ""):
     """Write rows as one CSV file, beside first, then renamed; print them too where there is a title."""
     frame = pandas.DataFrame(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    frame.to_csv(path.with_suffix(".tmp"), index=False)
-    os.replace(path.with_suffix(".tmp"), path)
+    with writing(path):
+        frame.to_csv(path.with_suffix(".tmp"), index=False)
+        os.replace(path.with_suffix(".tmp"), path)
     if title:
         print(f"\n{title}\n{frame.to_string(index=False)}\n")
 
@@ -279,8 +404,12 @@ def checkpoint_folder(flag: str, path: str, hint: str = "") -> str:
     name, _, revision = path.partition("@")
     if Path(path).exists() or name.count("/") > 1 or name.startswith((".", "/")):
         fail(f"{flag} {path}: no checkpoint there (config.json is missing). {hint}")
+    files = {"repo_id": name, "revision": revision or None}
     try:
-        return snapshot_download(name, revision=revision or None, allow_patterns=["*.json", "*.safetensors", "*.txt"])
+        folder = snapshot_download(**files, allow_patterns=["*.json", "*.safetensors", "*.txt"])
+        if not [*Path(folder).glob("*.safetensors")]:
+            snapshot_download(**files, allow_patterns="pytorch_model*.bin")
+        return folder
     except Exception as error:
         fail(f"{flag} {path}: no checkpoint folder and not reachable on the Hub ({type(error).__name__}). {hint}")
 
@@ -290,9 +419,9 @@ def load_tokenizer(path: str):
     if not [*Path(path).glob("tokenizer*"), *Path(path).glob("vocab*")]:  # transformers would make an empty one
         fail(f"{path}: no tokenizer files there; copy those that the model was trained with into the folder")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
-        fail(f"{path}: no tokenizer found there ({type(error).__name__}: {str(error).splitlines()[0]})")
+        fail(f"{path}: no tokenizer found there ({one_line(error)})")
     if tokenizer.eos_token_id is None:
         fail(f"{path}: its tokenizer has no EOS token, so that no response could end")
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
@@ -307,8 +436,8 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
     except Exception as error:
         fail(
-            f"{flag} {path}: neither a data set folder that can be read nor one on the Hub ({type(error).__name__}: "
-            f"{str(error).splitlines()[0]}). tldr_dataset.py makes one: python tldr_dataset.py --output-dir data/tldr"
+            f"{flag} {path}: neither a data set folder that can be read nor one on the Hub ("
+            f"{one_line(error)}). tldr_dataset.py makes one: python tldr_dataset.py --output-dir data/tldr"
         )
     if not isinstance(data, DatasetDict) or not {"train", "validation"} <= set(data):
         fail(f"{flag} {path}: not a DatasetDict with the splits train and validation; make it with tldr_dataset.py")
@@ -328,6 +457,14 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
                     f"{flag} {path}: split {split}, row {i}: query_token is not what the model's tokenizer makes of "
                     f"query ([PAD] = {tokenizer.pad_token_id}): the data was tokenised with another tokenizer. Run "
                     "tldr_dataset.py with --tokenizer set to this model"
+                )
+        for column in [column for column in columns if column.endswith("_token")]:
+            ends = pyarrow.compute.min_max(pyarrow.compute.list_flatten(data[split].data.column(column)))
+            low, high = ends["min"].as_py(), ends["max"].as_py()
+            if low is None or low < 0 or high >= len(tokenizer):
+                fail(
+                    f"{flag} {path}: split {split}, column {column}: ids {low} to {high}, but the model's tokenizer "
+                    f"has 0 to {len(tokenizer) - 1}: a damaged file, or made with another tokenizer"
                 )
     return data.with_format("torch")
 
@@ -455,11 +592,11 @@ class RewardModel(nn.Module):
 def new_reward_model(path: str, tokenizer) -> RewardModel:
     """The SFT model of a checkpoint folder with a new scalar head: weights normal with standard deviation
     1 / sqrt(d + 1), bias 0 (Detail 11)."""
-    config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1))
-    config.pad_token_id = tokenizer.pad_token_id
-    model = AutoModelForSequenceClassification.from_pretrained(
-        path, config=config, dtype=torch.float32, attn_implementation="sdpa"
-    )
+    settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
+    with reading(f"the model in {path}"):
+        config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
+        config.pad_token_id = tokenizer.pad_token_id
+        model = AutoModelForSequenceClassification.from_pretrained(path, config=config, **settings)
     fit_embeddings(model, tokenizer, path)
     hidden = model.score.weight.shape[1]
     model.score = nn.Linear(hidden, 1)
@@ -471,17 +608,22 @@ def new_reward_model(path: str, tokenizer) -> RewardModel:
 def load_reward_model(path: str, tokenizer) -> RewardModel:
     """A trained reward model in float32 without dropout, from a checkpoint folder of ours (head bias in `score.bias`)
     or of the paper's released format (`lm_backbone.*`, `scalar_head.*`, and `config.bias`, which is subtracted)."""
-    settings = json.loads((Path(path) / "config.json").read_text())
-    released = "base_config" in settings
-    config = AutoConfig.for_model(**settings["base_config"]) if released else AutoConfig.from_pretrained(path)
-    config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
-    model = AutoModelForSequenceClassification.from_config(
-        without_dropout(config), dtype=torch.float32, attn_implementation="sdpa"
-    )
-    model.score = nn.Linear(model.score.weight.shape[1], 1)
-    state = {}
-    for file in sorted(Path(path).glob("*.safetensors")):
-        state |= load_file(file)
+    with reading(f"the reward model in {path}"):
+        settings = json.loads((Path(path) / "config.json").read_text())
+        if released := "base_config" in settings:
+            config = AutoConfig.for_model(**settings["base_config"])
+        else:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+        model = AutoModelForSequenceClassification.from_config(
+            without_dropout(config), dtype=torch.float32, attn_implementation="sdpa"
+        )
+        model.score = nn.Linear(model.score.weight.shape[1], 1)
+        state = {}
+        for file in sorted(Path(path).glob("*.safetensors")):
+            state |= load_file(file)
+        for file in [] if state else sorted(Path(path).glob("pytorch_model*.bin")):  # as the paper's were released
+            state |= torch.load(file, map_location="cpu", weights_only=True)  # numbers, never code
     if released:
         base = model.base_model_prefix
         state = {key.replace("lm_backbone.", f"{base}.").replace("scalar_head.", "score."): state[key] for key in state}
@@ -502,8 +644,9 @@ def save_model(accelerator: Accelerator, model, state: dict, tokenizer, folder: 
     if accelerator.is_main_process:
         partial = folder.with_suffix(".tmp")
         shutil.rmtree(partial, ignore_errors=True)
-        model.save_pretrained(partial, state_dict=state)
-        tokenizer.save_pretrained(partial)
+        with writing(folder):
+            model.save_pretrained(partial, state_dict=state)
+            tokenizer.save_pretrained(partial)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     accelerator.wait_for_everyone()
@@ -512,9 +655,7 @@ def save_model(accelerator: Accelerator, model, state: dict, tokenizer, folder: 
 def last_token(tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
     """Index (b,) of the last token before the first [PAD] at or after column `query_width`; the last column where there
     is none (Detail 12). Padding to the left of the query does not count. tokens (b, T)."""
-    padding = tokens[:, query_width:] == pad_id
-    first = torch.where(padding.any(1), padding.int().argmax(1), padding.shape[1])
-    return query_width + first - 1
+    return query_width - 1 + (tokens[:, query_width:] != pad_id).long().cumprod(1).sum(1)
 
 
 def response_rewards(model, tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
@@ -553,7 +694,7 @@ def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: fl
     else:
         norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf")))
     if not isfinite(norm):
-        fail(f"{where}: the gradient norm is {norm}; nothing of this update was saved")
+        fail(f"{where}: the gradient norm is {norm}; no step was made and nothing of it saved")
     optimizer.step()
     optimizer.zero_grad()
     return norm
@@ -679,7 +820,7 @@ def main(args: Args):
 
     # ---- train -----------------------------------------------------------------------------------
     per_rank = args.batch_size // world
-    begin = time.time()
+    begin, caught = time.time(), catch_signals()
     for update in progress(accelerator, range(first + 1, num_updates + 1), STAGE):
         start = time.time()
         learning_rate = cosine_learning_rate(update, num_updates, args.learning_rate)
@@ -702,7 +843,8 @@ def main(args: Args):
                 stats = (loss, hits, chosen_rewards.sum(), rejected_rewards.sum())
                 stats += (negative, others.sum(), torch.ones_like(others).sum())
                 sums += torch.stack([x.float() for x in stats])
-        grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
+        where = f"update {update}, episodes {(update - 1) * args.batch_size} to {update * args.batch_size - 1}"
+        grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, where)
 
         # ---- log, checkpoint -----------------------------------------------------------------
         loss, hits, chosen, rejected, negative, other_sum, other_count = accelerator.reduce(sums, "sum").tolist()
@@ -729,8 +871,12 @@ def main(args: Args):
                 f"update {update}/{num_updates}  loss {metrics['loss/train']:.4f}  "
                 f"accuracy {metrics['accuracy/train']:.3f}"
             )
-        if args.save_every and update % args.save_every == 0:
+        stop = any_caught(accelerator, caught)
+        if stop or (args.save_every and update % args.save_every == 0):
             save_checkpoint(accelerator, folder, update, args.keep_checkpoints)
+        if stop:
+            stop_for_signal(accelerator, log, folder, update)
+    release_signals()
 
     # ---- centre (Detail 15), save, look again ----------------------------------------------------
     rewards = reference_rewards(accelerator, model, references, args, pad_id, left=False)

@@ -520,7 +520,7 @@ def main(args: Args):
     # ---- tokenizer -----------------------------------------------------------------------------------
     name, _, revision = args.tokenizer.partition("@")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main")
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
     except Exception as error:  # of many kinds: no such folder, no such repository, Hub out of reach
         fail(f"--tokenizer {args.tokenizer} cannot be loaded ({one_line(error)})")
     if tokenizer.eos_token is None:

@@ -27,12 +27,9 @@ def shared() -> Path:
     return SHARED
 
 
-@pytest.fixture(scope="session")
-def world(tmp_path_factory, worker_id) -> SimpleNamespace:
-    """Generated posts, their tokenizer, pre-tokenised data and a nano model, made once for all test processes:
-    .raw .tokenizer .dataset .preference_dataset .model (folders)."""
-    root = tmp_path_factory.getbasetemp()
-    root = (root if worker_id == "master" else root.parent) / "world"
+def make_world(root: Path) -> SimpleNamespace:
+    """Generated posts, their tokenizer, pre-tokenised data and a nano model in `root`, made where they are not there
+    yet, by one process at a time: .raw .tokenizer .dataset .preference_dataset .model (folders)."""
     found = SimpleNamespace(
         raw=root / "raw",
         tokenizer=root / "raw" / "tokenizer",
@@ -60,3 +57,21 @@ def world(tmp_path_factory, worker_id) -> SimpleNamespace:
             )
             nano.main(nano.Args(tokenizer=str(found.tokenizer), size="xs", output_dir=str(found.model)))
     return found
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory, worker_id) -> SimpleNamespace:
+    """The folders of make_world, made once for all test processes."""
+    root = tmp_path_factory.getbasetemp()
+    return make_world((root if worker_id == "master" else root.parent) / "world")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The table of the comparisons in test_invariance.py, collected from all test processes."""
+    reports = terminalreporter.getreports("passed")
+    rows = [value for report in reports for name, value in report.user_properties if name == "invariance"]
+    if rows:
+        terminalreporter.section("against 1 process with the whole batch as one micro-batch")
+        header = ["run", "split", "lines of metrics", "largest relative difference", "where"]
+        for row in [header, ["---"] * len(header), *sorted(rows)]:
+            terminalreporter.write_line(f"| {' | '.join(map(str, row))} |")

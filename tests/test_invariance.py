@@ -52,16 +52,19 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.glob("*/*.safetensors"))}
 
 
-def assert_same_metrics(folder: Path, other: Path):
+def assert_same_metrics(folder: Path, other: Path) -> tuple[float, str]:
+    """Both runs say the same; returns the largest relative difference (to the floor where a value is below it) and
+    where it is."""
     found, expected = metrics(other), metrics(folder)
     assert [list(line) for line in found] == [list(line) for line in expected]
-    off = [
-        f"update {line['update']}: {key} {value!r} against {there[key]!r}"
+    differences = [
+        (abs(value - there[key]) / max(abs(value), FLOORS.get(key, FLOOR) / 1e-5), f"{key}, update {line['update']}")
         for line, there in zip(expected, found, strict=True)
         for key, value in line.items()
-        if not abs(value - there[key]) <= max(1e-5 * abs(value), FLOORS.get(key, FLOOR))
     ]
+    off = [f"{where}: {difference:.1e}" for difference, where in differences if not difference <= 1e-5]
     assert not off, "\n".join(off)
+    return max(differences)
 
 
 def assert_same_tables(folder: Path, other: Path):
@@ -71,7 +74,16 @@ def assert_same_tables(folder: Path, other: Path):
         # implicit rewards as above; and the difference that padding makes is itself rounding
         floor = 1e-5 if name.startswith(("pairs_", "reference_rewards")) else FLOOR
         tables = [pandas.read_csv(x / "eval" / name, keep_default_na=False) for x in (folder, other)]
-        pandas.testing.assert_frame_equal(*tables, rtol=1e-5, atol=floor)
+        pandas.testing.assert_frame_equal(*tables, rtol=1e-5, atol=floor)  # texts, thus samples, are equal
+
+
+def assert_same(case: str, split: str, folder: Path, other: Path, record_property):
+    """Metrics and tables of both runs; a line for the summary that conftest.py prints."""
+    difference, where = assert_same_metrics(folder, other)
+    assert_same_tables(folder, other)
+    record_property(
+        "invariance", [case, split, len(metrics(folder)), f"{difference:.1e}", where if difference else "-"]
+    )
 
 
 def eager(source: Path, folder: Path) -> Path:
@@ -91,7 +103,7 @@ def setting(world, tmp_path_factory) -> SimpleNamespace:
     """Arguments of every stage, .args[stage](name, **changes), over a common SFT and reward model, and .root."""
     root = tmp_path_factory.mktemp("invariance")
     base = eager(world.model, root / "base")
-    common = {"model": "nano", "dataset": str(world.dataset), "batch_size": 8, "total_episodes": 24, "seed": 7}
+    common = {"model": "nano", "dataset": str(world.dataset), "batch_size": 8, "total_episodes": 40, "seed": 7}
     common |= {"learning_rate": 1e-3, "run_eval": True, "eval_every": 2}
     pairs = {"preference_dataset": str(world.preference_dataset), "sft_model_path": str(root / "start_sft")}
     sampling = {"response_length": 10, "eval_temperature": 0.7}  # at 0.01 this model's first token would be EOS always
@@ -186,12 +198,13 @@ def test_resume_ends_with_the_same_bytes(setting, whole, stage, point):
 
 
 def test_a_killed_process_is_what_makes_the_difference(setting, whole):
-    """Without the weights of the optimiser a resumed run ends elsewhere: the comparison above can fail."""
+    """With Adam's moments at 0 a resumed run ends elsewhere: the comparison above can fail."""
     args = setting.args("sft", "forgetful", **SAVED)
     folder = killed("sft", args, "update 3 after its metrics")
     state = folder / "checkpoints" / "update_000002" / "optimizer.bin"
     content = torch.load(state, weights_only=False)
-    content["state"] = {}
+    for moments in content["state"].values():
+        moments["exp_avg"].zero_()
     torch.save(content, state)
     run("sft", replace(args, resume=True))
     assert weights(folder) != weights(whole["sft"])
@@ -272,20 +285,17 @@ def two_processes(setting):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_micro_batches_change_nothing(one_process, case):
-    assert_same_metrics(*one_process[case])
-    assert_same_tables(*one_process[case])
+def test_micro_batches_change_nothing(one_process, case, record_property):
+    assert_same(case, "1 process, micro-batches of 2", *one_process[case], record_property)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_change_nothing(one_process, two_processes, case):
-    assert_same_metrics(one_process[case][0], two_processes[case])
-    assert_same_tables(one_process[case][0], two_processes[case])
+def test_two_processes_change_nothing(one_process, two_processes, case, record_property):
+    assert_same(case, "2 processes, micro-batches of 2", one_process[case][0], two_processes[case], record_property)
 
 
-def test_two_processes_can_continue_what_one_began(whole, two_processes):
-    assert_same_metrics(whole["ppo"], two_processes["resumed"])
-    assert_same_tables(whole["ppo"], two_processes["resumed"])
+def test_two_processes_can_continue_what_one_began(whole, two_processes, record_property):
+    assert_same("ppo", "begun by 1, ended by 2 processes", whole["ppo"], two_processes["resumed"], record_property)
 
 
 def test_the_compared_runs_learn_and_their_responses_differ_in_length(one_process):
@@ -323,7 +333,7 @@ def padded_more(source: Path, target: Path, pad_id: int):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_more_padding_in_the_data_changes_nothing(setting, world, one_process, tmp_path, stage):
+def test_more_padding_in_the_data_changes_nothing(setting, world, one_process, tmp_path, stage, record_property):
     pad_id = sft.load_tokenizer(str(world.tokenizer)).pad_token_id
     changes = {}
     for field in ("dataset", "preference_dataset"):
@@ -331,8 +341,7 @@ def test_more_padding_in_the_data_changes_nothing(setting, world, one_process, t
             padded_more(getattr(world, field), tmp_path / field, pad_id)
             changes[field] = str(tmp_path / field)
     folder = run(stage, setting.args(stage, f"{stage}_padded", micro_batch_size=8, **changes))
-    assert_same_metrics(one_process[stage][0], folder)
-    assert_same_tables(one_process[stage][0], folder)
+    assert_same(stage, "more padding in the data", one_process[stage][0], folder, record_property)
 
 
 if __name__ == "__main__":  # one of the two processes: the runs of a list, one after another

@@ -135,7 +135,7 @@ def test_the_limits_are_the_papers():
 
 def naive_truncation(prefix: str, body: str, suffix: str, tokenizer, max_length: int) -> str:
     """The rule of Detail 2 word for word: one cut at a time, each one tokenised."""
-    while len(tokenizer.encode(prefix + body + suffix, add_special_tokens=False)) > max_length:
+    while len(encode(tokenizer, prefix + body + suffix)) > max_length:
         if "\n" in body:
             body = body[: len(body) - 1 - body[::-1].index("\n")]
         else:

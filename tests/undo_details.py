@@ -219,17 +219,17 @@ PATCHES = r"""
 + f"runs/base/{name}/{args.seed}"
 
 12 reward.py ppo.py: the first pad anywhere
-- return query_width + first - 1
+- return query_width - 1 + (tokens[:, query_width:] != pad_id).long().cumprod(1).sum(1)
 + return (tokens == pad_id).int().argmax(1) - 1
 12 reward.py: the last token that is no pad
-- return query_width + first - 1
+- return query_width - 1 + (tokens[:, query_width:] != pad_id).long().cumprod(1).sum(1)
 + return tokens.shape[1] - 1 - (tokens != pad_id).int().flip(1).argmax(1)
 12 ppo.py: one position early
-- return query_width + first - 1
-+ return query_width + first - 2
-12 ppo.py: no care for rows without pads
-- torch.where(padding.any(1), padding.int().argmax(1), padding.shape[1])
-+ padding.int().argmax(1)
+- return query_width - 1 + (tokens[:, query_width:] != pad_id).long().cumprod(1).sum(1)
++ return query_width - 2 + (tokens[:, query_width:] != pad_id).long().cumprod(1).sum(1)
+12 ppo.py: tokens after a pad count
+- .long().cumprod(1).sum(1)
++ .long().sum(1)
 
 13 reward.py: the mean over the response is the reward
 - rewards.append(own.gather(1, last).squeeze(1))

@@ -1,0 +1,479 @@
+"""Properties that hold for any input, tried on generated ones: the data script and the pure helpers of the stages.
+
+    HYPOTHESIS_PROFILE=long python -m pytest tests/test_properties.py --hypothesis-show-statistics    # over 5,000 cases
+
+tests/run.sh tries 40 cases of each."""
+
+import json
+import os
+from collections import Counter
+
+import pytest
+import torch
+from datasets import load_from_disk
+from hypothesis import HealthCheck, event, example, given, settings
+from hypothesis import strategies as st
+from test_helpers import lengths_masks, loop_ppo_loss
+from test_tldr_dataset import EOS, byte_level_tokenizer, naive_truncation
+
+import dpo
+import ppo
+import reward
+import sft
+import tldr_dataset
+
+common = {"deadline": None, "derandomize": True, "print_blob": True}
+common["suppress_health_check"] = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+settings.register_profile("short", max_examples=40, **common)
+settings.register_profile("long", max_examples=400, **common)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
+
+PAD, END = 0, 1  # ids of [PAD] and EOS in the rows of ids below
+TOKENIZER = byte_level_tokenizer()
+TOKENIZER.add_special_tokens({"pad_token": "[PAD]"})
+
+# any text that UTF-8 can hold, and texts that are awkward on purpose
+unicode_text = st.text(st.characters(exclude_categories=("Cs",)), max_size=80)
+pieces = st.sampled_from(
+    ["the", "cat", " ", "  ", "\n", "\n\n", "\r\n", "\u2028", "\x00", "e\u0301", "🙂", EOS, "[PAD]", "{post}"]
+)
+awkward_text = st.lists(pieces, max_size=40).map("".join)
+text = unicode_text | awkward_text | st.integers(0, 60).map("\n".__mul__) | st.integers(0, 3000).map("a ".__mul__)
+plain_text = st.lists(st.sampled_from("the cat sat on a mat .".split()), min_size=1, max_size=8).map(" ".join)
+filled_text = st.tuples(text, plain_text, text).map("".join)
+anything = text | st.none() | st.integers() | st.floats() | st.booleans() | st.lists(st.integers(), max_size=2)
+# of query, response and both: tight ones, down to a single token, and such as plain text fits into
+widths = (
+    st.tuples(st.integers(1, 90), st.integers(1, 60), st.integers(1, 150))
+    | st.just((400, 100, 600))
+    | st.just((90, 50, 130))
+)
+
+
+def arguments(query: int, response: int, both: int) -> tldr_dataset.Args:
+    """Limits of the data script, the same for all its data."""
+    widths = {f"max_query_length{x}": query for x in ("", "_cnndm")}
+    widths |= {f"max_{x}_response_length": response for x in ("sft", "rm")} | {"max_rm_response_length_cnndm": response}
+    widths |= {f"max_{x}_query_response_length": both for x in ("sft", "rm")}
+    return tldr_dataset.Args(**widths, max_rm_query_response_length_cnndm=both)
+
+
+# ---- the data script --------------------------------------------------------------------------------------------
+
+
+@given(title=text, post=text, limit=st.integers(1, 120))
+@example(title="", post="\n" * 50, limit=20)
+def test_truncation_is_the_naive_rule(title, post, limit):
+    row = {"subreddit": "s", "title": title, "post": post}
+    prefix, suffix = f"SUBREDDIT: r/s\n\nTITLE: {title}\n\nPOST: ", "\n\nTL;DR:"
+    try:
+        query, tokens = tldr_dataset.truncate_query(row, TOKENIZER, limit)
+    except ValueError as error:
+        assert len(tldr_dataset.encode(TOKENIZER, prefix + suffix)) > limit and "post" in str(error)
+        event("even an empty post does not fit")
+        return
+    assert query == naive_truncation(prefix, post, suffix, TOKENIZER, limit)
+    assert tokens == tldr_dataset.encode(TOKENIZER, query) and len(tokens) <= limit
+    how = tldr_dataset.truncation(row, query)
+    kept = query[len(prefix) : len(query) - len(suffix)]
+    assert post.startswith(kept) and (how == "none") == (kept == post)
+    event(how)
+
+
+def check_padding(columns: dict, name: str, width: int, side: str):
+    """The tokens of a column are as long as said, of the width said, and [PAD] is on one side only."""
+    tokens, length, pad_id = columns[f"{name}_token"], columns[f"{name}_token_len"], TOKENIZER.pad_token_id
+    assert len(tokens) == width and 1 <= length <= width
+    kept, padding = (tokens[-length:], tokens[:-length]) if side == "left" else (tokens[:length], tokens[length:])
+    assert set(padding) <= {pad_id} and pad_id not in kept
+    return kept
+
+
+def check_response(columns: dict, name: str, summary: str, widths: tuple[int, int]):
+    """A response and query + response: a space before, EOS behind, labels that hide what the query shares."""
+    eos_id, pad_id = TOKENIZER.eos_token_id, TOKENIZER.pad_token_id
+    assert columns[name] == (summary if summary[0] == " " else " " + summary) + EOS
+    tokens = check_padding(columns, name, widths[0], "right")
+    assert tokens == tldr_dataset.encode(TOKENIZER, columns[name].removesuffix(EOS)) + [eos_id]
+    joined = check_padding(columns, f"query_{name}", widths[1], "right")
+    assert joined[-1] == eos_id and eos_id not in joined[:-1]
+    query, label = columns["query_token"][-columns["query_token_len"] :], columns[f"query_{name}_token_response_label"]
+    shared = next(
+        (i for i, (a, b) in enumerate(zip(query, joined, strict=False)) if a != b), min(len(query), len(joined))
+    )
+    assert label == [pad_id] * shared + columns[f"query_{name}_token"][shared:]
+
+
+sft_rows = st.fixed_dictionaries({"title": plain_text, "post": filled_text, "summary": plain_text})
+sft_rows |= st.fixed_dictionaries({field: text for field in tldr_dataset.SFT_COLUMNS})
+sft_rows |= st.dictionaries(st.sampled_from(tldr_dataset.SFT_COLUMNS), anything)
+
+
+@given(row=sft_rows, limits=widths)
+@example(row={"title": "t", "post": "\n", "summary": " "}, limits=(1, 1, 1))
+def test_an_sft_row_becomes_columns_or_a_message_that_names_the_field(row, limits):
+    args = arguments(*limits)
+    try:
+        columns = tldr_dataset.process_sft_row(row, TOKENIZER, args)
+    except ValueError as error:
+        fields = [*tldr_dataset.SFT_COLUMNS, "reference_response_token", "query_reference_response_token"]
+        assert str(error).startswith(tuple(fields)), error
+        event("refused")
+        return
+    event("taken")
+    query = check_padding(columns, "query", limits[0], "left")
+    assert query == tldr_dataset.encode(TOKENIZER, columns["query"])
+    check_response(columns, "reference_response", row["summary"], limits[1:])
+
+
+summaries = st.fixed_dictionaries(
+    {"text": plain_text | text}, optional={"policy": text | st.none(), "note": text | st.none()}
+)
+two_summaries = st.lists(summaries, min_size=2, max_size=2)
+info = st.fixed_dictionaries(
+    {"title": plain_text, "post": filled_text}, optional={"id": text, "subreddit": text | st.none()}
+)
+confidence = st.fixed_dictionaries({"confidence": st.integers(1, 9) | st.none()})
+good = st.lists(st.fixed_dictionaries({"text": plain_text, "policy": plain_text}), min_size=2, max_size=2)
+good_pairs = st.fixed_dictionaries({"info": info, "summaries": good, "choice": st.integers(0, 1), "extra": confidence})
+pairs = good_pairs | st.fixed_dictionaries(
+    {
+        "info": info | st.fixed_dictionaries({"article": text}) | anything,
+        "summaries": two_summaries | st.lists(summaries | anything, max_size=3) | anything,
+        "choice": st.integers(0, 1) | anything,
+        "extra": confidence | anything,
+    },
+    optional={"batch": st.sampled_from(["batch3", "cnndm0"]) | anything, "margin": anything, "worker": anything},
+)
+
+
+@given(row=pairs, limits=widths)
+def test_a_pair_becomes_columns_or_a_message_that_names_the_field(row, limits):
+    args = arguments(*limits)
+    try:
+        columns = tldr_dataset.process_preference_row(row, TOKENIZER, args)
+    except ValueError as error:
+        fields = (
+            "info summaries choice extra batch split worker margin title post article chosen rejected query_".split()
+        )
+        assert str(error).startswith(tuple(fields)), error
+        event("refused")
+        return
+    event("taken")
+    check_padding(columns, "query", limits[0], "left")
+    for name, place in (("chosen", row["choice"]), ("rejected", 1 - row["choice"])):
+        check_response(columns, name, row["summaries"][place]["text"], limits[1:])
+        assert columns[f"{name}_policy"] == row["summaries"][place].get("policy")
+
+
+@given(
+    content=st.binary(max_size=200)
+    | st.lists(anything | sft_rows, max_size=6).map(lambda rows: "\n".join(map(json.dumps, rows)).encode())
+)
+@example(content=b'\xef\xbb\xbf{"id": 1}\n\n{"id": 2}')
+@example(content='{"post": "a\u2028b"}\n'.encode())
+def test_a_file_is_read_line_by_line_or_refused(tmp_path, content):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(content)
+    try:
+        rows = tldr_dataset.read_file(path)
+    except SystemExit as error:
+        assert str(error).startswith(f"error: {path}"), error
+        event("refused")
+        return
+    lines = content.removeprefix(b"\xef\xbb\xbf").decode().split("\n")
+    filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    assert [where for where, _ in rows] == [f"{path}, row {number}" for number, _ in filled]
+    assert [json.dumps(row) for _, row in rows] == [json.dumps(json.loads(line)) for _, line in filled]
+    event(f"{min(len(rows), 3)} rows or more" if rows else "no rows")
+
+
+@given(content=st.binary(max_size=300))
+def test_a_parquet_file_of_any_bytes_is_refused(tmp_path, content):
+    path = tmp_path / "train.parquet"
+    path.write_bytes(content)
+    with pytest.raises(SystemExit, match="error: .*train.parquet: not a parquet file"):
+        tldr_dataset.read_file(path)
+
+
+@settings(max_examples=max(4, settings.default.max_examples // 10))
+@given(rows=st.lists(st.tuples(text, text, text), max_size=5), number=st.integers(0, 10**9))
+def test_no_row_is_lost_on_the_way_to_the_data_set(tmp_path_factory, rows, number):
+    folder = tmp_path_factory.mktemp("rows")
+    TOKENIZER.save_pretrained(folder / "tokenizer")
+    pair = {"info": {"title": "t", "post": "p"}, "choice": 0, "batch": "b", "split": "s", "extra": {"confidence": 1}}
+    pair["summaries"] = [{"text": "x", "policy": "a"}, {"text": "y", "policy": "b"}]
+    for name in ("posts", "comparisons"):
+        (folder / name).mkdir()
+    (folder / "comparisons" / "train.jsonl").write_text(json.dumps(pair))
+    raw = [{"id": str(i), "subreddit": None, "title": t, "post": p, "summary": s} for i, (t, p, s) in enumerate(rows)]
+    (folder / "posts" / "train.jsonl").write_text("\n".join(map(json.dumps, raw)))
+    paths = {"sft_dataset": str(folder / "posts"), "preference_dataset": str(folder / "comparisons")}
+    widths = {"max_sft_response_length": 4000, "max_sft_query_response_length": 4600}
+    paths |= {"tokenizer": str(folder / "tokenizer"), "output_dir": str(folder / "out")}
+    try:
+        tldr_dataset.main(tldr_dataset.Args(**paths, **widths))
+    except SystemExit as error:
+        assert str(error).startswith("error: ") and not (folder / "out").exists() and not list(folder.glob("out*"))
+        assert (
+            not raw
+            or not all(x.strip() for row in rows for x in row)
+            or "title" in str(error)
+            or "tokens" in str(error)
+        )
+        event("refused")
+        return
+    found = load_from_disk(str(folder / "out" / "sft"))["train"]
+    assert [(row["title"], row["post"], row["summary"]) for row in found] == rows
+    event("taken")
+
+
+@given(query=st.lists(st.integers(0, 3), max_size=6), tokens=st.lists(st.integers(0, 3), max_size=9))
+def test_a_label_hides_the_shared_prefix_only(query, tokens):
+    label = tldr_dataset.mask_query(query, tokens, 9)
+    shared = sum(1 for x in label if x == 9)
+    assert label == [9] * shared + tokens[shared:] and tokens[:shared] == query[:shared]
+    assert shared in (len(query), len(tokens)) or query[shared] != tokens[shared]
+
+
+# ---- rows of ids ------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def id_rows(draw, low=PAD, high=6):
+    """A batch (1 to 5 rows) of ids (1 to 9 columns): [PAD] and EOS at any place, none, or nothing else."""
+    columns = draw(st.integers(1, 9))
+    row = st.lists(st.integers(low, high), min_size=columns, max_size=columns)
+    row |= st.just([PAD] * columns) | st.just([END] + [PAD] * (columns - 1)) | st.just([END] * columns)
+    return draw(st.lists(row, min_size=1, max_size=5))
+
+
+@given(rows=id_rows(END))
+def test_truncate_response_ends_behind_the_first_eos(rows):
+    expected = [row[: row.index(END) + 1] if END in row else row for row in rows]
+    expected = [row + [PAD] * (len(rows[0]) - len(row)) for row in expected]
+    assert ppo.truncate_response(torch.tensor(rows), END, PAD).tolist() == expected
+
+
+@given(rows=id_rows(), data=st.data())
+def test_last_token_is_before_the_first_padding_behind_the_query(rows, data):
+    width = data.draw(st.integers(0, len(rows[0])))
+    expected = []
+    for row in rows:
+        end = width
+        while end < len(row) and row[end] != PAD:
+            end += 1
+        expected.append(end - 1)
+    assert reward.last_token(torch.tensor(rows), width, PAD).tolist() == expected
+
+
+@given(rows=id_rows(), side=st.sampled_from(["left", "right"]))
+def test_trim_takes_whole_columns_of_padding_from_one_side(rows, side):
+    tokens = torch.tensor(rows)
+    found = sft.trim(tokens, PAD, side)
+    cut = tokens.shape[1] - found.shape[1]
+    kept, gone = (
+        (tokens[:, cut:], tokens[:, :cut])
+        if side == "left"
+        else (tokens[:, : tokens.shape[1] - cut], tokens[:, tokens.shape[1] - cut :])
+    )
+    assert torch.equal(found, kept) and (gone == PAD).all()
+    edge = found[:, :1] if side == "left" else found[:, -1:]
+    assert found.shape[1] == 0 or (edge != PAD).any()
+
+
+@given(rows=id_rows())
+def test_position_ids_count_real_tokens(rows):
+    expected = [[max(sum(x != PAD for x in row[: t + 1]) - 1, 0) for t in range(len(row))] for row in rows]
+    assert sft.position_ids(torch.tensor(rows) != PAD).tolist() == expected
+
+
+@given(lengths=st.lists(st.integers(0, 50), min_size=1, max_size=20), size=st.integers(1, 25))
+def test_micro_batches_are_a_partition_by_length(lengths, size):
+    groups = [group.tolist() for group in sft.micro_batches(torch.tensor(lengths), size)]
+    assert sorted(sum(groups, [])) == list(range(len(lengths)))
+    assert all(len(group) == size for group in groups[:-1]) and 1 <= len(groups[-1]) <= size
+    ordered = [lengths[i] for group in groups for i in group]
+    assert ordered == sorted(lengths, reverse=True)
+
+
+@given(
+    n=st.integers(1, 30),
+    seed=st.integers(0, 2**31),
+    ends=st.lists(st.integers(0, 100), min_size=2, max_size=5, unique=True),
+)
+def test_data_order_is_one_stream_whatever_the_batches(n, seed, ends):
+    ends = sorted(ends)
+    whole = sft.data_order(n, seed, ends[0], ends[-1]).tolist()
+    parts = [sft.data_order(n, seed, a, b).tolist() for a, b in zip(ends, ends[1:], strict=False)]
+    assert sum(parts, []) == whole
+    first = sft.data_order(n, seed, 0, 3 * n).tolist()
+    assert all(sorted(first[i : i + n]) == list(range(n)) for i in (0, n, 2 * n))
+
+
+@given(
+    batch=st.integers(-3, 600),
+    micro=st.none() | st.integers(-2, 70),
+    world=st.integers(1, 9),
+    largest=st.integers(1, 40),
+)
+def test_split_batch_splits_evenly_or_names_sizes_that_do(batch, micro, world, largest):
+    try:
+        size = sft.split_batch(batch, micro, world, largest)
+    except SystemExit as error:
+        message = str(error)
+        assert message.startswith("error: --")
+        event("refused")
+        if batch < 1:
+            return
+        proposed = [int(x) for x in message.rpartition("nearest: ")[2].split(" or ")]
+        for value in proposed:  # each of them is accepted in place of what was refused
+            if message.startswith("error: --batch-size"):
+                assert sft.split_batch(value, None, world, largest) >= 1
+            else:
+                assert sft.split_batch(batch, value, world, largest) == value
+        return
+    event("taken")
+    assert (batch // world) % size == 0 and batch % world == 0 and size >= 1
+    assert size == micro if micro is not None else size <= largest
+
+
+# ---- numbers of PPO ---------------------------------------------------------------------------------------------
+
+
+numbers = st.floats(-20, 20, allow_subnormal=False)
+
+
+@st.composite
+def episodes(draw):
+    """Response lengths (1 to width), width, and tables of numbers of that shape."""
+    width, rows = draw(st.integers(1, 7)), draw(st.integers(1, 4))
+    lengths = draw(st.lists(st.integers(1, width), min_size=rows, max_size=rows))
+    table = st.lists(st.lists(numbers, min_size=width, max_size=width), min_size=rows, max_size=rows)
+    return lengths, width, [draw(table) for _ in range(6)]
+
+
+def tensor(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(found: torch.Tensor, expected, tolerance: float = 1e-9):
+    torch.testing.assert_close(found.double(), tensor(expected), rtol=tolerance, atol=tolerance)
+
+
+@given(batch=episodes(), gamma=st.floats(0, 1), lam=st.floats(0, 1), kl_coef=st.floats(0, 2))
+def test_rewards_and_advantages_equal_a_loop_over_each_episode(batch, gamma, lam, kl_coef):
+    lengths, width, (logratio, values, scores, *_) = batch
+    masks = lengths_masks(lengths, width)
+    logratio = [
+        [x if keep else 0.0 for x, keep in zip(*row, strict=True)] for row in zip(logratio, masks[0], strict=True)
+    ]
+    values = [[x if keep else 0.0 for x, keep in zip(*row, strict=True)] for row in zip(values, masks[1], strict=True)]
+    scores = [row[0] for row in scores]
+    rewards = ppo.token_rewards(tensor(scores), tensor(logratio), torch.tensor(lengths), kl_coef)
+    advantages, returns = ppo.gae(rewards, tensor(values), gamma, lam)
+    for b, length in enumerate(lengths):
+        last = min(length, width - 1)  # where the score lies
+        expected = [-kl_coef * x for x in logratio[b]]
+        expected[last] += scores[b]
+        close(rewards[b], expected)
+        advantage = 0.0
+        for t in reversed(range(width)):
+            following = values[b][t + 1] if t + 1 < width else 0.0
+            advantage = expected[t] + gamma * following - values[b][t] + gamma * lam * advantage
+            close(advantages[b, t], advantage)
+            close(returns[b, t], advantage + values[b][t])
+        assert not advantages[b, last + 1 :].any()  # nothing comes from behind the score
+
+
+@given(batch=episodes(), shift_mean=st.booleans(), which=st.integers(0, 1))
+def test_whitened_values_have_the_moments_they_should(batch, shift_mean, which):
+    lengths, width, (values, *_) = batch
+    mask = torch.tensor(lengths_masks(lengths, width)[which])
+    found = ppo.whiten(tensor(values), mask, shift_mean=shift_mean)
+    inside, before = found[mask], tensor(values)[mask]
+    assert not found[~mask].any() and found.isfinite().all()
+    assert inside.mean().item() == pytest.approx(0.0 if shift_mean else before.mean().item(), abs=1e-6)
+    variance = before.var(unbiased=False).item()
+    assert inside.var(unbiased=False).item() == pytest.approx(variance / (variance + 1e-8), rel=1e-6, abs=1e-9)
+    assert (inside[before.argsort()].diff() >= -1e-9).all()  # in the same order
+
+
+@given(batch=episodes(), clip=st.floats(0.01, 0.9), clip_value=st.floats(0.01, 5))
+def test_ppo_losses_equal_a_loop_over_positions(batch, clip, clip_value):
+    lengths, width, (logprobs, values, old_values, advantages, returns, shift) = batch
+    old = [[x + y / 20 for x, y in zip(*row, strict=True)] for row in zip(logprobs, shift, strict=True)]
+    expected = loop_ppo_loss(logprobs, values, old, old_values, advantages, returns, lengths, clip, clip_value)
+    masks = ppo.episode_masks(torch.tensor(lengths), width)
+    tables = [tensor(x) for x in (logprobs, values, old, old_values, advantages, returns)]
+    policy, value, stats = ppo.ppo_loss(*tables, *masks, clip, clip_value)
+    close(policy, expected[0], 1e-7)
+    close(value, expected[1], 1e-7)
+    close(stats[2:], expected[2][2:], 1e-5)  # the counts may differ where two squares are equal but for rounding
+
+
+@given(scores=st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=5), weight=st.floats(0, 2))
+def test_combined_scores_are_ordered(scores, weight):
+    worst, mean, uwo = (ppo.combine(tensor(scores), how, weight) for how in ("wco", "mean", "uwo"))
+    assert (worst <= mean + 1e-9).all() and (uwo <= mean + 1e-9).all()
+    expected = [sum(column) / len(scores) for column in zip(*scores, strict=True)]
+    close(mean, expected)
+    spread = [
+        sum((x - m) ** 2 for x in c) / len(scores) for c, m in zip(zip(*scores, strict=True), expected, strict=True)
+    ]
+    close(uwo, [m - weight * v for m, v in zip(expected, spread, strict=True)])
+    assert torch.equal(worst, tensor([min(column) for column in zip(*scores, strict=True)]))
+
+
+@given(
+    logits=st.lists(st.lists(st.floats(-60, 60), min_size=4, max_size=4), min_size=1, max_size=3),
+    temperature=st.floats(0.01, 3),
+)
+def test_log_probabilities_sum_to_one_and_match_the_entropy(logits, temperature):
+    table = torch.tensor([logits])  # (1, R, V) in float32
+    every = [ppo.token_logprobs(table, torch.full(table.shape[:2], token), temperature) for token in range(4)]
+    total = torch.stack(every).exp().sum(0)
+    torch.testing.assert_close(total, torch.ones_like(total), rtol=0, atol=1e-5)
+    entropy = -(torch.stack(every).exp() * torch.stack(every)).sum(0)
+    torch.testing.assert_close(ppo.token_entropy(table, temperature), entropy, rtol=1e-4, atol=1e-5)
+
+
+@given(
+    keys=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=2, max_size=2),
+    position=st.integers(0, 5000),
+    size=st.integers(1, 400),
+)
+def test_noise_is_finite_and_a_prefix_of_that_of_a_larger_vocabulary(keys, position, size):
+    key = torch.tensor([keys], dtype=torch.int32)
+    noise = ppo.gumbel_noise(key, position, size)
+    assert noise.shape == (1, size) and noise.isfinite().all()
+    assert torch.equal(noise, ppo.gumbel_noise(key.repeat(2, 1), position, size + 7)[1:, :size])
+
+
+@given(four=st.lists(st.lists(numbers, min_size=2, max_size=2), min_size=4, max_size=4), beta=st.floats(0.01, 1))
+def test_preference_losses_fall_with_the_margin(four, beta):
+    chosen, rejected, *_ = tables = [tensor(x) for x in four]
+    losses = dpo.dpo_loss(*tables, beta, "sigmoid", 0.0)
+    better = dpo.dpo_loss(chosen + 1, *tables[1:], beta, "sigmoid", 0.0)
+    assert (better < losses).all() and (losses > 0).all() and losses.isfinite().all()
+    both = reward.preference_loss(chosen, rejected)
+    gap = (chosen - rejected).tolist()
+    close(both, [torch.nn.functional.softplus(tensor(-x)).item() for x in gap])
+
+
+@pytest.mark.parametrize(("rows", "process"), [(sft_rows, "process_sft_row"), (pairs, "process_preference_row")])
+def test_the_strategies_reach_what_they_are_for(rows, process):
+    """Enough of the generated rows are taken, and enough refused: otherwise the properties above say nothing."""
+    counts = Counter()
+
+    @settings(max_examples=150)
+    @given(row=rows, limits=widths)
+    def look(row, limits):
+        try:
+            getattr(tldr_dataset, process)(row, TOKENIZER, arguments(*limits))
+            counts["taken"] += 1
+        except ValueError:
+            counts["refused"] += 1
+
+    look()
+    assert counts["taken"] > 10 and counts["refused"] > 30, counts
