@@ -352,7 +352,7 @@ class MetricsLog:
         settings |= {"name": f"{STAGE}__{model_name(args.model)}__{args.seed}", "config": asdict(args)}
         for old in (folder / "wandb").glob("offline-run-*"):
             shutil.rmtree(old)
-        limits = wandb.Settings(finish_timeout=300)
+        limits = wandb.Settings(finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", 300)))  # seconds
         try:
             run = wandb.init(**settings, settings=limits)
         except wandb.Error as error:  # no network, no key
@@ -376,7 +376,10 @@ class MetricsLog:
     def close(self):
         self.tensorboard.close()
         if self.wandb:
-            self.wandb.finish()
+            try:
+                self.wandb.finish()
+            except Exception as error:  # whatever goes wrong there, the run is on disk
+                print(f"W&B did not finish ({one_line(error)})", flush=True)
             print(f"W&B: to send what has not arrived there: wandb sync {Path(self.wandb.dir).parent}", flush=True)
 
 

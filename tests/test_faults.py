@@ -1,6 +1,7 @@
 """What comes from outside (signals, full disks, torn files, dead ranks, missing services, code in place of data) ends a
 run with one message or not at all, and never costs what was saved."""
 
+import gzip
 import json
 import os
 import pickle
@@ -10,8 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -361,6 +364,109 @@ def test_wandb_out_of_reach_costs_nothing(runs, monkeypatch):
     found = left_behind(Path(args.output_dir))
     assert [key for key in found if found[key] != runs.whole["sft"][key]] == []
     assert "W&B is not available" in said(args) and f"wandb sync {args.output_dir}/wandb/offline-run-" in said(args)
+
+
+class LoopbackWandb:
+    """As much of a W&B server as a client needs that logs metrics: .history {run: rows that arrived}, .stop()."""
+
+    def __init__(self):
+        server = self
+        self.history = {}
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_):
+                pass
+
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+                answer = {}
+                if self.path.startswith("/graphql"):
+                    answer = {"data": server.data(json.loads(body))}
+                elif self.path.endswith("/file_stream"):
+                    rows = json.loads(body).get("files", {}).get("wandb-history.jsonl", {"content": []})["content"]
+                    server.history.setdefault(self.path.split("/")[-2], []).extend(map(json.loads, rows))
+                answer = json.dumps(answer).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def data(self, request: dict) -> dict:
+        name = (request.get("variables") or {}).get("name") or ""
+        rows = [json.dumps(row) for row in self.history.get(name, [])]
+        bucket = {"id": "1", "name": name, "displayName": name, "config": "{}", "summaryMetrics": "{}", "tags": []}
+        bucket |= {"historyTail": json.dumps(rows[-1:]), "historyLineCount": len(rows), "wandbConfig": '{"t": 1}'}
+        bucket |= {"eventsTail": "[]", "eventsLineCount": 0, "logLineCount": 0}
+        bucket["project"] = {"id": "1", "name": "p", "entity": {"id": "1", "name": "me"}}
+        viewer = {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
+        known = {"bucket": bucket if rows else None}
+        files = {"runID": "1", "uploadHeaders": [], "files": []}
+        upsert = {"bucket": bucket, "inserted": not rows}
+        return {"viewer": viewer, "model": known, "upsertBucket": upsert, "createRunFiles": files}
+
+    def stop(self):
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def server(monkeypatch):
+    found = LoopbackWandb()
+    settings = {"MODE": "online", "BASE_URL": found.url, "API_KEY": "a1b2" * 10, "FINISH_TIMEOUT": "5"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    yield found
+    found.stop()
+
+
+def check_history(args, server):
+    """Each update of a run is on the server once, in order, with what metrics.jsonl says (its clock included, but of
+    updates that were done twice)."""
+    run = (Path(args.output_dir) / "wandb_id.txt").read_text()
+    lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    assert [row["_step"] for row in server.history[run]] == [line["update"] for line in lines]
+    for row, line in zip(server.history[run], lines, strict=True):
+        assert all(row[key] == line[key] for key in line if key != "update" and not key.startswith("time/"))
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_wandb_has_each_update_once_whether_it_was_ahead_of_the_checkpoint_or_behind(runs, server, ahead, monkeypatch):
+    args, log = own(runs, "sft", f"ahead_{ahead}", save_every=1), runs.root / f"ahead_{ahead}.phases"
+    if not ahead:
+        monkeypatch.setenv("WANDB_MODE", "offline")
+    child = start("sft", args, log)
+    wait_for(log, ("leave", "optimizer_step"), 3)
+    os.kill(child, signal.SIGUSR1)
+    assert finish(child) == 75
+    if ahead:  # the server has an update that is done again
+        newest = sorted(Path(args.output_dir, "checkpoints").iterdir())[-1]
+        shutil.rmtree(newest)
+        run = (Path(args.output_dir) / "wandb_id.txt").read_text()
+        assert server.history[run][-1]["_step"] == int(newest.name.removeprefix("update_"))
+    else:
+        monkeypatch.setenv("WANDB_MODE", "online")
+        assert not server.history
+    assert finish(start("sft", replace(args, resume=True))) == 0, said(args)[-2000:]
+    check_history(args, server)
+
+
+def test_wandb_that_goes_away_costs_nothing(runs, server):
+    args, log = own(runs, "sft", "wandb_gone"), runs.root / "wandb_gone.phases"
+    child = start("sft", args, log)
+    wait_for(log, ("leave", "optimizer_step"), 2)
+    server.stop()
+    assert finish(child) == 0, said(args)[-2000:]
+    found = left_behind(Path(args.output_dir))
+    assert [key for key in found if key != "W&B" and found[key] != runs.whole["sft"][key]] == []
+    [run] = (Path(args.output_dir) / "wandb").glob("run-*")
+    assert f"wandb sync {run}" in said(args)
+    [file] = run.glob("*.wandb")
+    assert sorted(kill_runs.wandb_history(file)) == [line["update"] for line in found["metrics"]]
 
 
 def test_secrets_are_nowhere_in_a_run_folder(runs, monkeypatch):

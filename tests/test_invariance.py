@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from datasets import Sequence, Value, load_from_disk
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from transformers import AutoModelForCausalLM
 
 import dpo
@@ -294,6 +295,11 @@ def test_two_processes_change_nothing(one_process, two_processes, case, record_p
     assert_same(case, "2 processes, micro-batches of 2", one_process[case][0], two_processes[case], record_property)
 
 
+def test_gradients_are_exchanged_once_per_optimiser_step(two_processes):
+    found = {case: int((two_processes[case] / "synchronisations").read_text()) for case in CASES}
+    assert found == {"sft": 5, "sft_response": 5, "reward": 5, "dpo": 5, "ppo": 20, "ppo_mini_batches": 40}
+
+
 def test_two_processes_can_continue_what_one_began(whole, two_processes, record_property):
     assert_same("ppo", "begun by 1, ended by 2 processes", whole["ppo"], two_processes["resumed"], record_property)
 
@@ -344,8 +350,29 @@ def test_more_padding_in_the_data_changes_nothing(setting, world, one_process, t
     assert_same(stage, "more padding in the data", one_process[stage][0], folder, record_property)
 
 
+def count_synchronisations(module) -> list:
+    """From now on a stage's DDP model adds an item to the list returned whenever its gradients have been exchanged."""
+    found, prepare = [], module.prepare
+
+    def hook(_, bucket):
+        if bucket.is_last():
+            found.append(1)
+        return allreduce_hook(None, bucket)
+
+    def prepare_counted(accelerator, model, args):
+        model, optimizer = prepare(accelerator, model, args)
+        model.register_comm_hook(None, hook)
+        return model, optimizer
+
+    module.prepare = prepare_counted
+    return found
+
+
 if __name__ == "__main__":  # one of the two processes: the runs of a list, one after another
     destroy, torch.distributed.destroy_process_group = torch.distributed.destroy_process_group, lambda group=None: None
+    counts = {stage: count_synchronisations(module) for stage, module in STAGES.items()}
     for name, arguments in json.loads(Path(sys.argv[1]).read_text()):
-        run(name, STAGES[name].Args(**arguments))  # in the one process group: torchrun's store serves no second one
+        counts[name].clear()
+        folder = run(name, STAGES[name].Args(**arguments))  # in the one process group: the store serves no second one
+        (folder / "synchronisations").write_text(str(len(counts[name])))
     destroy()
