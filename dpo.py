@@ -206,8 +206,7 @@ def open_run(args, accelerator: Accelerator) -> Path:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        saved.with_suffix(".tmp").write_text(json.dumps(settings, indent=2) + "\n")
-        os.replace(saved.with_suffix(".tmp"), saved)
+        write_whole(saved, json.dumps(settings, indent=2) + "\n")
     accelerator.wait_for_everyone()
     return folder
 
@@ -232,6 +231,13 @@ def writing(path: Path):
             f"{path} could not be written ({one_line(error)}). What was saved before is as it was: make room, then "
             "continue with --resume"
         )
+
+
+def write_whole(path: Path, text: str):
+    """Write a file beside its place, then rename it: it is there whole or not at all."""
+    with writing(path):
+        path.with_suffix(".tmp").write_text(text, encoding="utf-8")
+        os.replace(path.with_suffix(".tmp"), path)
 
 
 def save_checkpoint(accelerator: Accelerator, folder: Path, update: int, keep: int):
@@ -293,22 +299,13 @@ def load_checkpoint(accelerator: Accelerator, folder: Path) -> int:
     return 0
 
 
-def catch_signals() -> list[str]:
-    """From now on SIGTERM and SIGUSR1, by which a scheduler announces that it will end the run, do nothing but add
-    their name to the list that this returns."""
-    caught = []
+def on_signals(handler):
+    """What SIGTERM and SIGUSR1, by which a scheduler announces that it will end the run, do from now on."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: caught.append(signal.Signals(number).name))
-    return caught
+        signal.signal(number, handler)
 
 
-def release_signals():
-    """The same signals end the process again."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
-
-
-def any_caught(accelerator: Accelerator, caught: list[str]) -> bool:
+def any_caught(accelerator: Accelerator, caught: list[int]) -> bool:
     """Whether any process has caught a signal; asked by all of them at the same point between two updates."""
     return accelerator.reduce(torch.tensor(len(caught), device=accelerator.device), "sum").item() > 0
 
@@ -331,8 +328,7 @@ class MetricsLog:
         self.path, self.wandb = folder / "metrics.jsonl", None
         before = folder / "checkpoints" / f"update_{last_update:06d}" / "metrics.jsonl"
         lines = before.read_text() if last_update else ""
-        self.path.with_suffix(".tmp").write_text(lines)
-        os.replace(self.path.with_suffix(".tmp"), self.path)
+        write_whole(self.path, lines)
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
         self.tensorboard = SummaryWriter(str(folder / "tensorboard"))
         if args.track:
@@ -387,9 +383,7 @@ def write_table(path: Path, rows: list[dict], title: str = ""):
     """Write rows as one CSV file, beside first, then renamed; print them too where there is a title."""
     frame = pandas.DataFrame(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with writing(path):
-        frame.to_csv(path.with_suffix(".tmp"), index=False)
-        os.replace(path.with_suffix(".tmp"), path)
+    write_whole(path, frame.to_csv(index=False))
     if title:
         print(f"\n{title}\n{frame.to_string(index=False)}\n")
 
@@ -631,7 +625,7 @@ def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: fl
     else:
         norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf")))
     if not isfinite(norm):
-        fail(f"{where}: the gradient norm is {norm}; no step was made and nothing of it saved")
+        fail(f"{where}: the gradient norm is {norm}; nothing of this update was saved")
     optimizer.step()
     optimizer.zero_grad()
     return norm
@@ -862,7 +856,8 @@ def main(args: Args):
 
     # ---- train -----------------------------------------------------------------------------------
     per_rank = args.batch_size // world
-    begin, caught = time.time(), catch_signals()
+    begin, caught = time.time(), []
+    on_signals(lambda number, _: caught.append(number))  # and no more: the run ends between two updates
     for update in progress(accelerator, range(first + 1, num_updates + 1), STAGE):
         start = time.time()
         learning_rate = cosine_learning_rate(update, num_updates, args.learning_rate)
@@ -910,7 +905,7 @@ def main(args: Args):
             save_checkpoint(accelerator, folder, update, args.keep_checkpoints)
         if stop:
             stop_for_signal(accelerator, log, folder, update)
-    release_signals()
+    on_signals(signal.SIG_DFL)
 
     # ---- save, evaluate --------------------------------------------------------------------------
     state = accelerator.get_state_dict(model)  # on every rank: ZeRO-3 gathers

@@ -1,6 +1,7 @@
 """What the tests share: the scripts as importable modules and one small generated world per test session."""
 
 import os
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,13 @@ from filelock import FileLock  # noqa: E402
 
 torch.set_num_threads(1)
 SHARED = REPOSITORY.parent / "shared" / "data"
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@
     python tests/kill_runs.py --kills 2 --stages ppo --output /tmp/faults.md
 
 Each stage trains a nano model for six updates with a checkpoint every second one, TensorBoard, W&B (offline) and the
-evaluation, once to its end and then once per kill. The first kills (of 20: eight) aim at a moment inside the writing of
+evaluation, once to its end and then once per kill. The first half of the kills aims at a moment inside the writing of
 a checkpoint, the others at any between the first update and the end. Where one fell is read from a log that the run
 writes as it enters and leaves its helpers. The resumed run has to leave the same weights, metrics.jsonl (but for the
 times), tables, TensorBoard events and W&B history as the run that nobody killed.
@@ -84,7 +84,7 @@ def trace(module, path: Path):
 
         return inner
 
-    accumulate, catch = module.accumulate, module.catch_signals
+    accumulate, on_signals = module.accumulate, module.on_signals
 
     @contextmanager
     def traced_accumulate(*args, **kwargs):
@@ -93,14 +93,15 @@ def trace(module, path: Path):
             yield
         note("leave", "accumulate")
 
-    def begin():
-        note("begin", "training")
-        return catch()
+    def begin(handler):
+        if handler != signal.SIG_DFL:
+            note("begin", "training")
+        on_signals(handler)
 
     for name in PHASES:
         if hasattr(module, name):
             setattr(module, name, traced(getattr(module, name), name))
-    module.accumulate, module.catch_signals = traced_accumulate, begin
+    module.accumulate, module.on_signals = traced_accumulate, begin
     module.MetricsLog.write = traced(module.MetricsLog.write, "metrics")
 
 
@@ -189,24 +190,32 @@ def tensorboard_events(folder: Path) -> list[tuple[int, str, float]]:
     return sorted(found)
 
 
+def without_times(row: dict) -> dict:
+    return {key: value for key, value in row.items() if not key.startswith("time/")}
+
+
+def metrics(folder: Path) -> list[dict]:
+    """The lines of a run's metrics.jsonl, without its clock."""
+    return [without_times(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """The weights that a run saved at its end, byte for byte, by file."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.glob("*/*.safetensors"))}
+
+
 def left_behind(folder: Path) -> dict:
     """What a run left, without its clock: weights (bytes), metrics, tables (text), TensorBoard, W&B, stray files."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    metrics = [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
     tracked = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
     history = [wandb_history(path) for path in tracked]
     return {
-        "weights": {str(x.relative_to(folder)): x.read_bytes() for x in sorted(folder.glob("*/*.safetensors"))},
-        "metrics": metrics,
+        "weights": weights(folder),
+        "metrics": metrics(folder),
         "tables": {x.name: x.read_text() for x in sorted((folder / "eval").iterdir())},
         "TensorBoard": [row for row in tensorboard_events(folder / "tensorboard") if not row[1].startswith("time/")],
         "W&B": [{step: without_times(row) for step, row in run.items()} for run in history],
         "stray files": sorted(str(x.relative_to(folder)) for x in folder.rglob("*.tmp")),
     }
-
-
-def without_times(row: dict) -> dict:
-    return {key: value for key, value in row.items() if not key.startswith("time/")}
 
 
 def complete(found: dict) -> str:
@@ -260,7 +269,7 @@ def kill_stage(stage: str, arguments, root: Path, args: Args) -> list[dict]:
     saves = [after - before for before, after in zip(saves[::2], saves[1::2], strict=True)]
     rows = []
     for kill in range(args.kills):
-        aimed = kill < round(0.4 * args.kills)
+        aimed = kill < args.kills // 2
         number, part = chance.randrange(len(saves)), chance.random()
         run = replace(arguments, output_dir=str(root / f"{stage}.{kill}"))
         log = root / f"{stage}.{kill}.phases"
@@ -271,7 +280,7 @@ def kill_stage(stage: str, arguments, root: Path, args: Args) -> list[dict]:
             if len(came) > (number if aimed else 0):
                 break
             time.sleep(0.0005)
-        moment = came[number if aimed else 0] + part * (saves[number] if aimed else duration)
+        moment = came[number if aimed else 0] + part * (0.8 * saves[number] if aimed else duration)
         time.sleep(max(0.0, moment - time.monotonic()))
         os.kill(child, signal.SIGKILL)
         survived = finish(child) == 0

@@ -8,7 +8,6 @@ import pickle
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from types import SimpleNamespace
 import kill_runs
 import pytest
 import torch
+from conftest import free_port
 from datasets import DatasetDict, load_from_disk
 from kill_runs import STAGES, finish, left_behind, read_phases, start
 from safetensors.torch import load_file
@@ -63,12 +63,16 @@ def ends_as(runs, stage: str, args):
     assert [key for key in expected if found[key] != expected[key]] == []
 
 
+def wait_until(condition, what):
+    until = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < until, f"{what} did not come"
+        time.sleep(0.001)
+
+
 def wait_for(log: Path, event: tuple[str, str], count: int = 1):
     """Until a run has written an event `count` times into its log of phases."""
-    until = time.monotonic() + 60
-    while sum((word, name) == event for word, _, name in read_phases(log)) < count:
-        assert time.monotonic() < until, f"{event} did not come"
-        time.sleep(0.001)
+    wait_until(lambda: sum((word, name) == event for word, _, name in read_phases(log)) >= count, event)
 
 
 # ---- kill -9 at random, in short; tests/kill_runs.py is the long form -------------------------------------------
@@ -284,11 +288,8 @@ def test_weights_cut_short(runs):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_that_is_no_number_stops_before_the_step(runs, stage):
     """A learning rate of 1e30 makes the second update's loss infinite or NaN; the first one's checkpoint is kept."""
-    args = (
-        own(runs, stage, "nan", learning_rate=1e30, save_every=1, track=False, num_ppo_epochs=1)
-        if stage == "ppo"
-        else (own(runs, stage, "nan", learning_rate=1e30, save_every=1, track=False))
-    )
+    changes = {"num_ppo_epochs": 1} if stage == "ppo" else {}
+    args = own(runs, stage, "nan", learning_rate=1e30, save_every=1, track=False, **changes)
     assert finish(start(stage, args)) == 1, said(args)[-2000:]
     message = said(args)[said(args).index("error: ") :]
     assert "update 2, episodes 8 to 15: the gradient norm is " in message and "Traceback" not in said(args)
@@ -303,11 +304,8 @@ def test_a_gradient_that_is_no_number_stops_before_the_step(runs, stage):
 
 def two_ranks(stage: str, args, tmp_path: Path) -> list[subprocess.Popen]:
     """Two processes of one run, started by hand: no launcher that would end the one when the other ends."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     (tmp_path / "args.json").write_text(json.dumps(vars(args)))
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     command = [sys.executable, __file__, stage, str(tmp_path / "args.json")]
     return [
@@ -322,12 +320,8 @@ def two_ranks(stage: str, args, tmp_path: Path) -> list[subprocess.Popen]:
 
 
 def wait_for_update(folder: Path, update: int):
-    until = time.monotonic() + 120
-    while (
-        not (folder / "metrics.jsonl").exists() or f'"update": {update},' not in (folder / "metrics.jsonl").read_text()
-    ):
-        assert time.monotonic() < until, f"update {update} did not come"
-        time.sleep(0.005)
+    path, text = folder / "metrics.jsonl", f'"update": {update},'
+    wait_until(lambda: path.exists() and text in path.read_text(), text)
 
 
 def test_a_dead_rank_ends_the_other_and_a_signal_to_one_stops_both(runs, tmp_path):
@@ -453,6 +447,7 @@ def test_wandb_has_each_update_once_whether_it_was_ahead_of_the_checkpoint_or_be
         assert not server.history
     assert finish(start("sft", replace(args, resume=True))) == 0, said(args)[-2000:]
     check_history(args, server)
+    assert said(args).count("less than the current step") <= 1  # a step 0 of W&B's own: none of the updates it has
 
 
 def test_wandb_that_goes_away_costs_nothing(runs, server):

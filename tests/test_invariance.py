@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,17 +13,15 @@ import pandas
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from conftest import free_port
 from datasets import Sequence, Value, load_from_disk
+from kill_runs import STAGES, metrics, weights
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from transformers import AutoModelForCausalLM
 
-import dpo
-import ppo
-import reward
 import sft
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}
 # Relative 1e-5 with a floor for values near 0. Sums in float32 carry errors of 1e-7 times their largest term, so a
 # key whose value is a small difference of larger numbers needs a floor of its own:
 FLOORS = {
@@ -42,15 +39,6 @@ def run(stage: str, args) -> Path:
     AcceleratorState._reset_state(True)  # accelerate keeps one state a process
     STAGES[stage].main(replace(args))
     return Path(args.output_dir)
-
-
-def metrics(folder: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
-
-
-def weights(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.glob("*/*.safetensors"))}
 
 
 def assert_same_metrics(folder: Path, other: Path) -> tuple[float, str]:
@@ -267,10 +255,15 @@ def two_processes(setting):
     killed("ppo", begun, "update 3 after its metrics")
     jobs["resumed"] = "ppo", replace(begun, resume=True, micro_batch_size=4)
     (setting.root / "jobs.json").write_text(json.dumps([(stage, vars(args)) for stage, args in jobs.values()]))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        str(free_port()),
+    ]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(

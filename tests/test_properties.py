@@ -13,7 +13,7 @@ import torch
 from datasets import load_from_disk
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
-from test_helpers import lengths_masks, loop_ppo_loss
+from test_helpers import PAD, lengths_masks, loop_ppo_loss, same, tensor
 from test_tldr_dataset import EOS, byte_level_tokenizer, naive_truncation
 
 import dpo
@@ -28,7 +28,7 @@ settings.register_profile("short", max_examples=40, **common)
 settings.register_profile("long", max_examples=400, **common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
-PAD, END = 0, 1  # ids of [PAD] and EOS in the rows of ids below
+END = 1  # EOS in the rows of ids below
 TOKENIZER = byte_level_tokenizer()
 TOKENIZER.add_special_tokens({"pad_token": "[PAD]"})
 
@@ -353,14 +353,6 @@ def episodes(draw):
     return lengths, width, [draw(table) for _ in range(6)]
 
 
-def tensor(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def close(found: torch.Tensor, expected, tolerance: float = 1e-9):
-    torch.testing.assert_close(found.double(), tensor(expected), rtol=tolerance, atol=tolerance)
-
-
 @given(batch=episodes(), gamma=st.floats(0, 1), lam=st.floats(0, 1), kl_coef=st.floats(0, 2))
 def test_rewards_and_advantages_equal_a_loop_over_each_episode(batch, gamma, lam, kl_coef):
     lengths, width, (logratio, values, scores, *_) = batch
@@ -376,13 +368,13 @@ def test_rewards_and_advantages_equal_a_loop_over_each_episode(batch, gamma, lam
         last = min(length, width - 1)  # where the score lies
         expected = [-kl_coef * x for x in logratio[b]]
         expected[last] += scores[b]
-        close(rewards[b], expected)
+        same(rewards[b], expected)
         advantage = 0.0
         for t in reversed(range(width)):
             following = values[b][t + 1] if t + 1 < width else 0.0
             advantage = expected[t] + gamma * following - values[b][t] + gamma * lam * advantage
-            close(advantages[b, t], advantage)
-            close(returns[b, t], advantage + values[b][t])
+            same(advantages[b, t], advantage)
+            same(returns[b, t], advantage + values[b][t])
         assert not advantages[b, last + 1 :].any()  # nothing comes from behind the score
 
 
@@ -407,9 +399,9 @@ def test_ppo_losses_equal_a_loop_over_positions(batch, clip, clip_value):
     masks = ppo.episode_masks(torch.tensor(lengths), width)
     tables = [tensor(x) for x in (logprobs, values, old, old_values, advantages, returns)]
     policy, value, stats = ppo.ppo_loss(*tables, *masks, clip, clip_value)
-    close(policy, expected[0], 1e-7)
-    close(value, expected[1], 1e-7)
-    close(stats[2:], expected[2][2:], 1e-5)  # the counts may differ where two squares are equal but for rounding
+    same(policy, expected[0], 1e-7)
+    same(value, expected[1], 1e-7)
+    same(stats[2:], expected[2][2:], 1e-5)  # the counts may differ where two squares are equal but for rounding
 
 
 @given(scores=st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=5), weight=st.floats(0, 2))
@@ -417,11 +409,11 @@ def test_combined_scores_are_ordered(scores, weight):
     worst, mean, uwo = (ppo.combine(tensor(scores), how, weight) for how in ("wco", "mean", "uwo"))
     assert (worst <= mean + 1e-9).all() and (uwo <= mean + 1e-9).all()
     expected = [sum(column) / len(scores) for column in zip(*scores, strict=True)]
-    close(mean, expected)
+    same(mean, expected)
     spread = [
         sum((x - m) ** 2 for x in c) / len(scores) for c, m in zip(zip(*scores, strict=True), expected, strict=True)
     ]
-    close(uwo, [m - weight * v for m, v in zip(expected, spread, strict=True)])
+    same(uwo, [m - weight * v for m, v in zip(expected, spread, strict=True)])
     assert torch.equal(worst, tensor([min(column) for column in zip(*scores, strict=True)]))
 
 
@@ -458,7 +450,7 @@ def test_preference_losses_fall_with_the_margin(four, beta):
     assert (better < losses).all() and (losses > 0).all() and losses.isfinite().all()
     both = reward.preference_loss(chosen, rejected)
     gap = (chosen - rejected).tolist()
-    close(both, [torch.nn.functional.softplus(tensor(-x)).item() for x in gap])
+    same(both, [torch.nn.functional.softplus(tensor(-x)).item() for x in gap])
 
 
 @pytest.mark.parametrize(("rows", "process"), [(sft_rows, "process_sft_row"), (pairs, "process_preference_row")])
