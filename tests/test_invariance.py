@@ -19,6 +19,7 @@ from kill_runs import STAGES, metrics, weights
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from transformers import AutoModelForCausalLM
 
+import reward
 import sft
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,7 +99,8 @@ def setting(world, tmp_path_factory) -> SimpleNamespace:
     sampling = {"response_length": 10, "eval_temperature": 0.7}  # at 0.01 this model's first token would be EOS always
     own = {
         "sft": {"model": str(base)} | sampling,
-        # what chosen and rejected share has next to no gradient but rounding, which Adam's division makes much of
+        # what chosen and rejected share has no gradient but rounding, which Adam's division makes much of: see below,
+        # test_without_rounding_both_rewards_stay
         "reward": pairs | {"learning_rate": 2e-5},
         "dpo": pairs | sampling | {"learning_rate": 1e-4},
         "ppo": {
@@ -286,6 +288,18 @@ def test_micro_batches_change_nothing(one_process, case, record_property):
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_change_nothing(one_process, two_processes, case, record_property):
     assert_same(case, "2 processes, micro-batches of 2", one_process[case][0], two_processes[case], record_property)
+
+
+def test_without_rounding_both_rewards_stay(setting, monkeypatch):
+    """At 50 times the learning rate of the comparison above, where in float32 the rewards of a pair drift together by
+    5e-5 between micro-batches of 8 and 2 while their margin stays: in float64 none of it is left."""
+    new = reward.new_reward_model
+    monkeypatch.setattr(reward, "new_reward_model", lambda *args: new(*args).double())
+    monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor)  # the head runs in what it is given
+    changes = {"learning_rate": 1e-3, "run_eval": False}
+    found = [run("reward", setting.args("reward", f"double_{n}", micro_batch_size=n, **changes)) for n in (8, 2)]
+    for line, other in zip(*map(metrics, found), strict=True):
+        assert other == pytest.approx(line, rel=1e-6, abs=2e-7)  # metrics are written from float32
 
 
 def test_gradients_are_exchanged_once_per_optimiser_step(two_processes):
