@@ -11,7 +11,7 @@ left to the end, alone on the machine), its seeds as given. A failing run stops 
 runs are finished; one of other runs in the same folder is replaced.
 
 OUTPUT_DIR/  runs.csv      posts_seed, size, seed, row, metric, value: the reports of all runs below one another
-             table.md      mean ± sample standard deviation over seeds, what rises with size, each run and its checks
+             table.md      mean ± sample standard deviation over seeds, gains from size to size, each run and its checks
              times.csv     seconds of each stage, summed over the runs of a size
              figure_*.png  the paper's figures 1, 4, 5 and 10, of the first posts seed
 """
@@ -50,7 +50,7 @@ REWARDS = ["reward accuracy_clean", "reward accuracy_noisy", "reward accuracy_cl
 YARDSTICKS = [f"{row} {measure}" for row in ("near_perfect", "copied_title") for measure in MEASURES]
 QUANTITIES = [*POLICIES, "PPO eos_rate", "PPO share_of_near_perfect", *REWARDS, *YARDSTICKS]
 EACH_RUN = ["SFT rougeL", *POLICIES[3:9], "PPO tokens", "PPO eos_rate", "PPO share_of_near_perfect", *REWARDS]
-RISING = ["SFT rougeL", "reward accuracy_clean", "reward accuracy_noisy", "PPO win_rate"]  # the paper's claim
+RISING = ["SFT rougeL", "reward accuracy_clean", "reward accuracy_noisy", "PPO win_rate"]  # with size: the paper
 
 CHECKS = {  # what each run should show, as a function of its quantities
     "PPO win rate ≥ 0.65": lambda run: run["PPO win_rate"] >= 0.65,
@@ -185,11 +185,6 @@ def shown_values(name: str, values: list[float]) -> str:
     """mean ± sample standard deviation of a quantity; the bare value where there is one."""
     digits = 1 if name.split()[1] in ("tokens", "words") else 3
     return " ± ".join(f"{x:.{digits}f}" for x in mean_and_sd(values)[: len(values)])
-
-
-def rises(means: list[float]) -> bool:
-    """Whether every value is larger than the one before it."""
-    return all(after > before for before, after in zip(means, means[1:], strict=False))
 
 
 def markdown_lines(header: list[str], rows: list[list]) -> list[str]:
@@ -328,12 +323,14 @@ def main(args: Args):
         lines += ["", f"## Posts seed {posts}"]
         rows = [[name, *(shown_values(name, values) for values in over_seeds(name, posts))] for name in QUANTITIES]
         lines += markdown_lines(["", *(f"{size} (n = {len(args.seeds)})" for size in sizes)], rows)
+        steps = dict.fromkeys([*zip(sizes, sizes[1:], strict=False), (sizes[0], sizes[-1])] if len(sizes) > 1 else [])
         rows = []
         for name in RISING:
-            means = [mean(values) for values in over_seeds(name, posts)]
-            rows.append([name, *(f"{value:.4f}" for value in means), "yes" if rises(means) else "no"])
-        if len(sizes) > 1:
-            lines += markdown_lines(["mean over seeds", *sizes, f"rises from {sizes[0]} to {sizes[-1]}"], rows)
+            of = dict(zip(sizes, over_seeds(name, posts), strict=True))
+            gains = [[after - before for before, after in zip(of[a], of[b], strict=True)] for a, b in steps]
+            rows.append([name, *(shown_values(name, values) for values in gains)])
+        if steps:
+            lines += markdown_lines(["gain, seed by seed", *(f"{b} − {a}" for a, b in steps)], rows)
         keys = [key for key in reports if key[0] == posts]
         rows = [[*key[1:], *(shown_values(name, [found[key][name]]) for name in EACH_RUN)] for key in keys]
         lines += markdown_lines(["size", "seed", *EACH_RUN], rows)
