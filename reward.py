@@ -234,8 +234,7 @@ def write_whole(path: Path, text: str):
 def save_checkpoint(accelerator: Accelerator, folder: Path, update: int, keep: int):
     """Everything that --resume needs, under a name that only a complete checkpoint gets, the sizes of its files in
     complete.json. Data order and sampling noise are functions of (seed, update), so that weights, optimiser state and
-    the metrics so far are all the state there is. Removes all but the newest `keep`, and what is left of a later update
-    that this run does not continue."""
+    the metrics so far are all the state there is. Of the checkpoints up to this one the newest `keep` stay."""
     final = folder / "checkpoints" / f"update_{update:06d}"
     partial = final.with_suffix(".tmp")
     if accelerator.is_main_process:
@@ -252,9 +251,7 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, update: int, keep: i
             (partial / "complete.json").write_text(json.dumps(content, indent=2) + "\n")
         shutil.rmtree(final, ignore_errors=True)  # a torn one of this update
         os.replace(partial, final)
-        found = sorted(final.parent.glob("update_??????"))
-        place = found.index(final) + 1
-        for old in found[: max(place - max(keep, 1), 0)] + found[place:]:
+        for old in sorted(x for x in final.parent.glob("update_??????") if x <= final)[: -max(keep, 1)]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
 
@@ -357,7 +354,7 @@ class MetricsLog:
     def show(self, update: int, metrics: dict):
         for key, value in metrics.items():
             self.tensorboard.add_scalar(key, value, update)
-        if self.wandb and update >= self.wandb.step:  # not what its server has from before a kill
+        if self.wandb and update >= self.wandb.starting_step:  # not what its server has from before a kill
             self.wandb.log(metrics, step=update)
 
     def close(self):
