@@ -266,15 +266,17 @@ def main(args: Args):
 
     # ---- facts by kind ----------------------------------------------------------------------------------------------
     held = [find_facts(post["post"]) for post in posts]
-    said = {name: [find_facts(text) for text in texts[name]] for name in POLICIES}
     per_kind = []
     for kind in FACTS:
         having = [i for i, facts in enumerate(held) if facts[kind]]
         per_kind.append([kind, len(having)])
-        for facts in said.values():
-            right = [bool(facts[i][kind] & held[i][kind]) for i in having]
-            wrong = [bool(ours[kind] - theirs[kind]) for ours, theirs in zip(facts, held, strict=True)]
-            per_kind[-1] += [fmean(right) if right else None, fmean(wrong)]
+        for name in POLICIES:
+            said = [find_facts(text)[kind] for text in texts[name]]
+            right = [bool(said[i] & held[i][kind]) for i in having]
+            wrong = [bool(ours - facts[kind]) for ours, facts in zip(said, held, strict=True)]
+            values[name] |= {f"{kind}_right": fmean(right)} if right else {}
+            values[name] |= {f"{kind}_wrong": fmean(wrong)}
+            per_kind[-1] += [values[name].get(f"{kind}_right"), values[name][f"{kind}_wrong"]]
 
     # ---- rewards: agreement with the labels as given (noisy) and with the truth (clean) -----------------------------
     notes, per_policies = [], []

@@ -58,6 +58,8 @@ step() { # print a command with the time so far, then run it
 # ---- data: made once ------------------------------------------------------------------------------------------------
 counts=()
 episodes=3840 pairs=8000 # of PPO and DPO; the reward model sees all pairs
+epochs=1                 # of SFT; "my guitar, at 25" is in no document of the bases: m copies such an age after three only
+[[ $size != m ]] || epochs=3
 if [[ $fast ]]; then
     counts=(--num-train 2000 --num-validation 200 --num-test 50 --num-comparisons 4000 --num-validation-comparisons 300
         --num-cnndm-comparisons 100)
@@ -90,7 +92,7 @@ sft=$runs/sft/$model/$seed
 reward=$runs/reward/$model/$seed
 preferences=$data/tldr/preference
 
-stage sft --learning-rate 1e-3 --batch-size 32 --micro-batch-size 8
+stage sft --num-train-epochs $epochs --learning-rate 1e-3 --batch-size 32 --micro-batch-size 8
 stage reward --sft-model-path "$sft" --preference-dataset "$preferences" \
     --learning-rate 1e-3 --batch-size 16 --micro-batch-size 8
 stage ppo --sft-model-path "$sft" --reward-model-paths "$reward" \

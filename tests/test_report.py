@@ -244,6 +244,9 @@ def test_facts_by_kind_worked_out_by_hand(small):
         ["feeling", "4", "0.250", "0.000", "0.750", "0.000", "0.250", "0.000"],
         ["question", "0", *none],
     ]
+    found = table(small)  # the same in table.csv; a share of no posts is left out
+    assert (found["SFT", "feeling_right"], found["DPO", "person_wrong"]) == (0.25, 0.25)
+    assert found["PPO", "age_wrong"] == 0 and ("PPO", "age_right") not in found
 
 
 def test_accuracies_worked_out_by_hand(small, capsys):
@@ -311,6 +314,13 @@ def test_every_number_against_own_loops(world):
         expected[name, "rougeL"] = frame["rougeL"].mean()
         expected[name, "tokens"] = frame["response_tokens"].mean()
         expected[name, "eos_rate"] = sum(str(value) == "True" for value in frame["has_eos"]) / 25
+        for kind in truth.FACTS:
+            told = [
+                (truth.find_facts(t)[kind], truth.find_facts(rows[i]["post"])[kind]) for i, t in summaries[name].items()
+            ]
+            expected[name, f"{kind}_wrong"] = sum(len(says - has) > 0 for says, has in told) / 25
+            asked = [len(says & has) > 0 for says, has in told if has]
+            expected |= {(name, f"{kind}_right"): sum(asked) / len(asked)} if asked else {}
     for name, texts in summaries.items():
         assert texts.keys() == rows.keys()
         truths[name] = {i: truth.score(rows[i]["post"], text) for i, text in texts.items()}
@@ -354,6 +364,12 @@ def test_every_number_against_own_loops(world):
             values = [f"{expected[name, key]:.3f}" if (name, key) in expected else "" for key in header]
             assert cells == values, (title, name)
             expected = {key: value for key, value in expected.items() if key[0] != name or key[1] not in header}
+    kinds = section(text, "Facts by kind")
+    for kind, _, *cells in kinds[1:]:
+        shares = [
+            expected.pop((name, f"{kind}_{x}"), None) for name in ("SFT", "PPO", "DPO") for x in ("right", "wrong")
+        ]
+        assert cells == ["" if share is None else f"{share:.3f}" for share in shares]
     assert list(expected) == [("PPO", "share_of_near_perfect")]
     assert f"PPO has {expected['PPO', 'share_of_near_perfect']:.3f} of the truth of near_perfect" in text
 

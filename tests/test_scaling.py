@@ -39,8 +39,9 @@ mkdir -p runs/quickstart/posts-$posts/{report,sft,reward,ppo}/nano-$size # cp al
 cp -r "ready/$name/." runs/quickstart/posts-$posts
 """
 POLICIES = {"rougeL": 0.3, "truth": 0.5, "win_rate": 0.5, "win_rate_low": 0.4, "win_rate_high": 0.6, "words": 20}
+FACTS = {f"{kind}_{x}": 0.4 for kind in ("age", "feeling", "question") for x in ("right", "wrong")}
 REPORT = {
-    **{row: POLICIES | {"tokens": 24.04, "eos_rate": 0.99} for row in ("SFT", "PPO", "DPO")},
+    **{row: POLICIES | FACTS | {"tokens": 24.04, "eos_rate": 0.99} for row in ("SFT", "PPO", "DPO")},
     **{row: POLICIES for row in ("near_perfect", "copied_title", "reference")},
     **{f"{row}-SFT": {f"truth_difference{x}": 0.1 for x in ("", "_low", "_high")} for row in ("PPO", "DPO")},
     **{row: {f"accuracy_{x}": 0.7 for x in ("noisy", "clean", "noisy_cnndm", "clean_cnndm")}
