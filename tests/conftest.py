@@ -74,6 +74,17 @@ def world(tmp_path_factory, worker_id) -> SimpleNamespace:
     return make_world((root if worker_id == "master" else root.parent) / "world")
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "long: minutes of its own; runs with -m long only")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.option.markexpr:
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
+
+
 def pytest_terminal_summary(terminalreporter):
     """The table of the comparisons in test_invariance.py, collected from all test processes."""
     reports = terminalreporter.getreports("passed")
