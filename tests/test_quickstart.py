@@ -1038,6 +1038,8 @@ def check_commands(calls: list[list[str]], world: str, size: str, seed: str, pos
             rewards = f"{runs}/reward/nano-{size}/{seed}" if stage == "ppo" else None
             assert given.get("--reward-model-paths") == rewards
             assert {"--learning-rate", "--batch-size", "--micro-batch-size"} <= set(given)
+            epochs = None if stage != "sft" else "3" if size == "m" else "1"
+            assert given.get("--num-train-epochs") == epochs
 
 
 def test_run_makes_data_once_and_installs_once(tmp_path):
