@@ -48,10 +48,10 @@ MEASURES = ("rougeL", "truth", "win_rate", "words")
 POLICIES = [f"{row} {measure}" for measure in (*MEASURES, "tokens") for row in ("SFT", "PPO", "DPO")]
 REWARDS = ["reward accuracy_clean", "reward accuracy_noisy", "reward accuracy_clean_cnndm"]
 YARDSTICKS = [f"{row} {measure}" for row in ("near_perfect", "copied_title") for measure in MEASURES]
-FACTS = [
+TOLD = [
     f"{row} {kind}_{x}" for kind in ("age", "feeling", "question") for x in ("right", "wrong") for row in ("PPO", "DPO")
 ]
-QUANTITIES = [*POLICIES, *FACTS, "PPO eos_rate", "PPO share_of_near_perfect", *REWARDS, *YARDSTICKS]
+QUANTITIES = [*POLICIES, *TOLD, "PPO eos_rate", "PPO share_of_near_perfect", *REWARDS, *YARDSTICKS]
 EACH_RUN = ["SFT rougeL", *POLICIES[3:9], "PPO tokens", "PPO eos_rate", "PPO share_of_near_perfect", *REWARDS]
 RISING = ["SFT rougeL", "reward accuracy_clean", "reward accuracy_noisy", "PPO win_rate"]  # with size: the paper
 
