@@ -53,7 +53,7 @@ TOLD = [
 ]
 QUANTITIES = [*POLICIES, *TOLD, "PPO eos_rate", "PPO share_of_near_perfect", *REWARDS, *YARDSTICKS]
 EACH_RUN = ["SFT rougeL", *POLICIES[3:9], "PPO tokens", "PPO eos_rate", "PPO share_of_near_perfect", *REWARDS]
-RISING = ["SFT rougeL", "reward accuracy_clean", "reward accuracy_noisy", "PPO win_rate"]  # with size: the paper
+RISING = ["SFT rougeL", "reward accuracy_clean", "reward accuracy_noisy", "PPO win_rate"]  # with size in the paper
 
 CHECKS = {  # what each run should show, as a function of its quantities
     "PPO win rate ≥ 0.65": lambda run: run["PPO win_rate"] >= 0.65,
