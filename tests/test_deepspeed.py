@@ -6,7 +6,6 @@ python -m pytest -m long tests/test_deepspeed.py     (last output: benchmark/res
 import os
 import subprocess
 import sys
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import psutil
 import pytest
 from conftest import free_port
 from kill_runs import STAGES, left_behind
+from test_faults import wait_for_update
 
 ROOT = Path(__file__).resolve().parents[1]
 ZERO2 = """
@@ -61,19 +61,16 @@ def test_zero2_resumes_to_the_same_end_and_one_process_cannot(settings, stage):
     assert "2 process(es)" in said.read_text()
 
     killed = replace(whole, output_dir=str(root / f"{stage}.killed"))
-    metrics, run = Path(killed.output_dir) / "metrics.jsonl", start(stage, killed, config)
-    until = time.monotonic() + 300
-    while not (metrics.exists() and '"update": 3,' in metrics.read_text()):
-        assert run.poll() is None and time.monotonic() < until
-        time.sleep(0.001)
+    folder, run = Path(killed.output_dir), start(stage, killed, config)
+    wait_for_update(folder, 3)
     for process in psutil.Process(run.pid).children(recursive=True):
         process.kill()
-    assert run.wait() != 0 and not (metrics.parent / "model").exists()
+    assert run.wait() != 0 and not (folder / "model").exists()
 
     resumed, said = replace(killed, resume=True), Path(f"{killed.output_dir}.log")
     assert start(stage, resumed).wait() == 1  # by one plain process
     assert "was written by DeepSpeed ZeRO-2, 2 process(es); plain or DDP cannot read it" in said.read_text()
     assert start(stage, resumed, config).wait() == 0, said.read_text()[-3000:]
     assert "--resume: continuing from" in said.read_text()
-    found, expected = left_behind(Path(killed.output_dir)), left_behind(Path(whole.output_dir))
+    found, expected = left_behind(folder), left_behind(Path(whole.output_dir))
     assert [key for key in expected if found[key] != expected[key]] == [] and expected["weights"]
