@@ -23,6 +23,7 @@ import shutil
 import signal
 import struct
 import time
+import uuid
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from math import cos, isfinite, pi
@@ -43,7 +44,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rouge_score.rouge_scorer import RougeScorer
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.tensorboard import SummaryWriter
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+)
 
 STAGE = "dpo"
 # preset: (Hub id, micro-batch size in pairs that fits one 80 GB device)
@@ -58,7 +66,9 @@ COLUMNS = ["id", "query", "query_token", "reference_response"]
 PAIR_COLUMNS = [f"query_{side}_token{suffix}" for side in ("chosen", "rejected") for suffix in ("", "_response_label")]
 PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
 # what may differ between a run and its --resume: nothing that changes a number
-FREE_ON_RESUME = "output_dir micro_batch_size forward_batch_size run_eval save_every keep_checkpoints resume track"
+FREE_ON_RESUME = (
+    "output_dir micro_batch_size forward_batch_size reference_cache run_eval save_every keep_checkpoints resume track"
+)
 STOPPED = 75  # exit code of a run that SIGTERM or SIGUSR1 stopped, saved and to be continued with --resume
 
 
@@ -78,6 +88,9 @@ class Args:
     output_dir: str | None = None
     """run folder; default runs/dpo/{model}/{seed}"""
 
+    reference_cache: str | None = None
+    """folder where the reference's log-probabilities are kept for other runs, by a hash of model, data and script;
+    default: reference_logprobs beside the run folder"""
     beta: float = 0.05
     """scale of the implicit reward, the strength of the KL penalty it stands for (table 6)"""
     loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
@@ -536,19 +549,26 @@ def pair_rows(batch: dict, pad_id: int) -> dict:
     }
 
 
-def pair_inputs(query, chosen, rejected, pad_id: int):
-    """One row `query + chosen + rejected` per pair: tokens (b, T), attention mask (b, 1, T, T) bool in which rejected
-    sees the query and itself but not chosen, position ids (b, T) that restart after the query for rejected."""
-    tokens = torch.cat([query, chosen, rejected], 1)  # (b, T)
-    real = tokens != pad_id
-    part = torch.cat([torch.full((x.shape[1],), i) for i, x in enumerate((query, chosen, rejected))]).to(tokens.device)
-    causal = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).tril()
-    visible = causal & ((part[None, :] == 0) | (part[:, None] == part[None, :]))  # (T, T)
-    mask = visible & real[:, None, :]  # (b, T, T)
-    mask |= torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)  # padding that sees nothing would be NaN
-    positions = (real.long().cumsum(1) - 1).clamp(min=0)
-    in_rejected = (part == 2) & real
-    return tokens, mask[:, None], positions - in_rejected * (chosen != pad_id).sum(1, keepdim=True)
+def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
+    return trim(tokens.gather(1, (tokens == pad_id).int().argsort(dim=1, stable=True)), pad_id, "right")
+
+
+def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dict]:
+    """A pair shares its query. Returns the query (b, Q) without its last token, right-padded, for a first pass whose
+    keys and values are cached, and the inputs of a second pass on that cache: tokens (b, S) `last of the query + chosen
+    + last of the query + rejected`, a mask (b, 1, S, Q - 1 + S) in which either response sees the query and itself, and
+    position ids (b, S) that go on from the query in both."""
+    prefix, last = right_padded(query[:, :-1], pad_id), query[:, -1:]
+    widths = 1 + chosen.shape[1], 1 + rejected.shape[1]
+    part = torch.cat([torch.full((width,), i) for i, width in enumerate(widths)]).to(query.device)  # (S,)
+    place = torch.cat([torch.arange(width) for width in widths]).to(query.device)  # (S,)
+    own = (part[:, None] == part) & (place[:, None] >= place)  # (S, S)
+    seen = (prefix != pad_id)[:, None].expand(-1, len(part), -1)  # (b, S, Q - 1)
+    mask = torch.cat([seen, own.expand(len(query), -1, -1)], 2)[:, None]
+    positions = (prefix != pad_id).sum(1, keepdim=True) + place
+    tokens = torch.cat([last, chosen, last, rejected], 1)
+    return prefix, {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
 
 
 # ---- helpers: model ------------------------------------------------------------------------------
@@ -769,46 +789,88 @@ def dpo_loss(
 
 
 def pair_logprobs(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed log-probabilities (b,) of the chosen and of the rejected response, EOS included, from one forward pass
-    over rows that share the query; `pairs` as made by pair_rows."""
-    query, chosen, rejected = pairs["query"], pairs["chosen"], pairs["rejected"]
-    (b, c), r = chosen.shape, rejected.shape[1]
-    tokens, mask, positions = pair_inputs(query, chosen, rejected, pad_id)
-    inputs = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
-    logits = model(
-        tokens, logits_to_keep=c + r + 1, **inputs
-    ).logits.float()  # (b, 1 + C + R, V), from query's last token
-    # the column whose logits predict each response token; both first tokens follow the query
-    column = torch.cat([torch.arange(c), torch.zeros(1, dtype=torch.long), torch.arange(c + 1, c + r)])  # (C + R,)
-    response = torch.cat([chosen, rejected], 1)  # (b, C + R)
-    picked = logits[torch.arange(b)[:, None], column, response]
-    logprobs = picked - logits.logsumexp(-1)[:, column]  # (b, C + R)
-    place = torch.cat([torch.arange(c), torch.arange(r)]).to(response.device)
-    start = torch.cat([pairs["chosen_start"][:, None].expand(b, c), pairs["rejected_start"][:, None].expand(b, r)], 1)
-    logprobs = logprobs.masked_fill((response == pad_id) | (place < start), 0.0)
-    return logprobs[:, :c].sum(1), logprobs[:, c:].sum(1)
-
-
-def both_logprobs(accelerator: Accelerator, model, ref_model, batch: dict, pad_id: int) -> list[torch.Tensor]:
-    """policy_chosen, policy_rejected, ref_chosen, ref_rejected (b,) of stored pairs, in the order of dpo_loss."""
-    pairs = {key: value.to(accelerator.device) for key, value in pair_rows(batch, pad_id).items()}
-    with torch.no_grad(), accelerator.autocast():
-        reference = pair_logprobs(ref_model, pairs, pad_id)
-    return [*pair_logprobs(model, pairs, pad_id), *reference]
+    """Summed log-probabilities (b,) of the chosen and of the rejected response, EOS included; `pairs` as made by
+    pair_rows, whose query is run once."""
+    query, responses = pairs["query"], (pairs["chosen"], pairs["rejected"])
+    prefix, inputs = pair_inputs(query, *responses, pad_id)
+    cache = DynamicCache()
+    if prefix.shape[1]:
+        model(prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    logits = model(**inputs, past_key_values=cache, use_cache=True).logits.float()  # (b, S, V)
+    sums = []
+    for response, start, own in zip(
+        responses,
+        (pairs["chosen_start"], pairs["rejected_start"]),
+        logits.split([1 + response.shape[1] for response in responses], 1),
+        strict=True,
+    ):
+        labels = response.masked_fill(torch.arange(response.shape[1], device=start.device) < start[:, None], pad_id)
+        lost = F.cross_entropy(own[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=pad_id, reduction="none")
+        sums.append(-lost.view_as(labels).sum(1))
+    return sums[0], sums[1]
 
 
 @torch.no_grad()
-def evaluate_implicit(accelerator: Accelerator, model, ref_model, data, args, pad_id: int, name: str) -> list[dict]:
+def batch_logprobs(accelerator: Accelerator, model, batch: dict, args, pad_id: int) -> torch.Tensor:
+    """Log-probabilities (n, 2) of chosen and rejected of n stored pairs, on the CPU, without gradient."""
+    found = torch.empty(len(batch[PAIR_COLUMNS[0]]), 2)
+    lengths = sum((batch[column] != pad_id).sum(1) for column in PAIR_COLUMNS[::2])  # (n,)
+    for index in micro_batches(lengths, args.micro_batch_size):
+        pairs = pair_rows({column: batch[column][index] for column in PAIR_COLUMNS}, pad_id)
+        pairs = {key: value.to(accelerator.device) for key, value in pairs.items()}
+        with accelerator.autocast():
+            found[index] = torch.stack(pair_logprobs(model, pairs, pad_id), 1).cpu()
+    return found
+
+
+@torch.no_grad()
+def reference_logprobs(accelerator: Accelerator, folder: str, tokenizer, splits: dict, args) -> dict:
+    """Log-probabilities (n, 2) of chosen and rejected under the reference model in `folder`, for each split: what
+    --reference-cache holds for them, else computed and kept there. The model leaves memory again at the end."""
+    found, model, pad_id = {}, None, tokenizer.pad_token_id
+    for name, data in splits.items():
+        key = reference_key(accelerator, folder, data) if accelerator.is_main_process else None
+        path = Path(args.reference_cache, f"{gather_object([key])[0]}.json")
+        if all(gather_object([path.exists()])):  # on every machine
+            with reading(str(path)):
+                found[name] = torch.tensor(json.loads(path.read_text()))
+            continue
+        if model is None:
+            model = load_policy(folder, tokenizer).to(accelerator.device).eval()
+        rows = []
+        for index, batch in shares(accelerator, data, args.forward_batch_size, f"reference log-probabilities: {name}"):
+            rows += zip(index, batch_logprobs(accelerator, model, batch, args, pad_id).tolist(), strict=True)
+        found[name] = torch.tensor(in_order(rows))
+        if accelerator.is_local_main_process:
+            own = path.with_name(f"{path.stem}_{uuid.uuid4().hex}.json")  # another run may be writing the same
+            own.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(own, json.dumps(found[name].tolist()))
+            os.replace(own, path)
+    return found
+
+
+def reference_key(accelerator: Accelerator, folder: str, data) -> str:
+    """A hash of what the reference's log-probabilities depend on: weights, rows, precision, and this script's text."""
+    precision = f"{accelerator.device.type} {accelerator.mixed_precision}"
+    digest = hashlib.blake2b(precision.encode(), digest_size=16)
+    for path in [Path(__file__), *sorted(x for x in Path(folder).iterdir() if x.is_file())]:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    for rows in data.select_columns(PAIR_COLUMNS).iter(1_000):
+        for column in PAIR_COLUMNS:
+            digest.update(rows[column].numpy().tobytes())
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def evaluate_implicit(accelerator: Accelerator, model, reference, data, args, pad_id: int, name: str) -> list[dict]:
     """Both implicit rewards (equation 5) of every pair of a split, in order, with what table 5 groups the pair by
-    (Detail 19)."""
+    (Detail 19); reference (n, 2) from reference_logprobs."""
     found = []
     for index, batch in shares(accelerator, data, args.forward_batch_size, f"implicit rewards of {name}"):
-        policy_chosen, policy_rejected, ref_chosen, ref_rejected = both_logprobs(
-            accelerator, model, ref_model, batch, pad_id
-        )
-        chosen, rejected = args.beta * (policy_chosen - ref_chosen), args.beta * (policy_rejected - ref_rejected)
+        implicit = args.beta * (batch_logprobs(accelerator, model, batch, args, pad_id) - reference[index])
         for i, row in enumerate(index):
-            rewards = {"chosen_reward": chosen[i].item(), "rejected_reward": rejected[i].item()}
+            rewards = {"chosen_reward": implicit[i, 0].item(), "rejected_reward": implicit[i, 1].item()}
             found.append((row, pair_groups(batch, i) | rewards))
     return in_order(found)
 
@@ -821,6 +883,7 @@ def main(args: Args):
     largest = PRESETS.get(args.model, (None, 8))[1]
     args.micro_batch_size = split_batch(args.batch_size, args.micro_batch_size, world, largest)
     args.output_dir = args.output_dir or f"runs/{STAGE}/{name}/{args.seed}"
+    args.reference_cache = args.reference_cache or str(Path(args.output_dir).parent / "reference_logprobs")
     args.sft_model_path = args.sft_model_path or f"runs/sft/{name}/{args.seed}"
     args.dataset = args.dataset or ("data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET)
     default = "data/tldr/preference" if Path("data/tldr/preference").exists() else PREFERENCE_DATASET
@@ -840,8 +903,17 @@ def main(args: Args):
     if num_updates == 0:
         fail(f"{args.total_episodes} pairs are less than one batch (--batch-size {args.batch_size})")
     policy = load_policy(sft_folder, tokenizer)
-    ref_model = load_policy(sft_folder, tokenizer).to(accelerator.device).eval().requires_grad_(False)
     folder = open_run(args, accelerator)
+    # the reference's part is done before training: of the pairs that it will see, and of those to be evaluated
+    start = time.time()
+    order = data_order(len(train), args.seed, 0, num_updates * args.batch_size)
+    used = order.unique()  # (n,) rows
+    splits = {split: data[split] for split in data if split == "validation" or (args.run_eval and split != "train")}
+    splits = {"train": train.select(used.tolist())} | splits
+    reference = reference_logprobs(accelerator, sft_folder, tokenizer, splits, args)
+    train_reference = torch.full((len(train), 2), torch.nan)
+    train_reference[used] = reference["train"]
+    reference_seconds = time.time() - start
     model, optimizer = prepare(accelerator, policy, args)
     first = load_checkpoint(accelerator, folder) if args.resume else 0
     log = MetricsLog(args, folder, first) if accelerator.is_main_process else None
@@ -855,24 +927,29 @@ def main(args: Args):
     per_rank = args.batch_size // world
     begin, caught = time.time(), []
     on_signals(lambda number, _: caught.append(number))  # and no more: the run ends between two updates
+    if log and first == 0:
+        log.write(0, {"time/reference": reference_seconds})
     for update in progress(accelerator, range(first + 1, num_updates + 1), STAGE):
         start = time.time()
         learning_rate = cosine_learning_rate(update, num_updates, args.learning_rate)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         # Detail 19: the reward model's order for the same seed
-        order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
-        batch = train[order[accelerator.process_index * per_rank :][:per_rank].tolist()]
+        mine = order[(update - 1) * args.batch_size + accelerator.process_index * per_rank :][:per_rank]  # rows
+        batch = train[mine.tolist()]
         lengths = sum((batch[column] != pad_id).sum(1) for column in PAIR_COLUMNS[::2])  # (b,)
         groups = micro_batches(lengths, args.micro_batch_size)
         sums = torch.zeros(6, device=accelerator.device)
         for i, index in enumerate(groups):
-            rows = {column: batch[column][index] for column in PAIR_COLUMNS}
+            pairs = pair_rows({column: batch[column][index] for column in PAIR_COLUMNS}, pad_id)
+            pairs = {key: value.to(accelerator.device) for key, value in pairs.items()}
+            ref_chosen, ref_rejected = train_reference[mine[index]].to(accelerator.device).unbind(1)
             with accumulate(accelerator, model, last=i == len(groups) - 1):
-                logprobs = both_logprobs(accelerator, model, ref_model, rows, pad_id)
-                loss = dpo_loss(*logprobs, args.beta, args.loss_type, args.label_smoothing).sum()
+                logprobs = pair_logprobs(model, pairs, pad_id)
+                loss = dpo_loss(*logprobs, ref_chosen, ref_rejected, args.beta, args.loss_type, args.label_smoothing)
+                loss = loss.sum()
                 accelerator.backward(loss * world / args.batch_size)  # x world: DDP and DeepSpeed average over devices
-            policy_chosen, policy_rejected, ref_chosen, ref_rejected = (x.detach() for x in logprobs)
+            policy_chosen, policy_rejected = (x.detach() for x in logprobs)
             chosen = args.beta * (policy_chosen - ref_chosen)
             rejected = args.beta * (policy_rejected - ref_rejected)
             stats = [loss.detach(), (chosen > rejected).float().sum(), chosen.sum(), rejected.sum()]
@@ -886,10 +963,12 @@ def main(args: Args):
         metrics = dict(zip(keys, means, strict=True))
         metrics["rewards/margin"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
         metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate, "episode": update * args.batch_size}
-        if update == num_updates or (args.eval_every and update % args.eval_every == 0):
-            rows = evaluate_implicit(accelerator, model, ref_model, data["validation"], args, pad_id, "validation")
-            metrics["eval/accuracy"] = accuracy_table("validation", rows)[0]["accuracy"]
         metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
+        if update == num_updates or (args.eval_every and update % args.eval_every == 0):
+            rows = evaluate_implicit(
+                accelerator, model, reference["validation"], data["validation"], args, pad_id, "validation"
+            )
+            metrics["eval/accuracy"] = accuracy_table("validation", rows)[0]["accuracy"]
         if log:
             log.write(update, metrics)
         if update % max(1, num_updates // 10) == 0:
@@ -910,7 +989,7 @@ def main(args: Args):
     if args.run_eval:
         accuracies, rouge = [], []
         for split in [split for split in data if split != "train"]:
-            rows = evaluate_implicit(accelerator, model, ref_model, data[split], args, pad_id, split)
+            rows = evaluate_implicit(accelerator, model, reference[split], data[split], args, pad_id, split)
             accuracies += accuracy_table(split, rows)
             if accelerator.is_main_process:
                 write_table(folder / "eval" / f"pairs_{split}.csv", rows)

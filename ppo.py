@@ -584,10 +584,11 @@ class RewardModel(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids, attention_mask, position_ids):
-        """(b, T), (b, T) or (b, 1, T, T), (b, T) -> reward logits (b, T) in float32."""
-        inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
-        hidden = self.model.base_model(input_ids, **inputs).last_hidden_state
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None):
+        """(b, T), (b, T) or (b, 1, T, earlier + T), (b, T) -> reward logits (b, T) in float32. Rows that are padded on
+        the right alone need no mask: no token of a causal model sees what comes after it. A cache is added to."""
+        inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
+        hidden = self.model.base_model(input_ids, use_cache=past_key_values is not None, **inputs).last_hidden_state
         with torch.autocast(hidden.device.type, enabled=False):
             return self.model.score(hidden.float()).squeeze(-1)
 
@@ -649,7 +650,8 @@ def response_rewards(model, tokens: torch.Tensor, query_width: int, pad_id: int)
     """Rewards (b,) of rows `query + response` (b, T): query padded on either side to `query_width` columns (0 where the
     whole row is right-padded), response on the right."""
     mask = tokens != pad_id
-    logits = model(tokens, attention_mask=mask.long(), position_ids=position_ids(mask))  # (b, T)
+    inputs = {"attention_mask": mask.long(), "position_ids": position_ids(mask)} if query_width else {}
+    logits = model(tokens, **inputs)  # (b, T)
     return logits.gather(1, last_token(tokens, query_width, pad_id)[:, None]).squeeze(1)
 
 
@@ -795,13 +797,35 @@ def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return -(logprobs.exp() * logprobs).sum(2)
 
 
-def response_logits(policy, queries: torch.Tensor, responses: torch.Tensor, pad_id: int, banned: torch.Tensor):
-    """Logits (b, W, V) that predict responses (b, W) after left-padded queries (b, Q), impossible ids at -1e9."""
-    tokens = torch.cat([queries, responses[:, :-1]], 1)  # the last token predicts nothing that is asked for
-    mask = tokens != pad_id
-    inputs = {"attention_mask": mask.long(), "position_ids": position_ids(mask), "use_cache": False}
-    logits = policy(tokens, logits_to_keep=responses.shape[1], **inputs).logits
-    return logits.masked_fill_(banned, -1e9)
+def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
+    return trim(tokens.gather(1, (tokens == pad_id).int().argsort(dim=1, stable=True)), pad_id, "right")
+
+
+def episode_rows(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left-padded queries (b, Q) and responses (b, W) -> right-padded rows (b, T), and the columns (b, W) of the token
+    before each response token, where its log-probability and its value are read (past a response's end: any)."""
+    rows = right_padded(torch.cat([queries, responses[:, :-1]], 1), pad_id)  # the last token predicts nothing
+    before = (queries != pad_id).sum(1, keepdim=True) - 1 + torch.arange(responses.shape[1], device=rows.device)
+    return rows, before.clamp(max=rows.shape[1] - 1)
+
+
+def response_logits(policy, rows: torch.Tensor, before: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
+    """Logits (b, W, V) at the columns `before` (b, W) of rows (b, T), as made by episode_rows; impossible ids at -1e9.
+    The head sees these columns alone."""
+    hidden = policy.base_model(rows, use_cache=False).last_hidden_state  # (b, T, D)
+    hidden = hidden.gather(1, before[:, :, None].expand(-1, -1, hidden.shape[2]))  # (b, W, D)
+    return policy.get_output_embeddings()(hidden).masked_fill_(banned, -1e9)
+
+
+@torch.no_grad()
+def check_head(policy, path: str):
+    """An error where a model does more to its logits than its head does (a soft cap, a scale): response_logits takes
+    the head alone."""
+    tokens = torch.arange(4)[None]
+    own = response_logits(policy, tokens, tokens, torch.zeros(1, dtype=torch.bool))
+    if not torch.allclose(own, policy(tokens).logits, atol=1e-4):
+        fail(f"{path}: the logits of {type(policy).__name__} are not those of its head; ppo.py cannot train it")
 
 
 class PolicyAndValue(nn.Module):
@@ -814,11 +838,10 @@ class PolicyAndValue(nn.Module):
     def forward(self, queries, responses, pad_id: int, banned: torch.Tensor, temperature: float):
         """queries (b, Q) left-padded, responses (b, W) -> log-probabilities (b, W) of the response tokens, values (b,
         W) of the states before them, and, without gradient, the policy's entropy (b, W) there (nats; else None)."""
-        logits = response_logits(self.policy, queries, responses, pad_id, banned)  # (b, W, V)
+        rows, before = episode_rows(queries, responses, pad_id)
+        logits = response_logits(self.policy, rows, before, banned)  # (b, W, V)
         entropy = None if torch.is_grad_enabled() else token_entropy(logits, temperature)
-        tokens = torch.cat([queries, responses[:, :-1]], 1)
-        mask = tokens != pad_id
-        values = self.value_model(tokens, mask.long(), position_ids(mask))[:, -responses.shape[1] :]
+        values = self.value_model(rows).gather(1, before)  # (b, W)
         return token_logprobs(logits, responses, temperature), values, entropy
 
 
@@ -896,21 +919,25 @@ def rollout(accelerator: Accelerator, model, ref_policy, reward_models, queries,
     for key in ("logprobs", "ref_logprobs", "values", "entropy"):
         found[key] = torch.zeros(len(queries), R, device=accelerator.device)
     found["scores"] = torch.zeros(len(queries), len(reward_models), device=accelerator.device)
-    for index in micro_batches((queries != pad_id).sum(1), args.forward_batch_size):
+    query_lengths = (queries != pad_id).sum(1)
+    for index in micro_batches(query_lengths, args.forward_batch_size):
         query = trim(queries[index].to(accelerator.device), pad_id, "left")
         with accelerator.autocast():
             response = generate(policy, query, tokenizer, R, args.temperature, keys[index])
-            response = truncate_response(response, tokenizer.eos_token_id, pad_id)  # Detail 23
-            lengths = (response != pad_id).sum(1)
-            width = min(int(lengths.max()) + 1, R)  # through one past the longest response's EOS
-            logprobs, values, entropy = model(query, response[:, :width], pad_id, banned, args.temperature)
-            ref_logits = response_logits(ref_policy, query, response[:, :width], pad_id, banned)
-            ref_logprobs = token_logprobs(ref_logits, response[:, :width], args.temperature)
-            scores = [
-                response_rewards(rm, torch.cat([query, response], 1), query.shape[1], pad_id) for rm in reward_models
-            ]
+        found["responses"][index] = truncate_response(response, tokenizer.eos_token_id, pad_id)  # Detail 23
+    response_lengths = (found["responses"] != pad_id).sum(1)
+    for index in micro_batches(query_lengths + response_lengths.cpu(), args.forward_batch_size):
+        query = trim(queries[index].to(accelerator.device), pad_id, "left")
+        lengths = response_lengths[index]
+        width = min(int(lengths.max()) + 1, R)  # through one past the longest response's EOS
+        response = found["responses"][index, :width]
+        with accelerator.autocast():
+            logprobs, values, entropy = model(query, response, pad_id, banned, args.temperature)
+            ref_logits = response_logits(ref_policy, *episode_rows(query, response, pad_id), banned)
+            ref_logprobs = token_logprobs(ref_logits, response, args.temperature)
+            whole = right_padded(torch.cat([query, response], 1), pad_id)
+            scores = [response_rewards(rm, whole, 0, pad_id) for rm in reward_models]
         response_mask, value_mask = episode_masks(lengths, width)
-        found["responses"][index] = response
         found["logprobs"][index, :width] = logprobs * response_mask
         found["ref_logprobs"][index, :width] = ref_logprobs * response_mask
         found["entropy"][index, :width] = entropy * response_mask
@@ -998,6 +1025,7 @@ def main(args: Args):
     value_model = load_reward_model(reward_folders[0], tokenizer)  # Detail 22: all weights, the head included
     for frozen in (ref_policy, *reward_models):
         frozen.to(accelerator.device).eval().requires_grad_(False)
+    check_head(policy, sft_folder)
     banned = banned_ids(policy, tokenizer).to(accelerator.device)
     folder = open_run(args, accelerator)
     model, optimizer = prepare(accelerator, PolicyAndValue(policy, value_model), args)
@@ -1105,12 +1133,12 @@ def main(args: Args):
             "learning_rate": learning_rate,
             "episode": episodes.stop,
         }
+        metrics |= {"time/rollout": rollout_seconds, "time/update": time.time() - start}
+        metrics |= {"time/total": time.time() - begin}
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
             fixed = data["validation"].select(range(min(args.eval_rows, len(data["validation"]))))
             rows = sample_and_score(accelerator, model, reward_models, fixed, tokenizer, args, "validation batch")
             metrics["eval/score"] = sum(row["score"] for row in rows) / len(rows)
-        metrics |= {"time/rollout": rollout_seconds, "time/update": time.time() - start}
-        metrics |= {"time/total": time.time() - begin}
         if log:
             log.write(update, metrics)
         if update % max(1, num_updates // 20) == 0:

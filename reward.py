@@ -44,7 +44,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.tensorboard import SummaryWriter
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache
 
 STAGE = "reward"
 # preset: (Hub id, micro-batch size in pairs that fits one 80 GB device)
@@ -527,19 +527,26 @@ def pair_rows(batch: dict, pad_id: int) -> dict:
     }
 
 
-def pair_inputs(query, chosen, rejected, pad_id: int):
-    """One row `query + chosen + rejected` per pair: tokens (b, T), attention mask (b, 1, T, T) bool in which rejected
-    sees the query and itself but not chosen, position ids (b, T) that restart after the query for rejected."""
-    tokens = torch.cat([query, chosen, rejected], 1)  # (b, T)
-    real = tokens != pad_id
-    part = torch.cat([torch.full((x.shape[1],), i) for i, x in enumerate((query, chosen, rejected))]).to(tokens.device)
-    causal = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).tril()
-    visible = causal & ((part[None, :] == 0) | (part[:, None] == part[None, :]))  # (T, T)
-    mask = visible & real[:, None, :]  # (b, T, T)
-    mask |= torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)  # padding that sees nothing would be NaN
-    positions = (real.long().cumsum(1) - 1).clamp(min=0)
-    in_rejected = (part == 2) & real
-    return tokens, mask[:, None], positions - in_rejected * (chosen != pad_id).sum(1, keepdim=True)
+def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
+    return trim(tokens.gather(1, (tokens == pad_id).int().argsort(dim=1, stable=True)), pad_id, "right")
+
+
+def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dict]:
+    """A pair shares its query. Returns the query (b, Q) without its last token, right-padded, for a first pass whose
+    keys and values are cached, and the inputs of a second pass on that cache: tokens (b, S) `last of the query + chosen
+    + last of the query + rejected`, a mask (b, 1, S, Q - 1 + S) in which either response sees the query and itself, and
+    position ids (b, S) that go on from the query in both."""
+    prefix, last = right_padded(query[:, :-1], pad_id), query[:, -1:]
+    widths = 1 + chosen.shape[1], 1 + rejected.shape[1]
+    part = torch.cat([torch.full((width,), i) for i, width in enumerate(widths)]).to(query.device)  # (S,)
+    place = torch.cat([torch.arange(width) for width in widths]).to(query.device)  # (S,)
+    own = (part[:, None] == part) & (place[:, None] >= place)  # (S, S)
+    seen = (prefix != pad_id)[:, None].expand(-1, len(part), -1)  # (b, S, Q - 1)
+    mask = torch.cat([seen, own.expand(len(query), -1, -1)], 2)[:, None]
+    positions = (prefix != pad_id).sum(1, keepdim=True) + place
+    tokens = torch.cat([last, chosen, last, rejected], 1)
+    return prefix, {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
 
 
 # ---- helpers: model ------------------------------------------------------------------------------
@@ -575,10 +582,11 @@ class RewardModel(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids, attention_mask, position_ids):
-        """(b, T), (b, T) or (b, 1, T, T), (b, T) -> reward logits (b, T) in float32."""
-        inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
-        hidden = self.model.base_model(input_ids, **inputs).last_hidden_state
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None):
+        """(b, T), (b, T) or (b, 1, T, earlier + T), (b, T) -> reward logits (b, T) in float32. Rows that are padded on
+        the right alone need no mask: no token of a causal model sees what comes after it. A cache is added to."""
+        inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
+        hidden = self.model.base_model(input_ids, use_cache=past_key_values is not None, **inputs).last_hidden_state
         with torch.autocast(hidden.device.type, enabled=False):
             return self.model.score(hidden.float()).squeeze(-1)
 
@@ -656,7 +664,8 @@ def response_rewards(model, tokens: torch.Tensor, query_width: int, pad_id: int)
     """Rewards (b,) of rows `query + response` (b, T): query padded on either side to `query_width` columns (0 where the
     whole row is right-padded), response on the right."""
     mask = tokens != pad_id
-    logits = model(tokens, attention_mask=mask.long(), position_ids=position_ids(mask))  # (b, T)
+    inputs = {"attention_mask": mask.long(), "position_ids": position_ids(mask)} if query_width else {}
+    logits = model(tokens, **inputs)  # (b, T)
     return logits.gather(1, last_token(tokens, query_width, pad_id)[:, None]).squeeze(1)
 
 
@@ -708,17 +717,21 @@ def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.
 
 
 def pair_rewards(model, query, chosen, rejected, pad_id: int):
-    """Rewards of both responses from one forward pass over rows that share the query: chosen (b,), rejected (b,), and
-    the logits at the responses' other positions (n,), which are no rewards and are only looked at (Detail 13)."""
-    tokens, mask, positions = pair_inputs(query, chosen, rejected, pad_id)
-    logits = model(tokens, attention_mask=mask, position_ids=positions)  # (b, T)
-    rewards, others, start = [], [], query.shape[1]
-    for response in (chosen, rejected):
-        own = logits[:, start : start + response.shape[1]]
-        last = last_token(response, 0, pad_id)[:, None]
+    """Rewards of both responses (right-padded) to a shared query (left-padded), which is run once: chosen (b,),
+    rejected (b,), and the logits at the responses' other tokens (n,), which are no rewards and are only looked at
+    (Detail 13)."""
+    prefix, inputs = pair_inputs(query, chosen, rejected, pad_id)
+    cache = DynamicCache()
+    if prefix.shape[1]:
+        model(prefix, past_key_values=cache)
+    logits = model(**inputs, past_key_values=cache)  # (b, S)
+    rewards, others = [], []
+    parts = logits.split([1 + chosen.shape[1], 1 + rejected.shape[1]], 1)
+    for response, own in zip((chosen, rejected), parts, strict=True):
+        last = 1 + last_token(response, 0, pad_id)[:, None]  # 0, the query's last token, where the response is empty
         rewards.append(own.gather(1, last).squeeze(1))
-        others.append(own.detach()[torch.arange(response.shape[1], device=own.device) < last])
-        start += response.shape[1]
+        place = torch.arange(own.shape[1], device=own.device)
+        others.append(own.detach()[(place > 0) & (place < last)])
     return rewards[0], rewards[1], torch.cat(others)
 
 
@@ -855,10 +868,10 @@ def main(args: Args):
             "learning_rate": learning_rate,
             "episode": update * args.batch_size,
         }
+        metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
             rows = evaluate_pairs(accelerator, model, data["validation"], args, pad_id, "validation")
             metrics["eval/accuracy"] = accuracy_table("validation", rows)[0]["accuracy"]
-        metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
         if log:
             log.write(update, metrics)
         if update % max(1, num_updates // 10) == 0:

@@ -499,11 +499,6 @@ def micro_batches(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
 # ---- helpers: model ------------------------------------------------------------------------------
 
 
-def position_ids(mask: torch.Tensor) -> torch.Tensor:
-    """Positions that count real tokens only, whatever the padding (Detail 14): mask (b, T) -> (b, T)."""
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)
-
-
 def without_dropout(config):
     """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
     for field, value in config.to_dict().items():
@@ -695,8 +690,7 @@ def loss_and_count(model, batch: dict, loss_on: str, pad_id: int, device) -> tup
     """Summed loss and number of targets of one micro-batch, cut to its longest row."""
     tokens = trim(batch["query_reference_response_token"], pad_id, "right").to(device)  # (b, T)
     target = target_mask(batch, loss_on, pad_id)[:, : tokens.shape[1]].to(device)
-    mask = tokens != pad_id
-    logits = model(tokens, attention_mask=mask.long(), position_ids=position_ids(mask), use_cache=False).logits
+    logits = model(tokens, use_cache=False).logits  # no mask: right-padded, and no token sees what comes after it
     return sft_loss(logits, tokens, target), target[:, 1:].sum()
 
 
@@ -783,10 +777,10 @@ def main(args: Args):
             "episode": update * args.batch_size,
             "tokens/batch": tokens,
         }
+        metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
             metrics["eval/loss"] = validation_loss(accelerator, model, data["validation"], args, pad_id)
             accelerator.print(f"validation loss after update {update}: {metrics['eval/loss']:.4f}")
-        metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
         if log:
             log.write(update, metrics)
         if update % max(1, num_updates // 10) == 0:

@@ -305,7 +305,9 @@ def dpo_run(world, tmp_path_factory) -> SimpleNamespace:
         orders = record(monkeypatch, dpo, "data_order")
         dpo.main(dpo.Args(**arguments))
     orders = [call.result.tolist() for call in orders]
-    return SimpleNamespace(folder=folder, orders=orders, metrics=read_jsonl(folder / "metrics.jsonl"))
+    first, *metrics = read_jsonl(folder / "metrics.jsonl")
+    assert first.keys() == {"update", "time/reference"}
+    return SimpleNamespace(folder=folder, orders=orders, metrics=metrics)
 
 
 PPO_BATCH, PPO_UPDATES, RESPONSE_LENGTH = 24, 3, 12  # 72 episodes: one pass over 64 queries, and 8 of the next
@@ -947,7 +949,7 @@ def test_detail_19_dpo(world, reward_run, dpo_run):
     args = dpo.Args()
     assert (args.adam_eps, args.learning_rate, args.batch_size, args.num_train_epochs) == (1e-5, 3e-6, 64, 1)
     assert args.beta == 0.05
-    assert dpo_run.orders == reward_run.orders and len(dpo_run.orders) == 5  # the reward model's data order
+    assert dpo_run.orders == [sum(reward_run.orders, [])] and len(reward_run.orders) == 5  # the reward model's order
     data = load_from_disk(str(world.preference_dataset))
     tokenizer, metrics, found = padded_tokenizer(world.model), dpo_run.metrics, []
     pad, updates = tokenizer.pad_token_id, len(metrics)

@@ -7,7 +7,7 @@ from collections import Counter
 import nano
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 import dpo
 import ppo
@@ -317,7 +317,7 @@ def test_split_batch_names_the_nearest_sizes(batch, micro, world, text):
 def test_position_ids_count_real_tokens():
     mask = [[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
     expected = [[max(sum(row[: t + 1]) - 1, 0) for t in range(5)] for row in mask]
-    assert sft.position_ids(torch.tensor(mask, dtype=torch.bool)).tolist() == expected
+    assert reward.position_ids(torch.tensor(mask, dtype=torch.bool)).tolist() == expected
 
 
 def test_last_token_before_the_first_pad_that_follows_the_query():
@@ -362,15 +362,17 @@ def test_pair_rows_splits_what_is_shared():
 
 def test_pair_inputs_hide_chosen_from_rejected_and_restart_its_positions():
     pairs = reward.pair_rows(stored_pairs(PAIRS), PAD)
-    tokens, mask, positions = reward.pair_inputs(pairs["query"], pairs["chosen"], pairs["rejected"], PAD)
-    assert mask.shape == (4, 1, 9, 9)
-    part = "qqqcccrrr"
+    prefix, second = reward.pair_inputs(pairs["query"], pairs["chosen"], pairs["rejected"], PAD)
+    assert prefix.tolist() == [[1, 2], [1, 0], [1, 0], [1, 0]]  # the queries but for their last tokens
+    tokens, mask, positions = second.values()
+    assert tokens.shape == positions.shape == (4, 8) and mask.shape == (4, 1, 8, 10)
+    part = "ccccrrrr"
     for b, (_, _, (query, chosen, rejected, _, _)) in enumerate(PAIRS):
-        row = tokens[b].tolist()
-        assert [x for x in row if x != PAD] == query + chosen + rejected
-        seen = {"q": list(query), "c": query + chosen, "r": query + rejected}
-        for t in [t for t in range(9) if row[t] != PAD]:
-            visible = [row[s] for s in range(9) if mask[b, 0, t, s]]
+        row, row_and_prefix = tokens[b].tolist(), prefix[b].tolist() + tokens[b].tolist()
+        assert [x for x in row if x != PAD] == query[-1:] + chosen + query[-1:] + rejected
+        seen = {"c": query + chosen, "r": query + rejected}
+        for t in [t for t in range(8) if row[t] != PAD]:
+            visible = [row_and_prefix[s] for s in range(10) if mask[b, 0, t, s]]
             assert visible == seen[part[t]][: len(visible)] and visible[-1] == row[t]  # a prefix of its own plain row
             assert positions[b, t] == len(visible) - 1
         assert mask[b, 0].any(1).all()  # a padded position that sees nothing would turn into NaN
@@ -429,6 +431,52 @@ def test_pair_logprobs_equal_two_plain_rows(small):
             logprobs = policy(torch.tensor([row[side]])).logits[0].double().log_softmax(-1)
             expected = sum(logprobs[t - 1, row[side][t]].item() for t in range(row[2 + side], len(row[side])))
             assert found[side][i].item() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_episode_rows_move_the_padding_to_the_right():
+    queries = torch.tensor([[PAD, PAD, 5], [6, 7, 8]])
+    responses = torch.tensor([[1, 2, PAD, PAD], [3, PAD, PAD, PAD]])
+    rows, before = ppo.episode_rows(queries, responses, PAD)
+    assert rows.tolist() == [[5, 1, 2, PAD], [6, 7, 8, 3]]
+    assert before.tolist() == [[0, 1, 2, 3], [2, 3, 3, 3]]  # of 2 and 1 tokens, and of one past the end
+    assert reward.right_padded(torch.tensor([[PAD, 1, PAD, 2], [PAD, 3, PAD, PAD]]), PAD).tolist() == [[1, 2], [3, PAD]]
+
+
+@torch.no_grad()
+def test_policy_and_value_equal_plain_rows(small):
+    policy, tokenizer, folder = small
+    torch.manual_seed(1)
+    value_model = ppo.RewardModel(reward.new_reward_model(str(folder), tokenizer).model).eval()
+    strengthen(value_model)
+    rng, pad_id, temperature = random.Random(3), tokenizer.pad_token_id, 0.7
+    queries, responses = ([[rng.randrange(pad_id) for _ in range(n)] for n in ns] for ns in ((3, 9, 6), (4, 1, 7)))
+    left = torch.tensor([[pad_id] * (12 - len(row)) + row for row in queries])
+    right = torch.tensor([row + [pad_id] * (8 - len(row)) for row in responses])
+    banned = ppo.banned_ids(policy, tokenizer)
+    logprobs, values, entropy = ppo.PolicyAndValue(policy, value_model)(left, right, pad_id, banned, temperature)
+    for i, (query, response) in enumerate(zip(queries, responses, strict=True)):
+        row, start, n = torch.tensor([query + response]), len(query), len(response)
+        logits = policy(row).logits[0].double().masked_fill(banned, -1e9) / temperature
+        expected = logits.log_softmax(1)[start - 1 : start - 1 + n]
+        assert torch.allclose(logprobs[i, :n].double(), expected[range(n), response], rtol=1e-4, atol=1e-4)
+        assert torch.allclose(entropy[i, :n].double(), -(expected.exp() * expected).sum(1), rtol=1e-4, atol=1e-4)
+        hidden = value_model.model.base_model(row).last_hidden_state[0, start - 1 :]  # through the state after the last
+        assert torch.allclose(values[i, : n + 1], value_model.model.score(hidden)[:, 0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_caps_its_logits_is_refused():
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "head_dim": 16,
+    }
+    config = Gemma2Config(vocab_size=20, num_key_value_heads=1, **shape, final_logit_softcapping=0.1)
+    with pytest.raises(SystemExit, match="gemma: the logits of Gemma2ForCausalLM are not those of its head"):
+        ppo.check_head(Gemma2ForCausalLM(config), "gemma")
+    config.final_logit_softcapping = None
+    ppo.check_head(Gemma2ForCausalLM(config), "gemma")
 
 
 @torch.no_grad()

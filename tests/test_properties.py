@@ -285,7 +285,7 @@ def test_trim_takes_whole_columns_of_padding_from_one_side(rows, side):
 @given(rows=id_rows())
 def test_position_ids_count_real_tokens(rows):
     expected = [[max(sum(x != PAD for x in row[: t + 1]) - 1, 0) for t in range(len(row))] for row in rows]
-    assert sft.position_ids(torch.tensor(rows) != PAD).tolist() == expected
+    assert reward.position_ids(torch.tensor(rows) != PAD).tolist() == expected
 
 
 @given(lengths=st.lists(st.integers(0, 50), min_size=1, max_size=20), size=st.integers(1, 25))

@@ -165,7 +165,7 @@ def test_run_folder(chain, world, stage):
     assert Path(args["output_dir"]) == Path("runs") / stage / chain.name / str(SEED)
 
     updates = [line["update"] for line in lines(folder)]
-    assert updates == ([0, 1, 2] if stage == "sft" else [1, 2])
+    assert updates == ([0, 1, 2] if stage in ("sft", "dpo") else [1, 2])
     logged = EventAccumulator(str(folder / "tensorboard")).Reload()
     for line in lines(folder):
         for key in set(line) - {"update"}:

@@ -1,0 +1,367 @@
+"""Items per second of a stage script, and of TRL's trainer on the same rows: real lengths, a random model.
+
+    python benchmark/throughput.py --stage sft                       # ours alone
+    bash benchmark/peers.sh && python benchmark/throughput.py --stage ppo --peer trl
+
+The rows have the lengths of the posts and comparisons in --raw (where there are none: of generated ones, stretched);
+the words are numbers and the model is random, of Pythia's shape: what it has learnt does not change its speed. On a CPU
+it has 8 layers of width 256 and 3,072 words, about Pythia 1B's ratio of body to head, on a GPU the shape of the 1B. Its
+EOS has a chance of 1 in 70 at each position, so that responses have about 37 of at most 53 tokens.
+
+Ours and the peer's runs alternate, --pairs of each. Of the --updates updates of a run the first --warmup do not count,
+nor does the last, in which our scripts evaluate. Seconds are wall time between the ends of updates.
+
+benchmark/results/throughput.csv gets the numbers of the stage, throughput.md is written anew from it.
+"""
+
+import csv
+import json
+import os
+import platform
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from math import log
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from datasets import DatasetDict, Features, Sequence, Value, disable_progress_bars, load_from_disk
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    AutoTokenizer,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GPTNeoXForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+
+SHAPES = {"cpu": (256, 8, 8, 3_072), "cuda": (2_048, 16, 8, 50_304)}  # width, layers, heads, words with [PAD]
+ITEMS = {"sft": "rows", "reward": "pairs", "dpo": "pairs", "ppo": "episodes"}
+END_CHANCE = 1 / 70  # of EOS at each position
+PPO_EPOCHS = 4
+STRETCH = 3  # of generated posts (90 tokens) to the length of real ones
+
+
+@dataclass
+class Args:
+    stage: Literal["sft", "reward", "dpo", "ppo"]
+    peer: Literal["none", "trl"] = "none"
+    """trl: runs of TRL's trainer between ours"""
+    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+    pairs: int = 3
+    """runs of each"""
+    updates: int = 8
+    """updates of a run"""
+    warmup: int = 2
+    """updates at the start of a run that do not count"""
+    batch_size: int = 32
+    """rows, pairs or episodes of an update"""
+    micro_batch_size: int = 8
+    """of a forward and backward pass, for both"""
+    raw: str = "../shared/data"
+    """folder with tldr_posts/, tldr_comparisons/ and tokenizer/"""
+    peers: str = ".peers"
+    """folder of the peers' environments, made by benchmark/peers.sh"""
+    work: str = "data/throughput"
+    """folder for data and models, made where it is missing"""
+    output_dir: str = "benchmark/results"
+    """folder of throughput.csv and throughput.md"""
+
+
+# ---- data and models ------------------------------------------------------------------------------------------------
+
+
+def word_tokenizer(words: int):
+    """A tokenizer of `words` - 1 words, `<|endoftext|>` (id 0) among them; [PAD] becomes the last id."""
+    vocabulary = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, words - 1)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|endoftext|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+
+
+def with_pad(folder: Path):
+    """A tokenizer with `[PAD]`, as the stages add it."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
+    """Rows (stop - start,) at the positions start..stop-1 of an endless stream over n rows: each pass is a new shuffle
+    without replacement (Detail 21). A function of (seed, position) alone: every process can name every batch."""
+    passes = []
+    for epoch in range(start // n, (stop - 1) // n + 1):
+        shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        passes.append(shuffled[max(start - epoch * n, 0) : stop - epoch * n])
+    return torch.cat(passes)
+
+
+def in_words(data: DatasetDict, tokenizer, words: int, stretch: int) -> DatasetDict:
+    """The same rows in numbered words, every token `stretch` times: EOS becomes 0, [PAD] the last id."""
+    columns = [name for name in data["train"].column_names if name.endswith(("_token", "_label"))]
+
+    def convert(token: int) -> list[int]:
+        if token == tokenizer.pad_token_id:
+            return [words - 1] * stretch
+        return [1] * (stretch - 1) + [0] if token == tokenizer.eos_token_id else [1 + token % (words - 2)] * stretch
+
+    def row(found: dict) -> dict:
+        new = {name: [i for token in found[name] for i in convert(token)] for name in columns}
+        return new | {"query": " ".join(f"w{i}" for i in new["query_token"] if i != words - 1)}
+
+    features = data["train"].features | dict.fromkeys(columns, Sequence(Value("int32")))
+    return DatasetDict({name: data[name].map(row, features=Features(features)) for name in ("train", "validation")})
+
+
+def make_work(args: Args, work: Path):
+    """work/sft, work/preference (data), work/model, work/reward (random models)."""
+    width, layers, heads, words = SHAPES[args.device]
+    raw, stretch = Path(args.raw), 1
+    if not (raw / "tldr_posts").exists():
+        raw, stretch = work / "raw", STRETCH
+        counts = ["--num-train", 1_000, "--num-validation", 64, "--num-comparisons", 1_000]
+        call("quickstart/posts.py", "--output-dir", raw, *counts)
+    posts, comparisons = ("tldr_posts", "tldr_comparisons") if stretch == 1 else ("posts", "comparisons")
+    flags = ["--sft-dataset", raw / posts, "--preference-dataset", raw / comparisons]
+    call("tldr_dataset.py", *flags, "--tokenizer", raw / "tokenizer", "--output-dir", work / "tldr")
+    old = with_pad(raw / "tokenizer")
+    tokenizer = word_tokenizer(words)
+    for name in ("sft", "preference"):
+        in_words(load_from_disk(str(work / "tldr" / name)), old, words, stretch).save_to_disk(str(work / name))
+    torch.manual_seed(1)
+    shape = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": words}
+    config = GPTNeoXConfig(**shape, intermediate_size=4 * width, bos_token_id=0, eos_token_id=0)
+    model = GPTNeoXForCausalLM(config)
+    with torch.no_grad():  # a logit of EOS that gives it END_CHANCE at the paper's temperature of 0.7
+        model.base_model.final_layer_norm.bias.fill_(0.5)
+        model.get_output_embeddings().weight[0] = 0.7 * log(END_CHANCE * words) / (0.5 * width)
+    model.save_pretrained(work / "model")
+    tokenizer.save_pretrained(work / "model")
+    config.num_labels, config.pad_token_id = 1, words - 1
+    reward_model = GPTNeoXForSequenceClassification(config)
+    reward_model.score = nn.Linear(width, 1)  # with a bias, as reward.py saves it
+    reward_model.save_pretrained(work / "reward")
+    with_pad(work / "model").save_pretrained(work / "reward")
+
+
+def call(script: str, *flags):
+    subprocess.run([sys.executable, ROOT / script, *map(str, flags)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+def run(command: list, log: Path) -> float:
+    """A command to its end, its output in a file; returns its peak memory in GiB."""
+    with log.open("w") as output:
+        child = subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    _, status, usage = os.wait4(child.pid, 0)
+    if status:
+        raise SystemExit(f"error: {shlex.join(map(str, command))}\n{log.read_text()[-3000:]}")
+    return usage.ru_maxrss / 2**20
+
+
+def ours(args: Args, work: Path) -> dict:
+    """Seconds per counted update, peak GiB and, of ppo, seconds of its phases, of one run of the stage script."""
+    folder = work / "runs" / args.stage
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, f"{args.stage}.py", "--model", work / "model", "--output-dir", folder]
+    command += ["--dataset", work / "sft", "--batch-size", args.batch_size, "--micro-batch-size", args.micro_batch_size]
+    command += ["--total-episodes", args.batch_size * args.updates]
+    if args.stage != "sft":
+        command += ["--sft-model-path", work / "model"]
+    if args.stage in ("reward", "dpo"):
+        command += ["--preference-dataset", work / "preference"]
+    if args.stage == "ppo":
+        command += ["--reward-model-paths", work / "reward", "--forward-batch-size", args.batch_size]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    peak = run(command, folder.with_suffix(".log"))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = {line["update"]: line for line in lines}
+    counted = range(args.warmup + 1, args.updates)
+    seconds = lines[args.updates - 1]["time/total"] - lines[args.warmup]["time/total"]
+    found = {"seconds": seconds / len(counted), "peak": peak, "loss": lines[1].get("loss/train")}
+    found["tokens"] = statistics.fmean(lines[i].get("response/length", 0) for i in counted)
+    for phase in ("rollout", "update") if args.stage == "ppo" else ():
+        found[phase] = statistics.fmean(lines[i][f"time/{phase}"] for i in counted)
+    return found
+
+
+def peer(args: Args, work: Path, *flags) -> dict:
+    """The same of one run of TRL's trainer in its own environment, and its arguments."""
+    version = "1.11.0" if args.stage == "ppo" else "1.16.0"
+    python = Path(args.peers, f"trl-{version}", "bin", "python")
+    if not (ROOT / python).exists():
+        raise SystemExit(f"error: {python} is missing; bash benchmark/peers.sh makes it")
+    out = work / "runs" / f"{args.stage}_trl.json"
+    settings = {"stage": args.stage, "work": str(work), "batch": args.batch_size, "micro": args.micro_batch_size}
+    settings |= {"updates": args.updates, "device": args.device, "output": str(out), "flags": flags}
+    settings["rows"] = rows(args, work).tolist()
+    (work / "runs" / "peer.json").write_text(json.dumps(settings))
+    peak = run([python, "benchmark/trl_peer.py", work / "runs" / "peer.json"], out.with_suffix(".log"))
+    found = json.loads(out.read_text())
+    seconds = (found["ends"][args.updates - 2] - found["ends"][args.warmup - 1]) / (args.updates - 1 - args.warmup)
+    return {"seconds": seconds, "peak": peak, "loss": found["losses"][0], "arguments": found["arguments"]}
+
+
+def rows(args: Args, work: Path) -> torch.Tensor:
+    """The rows that ours sees, in order; its seed is the default."""
+    data = load_from_disk(str(work / ("preference" if args.stage in ("reward", "dpo") else "sft")))["train"]
+    return data_order(len(data), 44413, 0, args.batch_size * args.updates)
+
+
+# ---- arithmetic -----------------------------------------------------------------------------------------------------
+
+
+def work_done(args: Args, work: Path, response: float) -> tuple[float, float]:
+    """Mean real tokens of an item, and the floating-point operations that its update takes: 2 x parameters x tokens
+    forward and twice that backward, attention (4 x width x keys a query) added; the head where a loss reads it."""
+    width, layers, _, words = SHAPES[args.device]
+    body, head = 12 * layers * width**2, width * words
+
+    def forward(query: float, *responses: float) -> float:  # causal: a token sees half of its row, a response all of q
+        tokens, keys = query + sum(responses), query**2 / 2 + sum(r * (query + r / 2) for r in responses)
+        return 2 * body * tokens + 4 * layers * width * keys
+
+    index = rows(args, work).tolist()
+    if args.stage in ("sft", "ppo"):
+        data = load_from_disk(str(work / "sft"))["train"].select(index)
+        query, own = (data[f"{x}_token"] for x in ("query", "reference_response"))
+        lengths = [(real_length(q, words), (real_length(r, words),)) for q, r in zip(query, own, strict=True)]
+    else:
+        data = load_from_disk(str(work / "preference"))["train"].select(index)
+        columns = [
+            data[name] for name in ("query_token", *(f"query_{x}_token_response_label" for x in ("chosen", "rejected")))
+        ]
+        lengths = [
+            (real_length(q, words), (real_length(c, words), real_length(r, words)))
+            for q, c, r in zip(*columns, strict=True)
+        ]
+    total = 0.0
+    for query, responses in lengths:
+        if args.stage == "sft":
+            total += 3 * (forward(query, *responses) + 2 * head * (query + sum(responses)))
+        elif args.stage == "reward":
+            total += 3 * forward(query, *responses)
+        elif args.stage == "dpo":  # and the reference's forward pass
+            total += 4 * (forward(query, *responses) + 2 * head * sum(responses))
+        else:  # the update phase: policy and value
+            total += PPO_EPOCHS * 3 * (2 * forward(query, response) + 2 * head * response)
+    tokens = sum(q + (response if args.stage == "ppo" else sum(r)) for q, r in lengths)
+    return tokens / len(lengths), total / len(lengths)
+
+
+def real_length(ids: list[int], words: int) -> int:
+    return sum(i != words - 1 for i in ids)
+
+
+def matmul_rate(args: Args, tokens: float) -> float:
+    """Floating-point operations per second of (tokens of a micro-batch, width) x (width, 4 width), the largest product
+    of a layer; the median of 30."""
+    width, device = SHAPES[args.device][0], torch.device(args.device)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    n = int(tokens * args.micro_batch_size)
+    a, b = torch.randn(n, width, device=device, dtype=dtype), torch.randn(width, 4 * width, device=device, dtype=dtype)
+    seconds = []
+    for _ in range(35):
+        start = time.perf_counter()
+        a @ b
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 2 * n * 4 * width**2 / statistics.median(seconds[5:])
+
+
+# ---- report ---------------------------------------------------------------------------------------------------------
+
+
+def machine(device: str) -> str:
+    if device == "cuda":
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{(names or [platform.machine()])[0]}, {os.cpu_count()} cores, torch {torch.__version__}"
+
+
+def write(args: Args, found: list[dict], output_dir: Path):
+    """Replace the stage's rows in throughput.csv and write throughput.md from all of them."""
+    path = output_dir / "throughput.csv"
+    output_dir.mkdir(parents=True, exist_ok=True)
+    rows = list(csv.DictReader(path.open())) if path.exists() else []
+    rows = [row for row in rows if row["stage"] != args.stage] + found
+    rows.sort(key=lambda row: list(ITEMS).index(row["stage"]))
+    header = list(found[0])
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, header, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    lines = ["# Throughput", "", "| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    lines += ["| " + " | ".join(row[key] for key in header) + " |" for row in rows]
+    (output_dir / "throughput.md").write_text("\n".join(lines) + "\n")
+
+
+def main(args: Args):
+    os.chdir(ROOT)
+    disable_progress_bars()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    work = Path(args.work, args.device)
+    if not (work / "reward" / "config.json").exists():
+        make_work(args, work)
+    (work / "runs").mkdir(exist_ok=True)
+    found, flags = {"ours": []}, {}
+    if args.peer == "trl":
+        flags = {"trl": []} | ({"trl, reference once": ["precompute"]} if args.stage == "dpo" else {})
+        found |= {name: [] for name in flags}
+    for _ in range(args.pairs):
+        found["ours"].append(ours(args, work))
+        for name in flags:
+            found[name].append(peer(args, work, *flags[name]))
+        last = {name: f"{args.batch_size / each[-1]['seconds']:.3f}" for name, each in found.items()}
+        print(f"{args.stage}, {ITEMS[args.stage]} per second: {last}", flush=True)
+    tokens, operations = work_done(args, work, found["ours"][0]["tokens"])
+    rate = matmul_rate(args, tokens)
+    table = []
+    for name, each in found.items():
+        seconds = statistics.median(x["seconds"] for x in each)
+        ratio = [x["seconds"] / y["seconds"] for x, y in zip(each, found["ours"], strict=True)]
+        update = statistics.median(x.get("update", x["seconds"]) for x in each)
+        row = {"stage": args.stage, "who": name, "items": ITEMS[args.stage]}
+        row["items/s"] = f"{args.batch_size / seconds:.3f}"
+        row["real tokens/s"] = f"{args.batch_size * tokens / seconds:.0f}"
+        row["ours is faster by"] = "" if name == "ours" else f"{statistics.median(ratio):.2f}"
+        row["least, most"] = "" if name == "ours" else f"{min(ratio):.2f}, {max(ratio):.2f}"
+        known = args.stage != "ppo" or name == "ours"
+        row["of a matrix product"] = f"{operations * args.batch_size / update / rate:.2f}" if known else ""
+        row["peak GiB"] = f"{max(x['peak'] for x in each):.2f}"
+        phases = [f"{p} {statistics.median(x[p] for x in each):.2f} s" for p in ("rollout", "update") if p in each[0]]
+        row["phases"] = ", ".join(phases)
+        row["command"] = f"`{shlex.join(['python', 'benchmark/throughput.py', *sys.argv[1:]])}`"
+        row["machine"] = machine(args.device)
+        table.append(row)
+    shown = Table(
+        *list(table[0])[:10], title=f"{args.stage}: {tokens:.0f} real tokens an item, {rate / 1e9:.0f} GFLOP/s"
+    )
+    for row in table:
+        shown.add_row(*list(row.values())[:10])
+    Console(width=160).print(shown)
+    if args.peer == "trl":
+        print(f"TRL's arguments: {json.dumps(found['trl'][0]['arguments'])}")
+        if args.stage in ("sft", "reward"):
+            same = peer(args, work, "sequential")["loss"]
+            print(f"loss of the first update: ours {found['ours'][0]['loss']:.6f}, TRL on the same rows {same}")
+    write(args, table, Path(args.output_dir))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
