@@ -549,26 +549,28 @@ def pair_rows(batch: dict, pad_id: int) -> dict:
     }
 
 
-def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
-    return trim(tokens.gather(1, (tokens == pad_id).int().argsort(dim=1, stable=True)), pad_id, "right")
+def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dict, list[torch.Tensor]]:
+    """A pair as one row `query + chosen + rejected`, all padding on the right, for two passes.
 
-
-def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dict]:
-    """A pair shares its query. Returns the query (b, Q) without its last token, right-padded, for a first pass whose
-    keys and values are cached, and the inputs of a second pass on that cache: tokens (b, S) `last of the query + chosen
-    + last of the query + rejected`, a mask (b, 1, S, Q - 1 + S) in which either response sees the query and itself, and
-    position ids (b, S) that go on from the query in both."""
-    prefix, last = right_padded(query[:, :-1], pad_id), query[:, -1:]
-    widths = 1 + chosen.shape[1], 1 + rejected.shape[1]
-    part = torch.cat([torch.full((width,), i) for i, width in enumerate(widths)]).to(query.device)  # (S,)
-    place = torch.cat([torch.arange(width) for width in widths]).to(query.device)  # (S,)
-    own = (part[:, None] == part) & (place[:, None] >= place)  # (S, S)
-    seen = (prefix != pad_id)[:, None].expand(-1, len(part), -1)  # (b, S, Q - 1)
-    mask = torch.cat([seen, own.expand(len(query), -1, -1)], 2)[:, None]
-    positions = (prefix != pad_id).sum(1, keepdim=True) + place
-    tokens = torch.cat([last, chosen, last, rejected], 1)
-    return prefix, {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+    Returns (b, P): the columns that are query in every row but for its last token, to be run first and cached; the
+    inputs of a second pass on that cache: tokens (b, S) of the other columns, a mask (b, 1, S, P + S) in which rejected
+    does not see chosen, position ids (b, S) that go on from the query in both; and where in S stand the query's last
+    token and those of chosen (b, 1 + C), the query's last token and those of rejected (b, 1 + R)."""
+    parts = (query, chosen, rejected)
+    tokens = torch.cat(parts, 1)
+    part = torch.cat([torch.full((x.shape[1],), i) for i, x in enumerate(parts)]).to(tokens.device).expand_as(tokens)
+    lengths = [(x != pad_id).sum(1, keepdim=True) for x in parts]  # 3 x (b, 1)
+    width, split = int(sum(lengths).max()), max(int(lengths[0].min()) - 1, 0)
+    real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)[:, :width]
+    tokens, part, place = tokens.gather(1, real_first), part.gather(1, real_first), torch.arange(width).to(query.device)
+    visible = (part[:, None] == 0) | (part[:, split:, None] == part[:, None])  # (b, S, T)
+    positions = place - (part == 2) * lengths[1]
+    inputs = {"input_ids": tokens[:, split:], "position_ids": positions[:, split:]}
+    inputs["attention_mask"] = ((place[split:, None] >= place) & visible)[:, None]
+    last = lengths[0] - 1 - split  # (b, 1), the query's last token, which comes before either response
+    columns = [last + 1 + torch.arange(x.shape[1]).to(x.device) for x in parts[1:]]
+    columns = [torch.cat([last, x], 1).clamp(max=width - split - 1) for x in (columns[0], columns[1] + lengths[1])]
+    return tokens[:, :split], inputs, columns
 
 
 # ---- helpers: model ------------------------------------------------------------------------------
@@ -792,21 +794,18 @@ def pair_logprobs(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.
     """Summed log-probabilities (b,) of the chosen and of the rejected response, EOS included; `pairs` as made by
     pair_rows, whose query is run once."""
     query, responses = pairs["query"], (pairs["chosen"], pairs["rejected"])
-    prefix, inputs = pair_inputs(query, *responses, pad_id)
+    prefix, inputs, columns = pair_inputs(query, *responses, pad_id)
     cache = DynamicCache()
     if prefix.shape[1]:
         model(prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
     logits = model(**inputs, past_key_values=cache, use_cache=True).logits.float()  # (b, S, V)
-    sums = []
-    for response, start, own in zip(
-        responses,
-        (pairs["chosen_start"], pairs["rejected_start"]),
-        logits.split([1 + response.shape[1] for response in responses], 1),
-        strict=True,
-    ):
-        labels = response.masked_fill(torch.arange(response.shape[1], device=start.device) < start[:, None], pad_id)
-        lost = F.cross_entropy(own[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=pad_id, reduction="none")
-        sums.append(-lost.view_as(labels).sum(1))
+    sums, total, row = [], logits.logsumexp(2), torch.arange(len(query))[:, None]
+    for response, at, name in zip(responses, columns, ("chosen_start", "rejected_start"), strict=True):
+        before = at[:, :-1]  # the column whose logits predict a response token is that of the token before it
+        logprobs = logits[row, before, response] - total.gather(1, before)
+        place = torch.arange(response.shape[1]).to(response.device)
+        logprobs = logprobs.masked_fill((response == pad_id) | (place < pairs[name][:, None]), 0.0)
+        sums.append(logprobs.sum(1))
     return sums[0], sums[1]
 
 
@@ -814,7 +813,7 @@ def pair_logprobs(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.
 def batch_logprobs(accelerator: Accelerator, model, batch: dict, args, pad_id: int) -> torch.Tensor:
     """Log-probabilities (n, 2) of chosen and rejected of n stored pairs, on the CPU, without gradient."""
     found = torch.empty(len(batch[PAIR_COLUMNS[0]]), 2)
-    lengths = sum((batch[column] != pad_id).sum(1) for column in PAIR_COLUMNS[::2])  # (n,)
+    lengths = sum((batch[column] != pad_id).sum(1) for column in (PAIR_COLUMNS[0], PAIR_COLUMNS[3]))  # (n,)
     for index in micro_batches(lengths, args.micro_batch_size):
         pairs = pair_rows({column: batch[column][index] for column in PAIR_COLUMNS}, pad_id)
         pairs = {key: value.to(accelerator.device) for key, value in pairs.items()}
@@ -937,7 +936,7 @@ def main(args: Args):
         # Detail 19: the reward model's order for the same seed
         mine = order[(update - 1) * args.batch_size + accelerator.process_index * per_rank :][:per_rank]  # rows
         batch = train[mine.tolist()]
-        lengths = sum((batch[column] != pad_id).sum(1) for column in PAIR_COLUMNS[::2])  # (b,)
+        lengths = sum((batch[column] != pad_id).sum(1) for column in (PAIR_COLUMNS[0], PAIR_COLUMNS[3]))  # (b,)
         groups = micro_batches(lengths, args.micro_batch_size)
         sums = torch.zeros(6, device=accelerator.device)
         for i, index in enumerate(groups):

@@ -527,26 +527,28 @@ def pair_rows(batch: dict, pad_id: int) -> dict:
     }
 
 
-def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
-    return trim(tokens.gather(1, (tokens == pad_id).int().argsort(dim=1, stable=True)), pad_id, "right")
+def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dict, list[torch.Tensor]]:
+    """A pair as one row `query + chosen + rejected`, all padding on the right, for two passes.
 
-
-def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dict]:
-    """A pair shares its query. Returns the query (b, Q) without its last token, right-padded, for a first pass whose
-    keys and values are cached, and the inputs of a second pass on that cache: tokens (b, S) `last of the query + chosen
-    + last of the query + rejected`, a mask (b, 1, S, Q - 1 + S) in which either response sees the query and itself, and
-    position ids (b, S) that go on from the query in both."""
-    prefix, last = right_padded(query[:, :-1], pad_id), query[:, -1:]
-    widths = 1 + chosen.shape[1], 1 + rejected.shape[1]
-    part = torch.cat([torch.full((width,), i) for i, width in enumerate(widths)]).to(query.device)  # (S,)
-    place = torch.cat([torch.arange(width) for width in widths]).to(query.device)  # (S,)
-    own = (part[:, None] == part) & (place[:, None] >= place)  # (S, S)
-    seen = (prefix != pad_id)[:, None].expand(-1, len(part), -1)  # (b, S, Q - 1)
-    mask = torch.cat([seen, own.expand(len(query), -1, -1)], 2)[:, None]
-    positions = (prefix != pad_id).sum(1, keepdim=True) + place
-    tokens = torch.cat([last, chosen, last, rejected], 1)
-    return prefix, {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+    Returns (b, P): the columns that are query in every row but for its last token, to be run first and cached; the
+    inputs of a second pass on that cache: tokens (b, S) of the other columns, a mask (b, 1, S, P + S) in which rejected
+    does not see chosen, position ids (b, S) that go on from the query in both; and where in S stand the query's last
+    token and those of chosen (b, 1 + C), the query's last token and those of rejected (b, 1 + R)."""
+    parts = (query, chosen, rejected)
+    tokens = torch.cat(parts, 1)
+    part = torch.cat([torch.full((x.shape[1],), i) for i, x in enumerate(parts)]).to(tokens.device).expand_as(tokens)
+    lengths = [(x != pad_id).sum(1, keepdim=True) for x in parts]  # 3 x (b, 1)
+    width, split = int(sum(lengths).max()), max(int(lengths[0].min()) - 1, 0)
+    real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)[:, :width]
+    tokens, part, place = tokens.gather(1, real_first), part.gather(1, real_first), torch.arange(width).to(query.device)
+    visible = (part[:, None] == 0) | (part[:, split:, None] == part[:, None])  # (b, S, T)
+    positions = place - (part == 2) * lengths[1]
+    inputs = {"input_ids": tokens[:, split:], "position_ids": positions[:, split:]}
+    inputs["attention_mask"] = ((place[split:, None] >= place) & visible)[:, None]
+    last = lengths[0] - 1 - split  # (b, 1), the query's last token, which comes before either response
+    columns = [last + 1 + torch.arange(x.shape[1]).to(x.device) for x in parts[1:]]
+    columns = [torch.cat([last, x], 1).clamp(max=width - split - 1) for x in (columns[0], columns[1] + lengths[1])]
+    return tokens[:, :split], inputs, columns
 
 
 # ---- helpers: model ------------------------------------------------------------------------------
@@ -720,15 +722,14 @@ def pair_rewards(model, query, chosen, rejected, pad_id: int):
     """Rewards of both responses (right-padded) to a shared query (left-padded), which is run once: chosen (b,),
     rejected (b,), and the logits at the responses' other tokens (n,), which are no rewards and are only looked at
     (Detail 13)."""
-    prefix, inputs = pair_inputs(query, chosen, rejected, pad_id)
+    prefix, inputs, columns = pair_inputs(query, chosen, rejected, pad_id)
     cache = DynamicCache()
     if prefix.shape[1]:
         model(prefix, past_key_values=cache)
     logits = model(**inputs, past_key_values=cache)  # (b, S)
     rewards, others = [], []
-    parts = logits.split([1 + chosen.shape[1], 1 + rejected.shape[1]], 1)
-    for response, own in zip((chosen, rejected), parts, strict=True):
-        last = 1 + last_token(response, 0, pad_id)[:, None]  # 0, the query's last token, where the response is empty
+    for response, at in zip((chosen, rejected), columns, strict=True):
+        own, last = logits.gather(1, at), 1 + last_token(response, 0, pad_id)[:, None]  # 0 where the response is empty
         rewards.append(own.gather(1, last).squeeze(1))
         place = torch.arange(own.shape[1], device=own.device)
         others.append(own.detach()[(place > 0) & (place < last)])
@@ -836,7 +837,7 @@ def main(args: Args):
             group["lr"] = learning_rate
         order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
         batch = train[order[accelerator.process_index * per_rank :][:per_rank].tolist()]
-        lengths = sum((batch[column] != pad_id).sum(1) for column in PAIR_COLUMNS[::2])  # (b,)
+        lengths = sum((batch[column] != pad_id).sum(1) for column in (PAIR_COLUMNS[0], PAIR_COLUMNS[3]))  # (b,)
         groups = micro_batches(lengths, args.micro_batch_size)
         sums = torch.zeros(7, device=accelerator.device)
         for i, index in enumerate(groups):

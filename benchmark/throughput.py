@@ -69,6 +69,8 @@ class Args:
     """rows, pairs or episodes of an update"""
     micro_batch_size: int = 8
     """of a forward and backward pass, for both"""
+    forward_batch_size: int = 8
+    """of a pass without gradient"""
     raw: str = "../shared/data"
     """folder with tldr_posts/, tldr_comparisons/ and tokenizer/"""
     peers: str = ".peers"
@@ -184,14 +186,15 @@ def ours(args: Args, work: Path) -> dict:
     if args.stage in ("reward", "dpo"):
         command += ["--preference-dataset", work / "preference"]
     if args.stage == "ppo":
-        command += ["--reward-model-paths", work / "reward", "--forward-batch-size", args.batch_size]
+        command += ["--reward-model-paths", work / "reward", "--forward-batch-size", args.forward_batch_size]
     folder.parent.mkdir(parents=True, exist_ok=True)
     peak = run(command, folder.with_suffix(".log"))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines = {line["update"]: line for line in lines}
-    counted = range(args.warmup + 1, args.updates)
-    seconds = lines[args.updates - 1]["time/total"] - lines[args.warmup]["time/total"]
-    found = {"seconds": seconds / len(counted), "peak": peak, "loss": lines[1].get("loss/train")}
+    counted = range(args.warmup + 1, args.updates + 1)
+    seconds = (lines[args.updates]["time/total"] - lines[args.warmup]["time/total"]) / len(counted)
+    found = {"seconds": seconds, "peak": peak, "loss": lines[1].get("loss/train")}
+    found["reference"] = lines.get(0, {}).get("time/reference", 0.0) / args.updates
     found["tokens"] = statistics.fmean(lines[i].get("response/length", 0) for i in counted)
     for phase in ("rollout", "update") if args.stage == "ppo" else ():
         found[phase] = statistics.fmean(lines[i][f"time/{phase}"] for i in counted)
@@ -211,7 +214,7 @@ def peer(args: Args, work: Path, *flags) -> dict:
     (work / "runs" / "peer.json").write_text(json.dumps(settings))
     peak = run([python, "benchmark/trl_peer.py", work / "runs" / "peer.json"], out.with_suffix(".log"))
     found = json.loads(out.read_text())
-    seconds = (found["ends"][args.updates - 2] - found["ends"][args.warmup - 1]) / (args.updates - 1 - args.warmup)
+    seconds = (found["ends"][args.updates - 1] - found["ends"][args.warmup - 1]) / (args.updates - args.warmup)
     return {"seconds": seconds, "peak": peak, "loss": found["losses"][0], "arguments": found["arguments"]}
 
 

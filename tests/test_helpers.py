@@ -362,19 +362,21 @@ def test_pair_rows_splits_what_is_shared():
 
 def test_pair_inputs_hide_chosen_from_rejected_and_restart_its_positions():
     pairs = reward.pair_rows(stored_pairs(PAIRS), PAD)
-    prefix, second = reward.pair_inputs(pairs["query"], pairs["chosen"], pairs["rejected"], PAD)
-    assert prefix.tolist() == [[1, 2], [1, 0], [1, 0], [1, 0]]  # the queries but for their last tokens
-    tokens, mask, positions = second.values()
-    assert tokens.shape == positions.shape == (4, 8) and mask.shape == (4, 1, 8, 10)
-    part = "ccccrrrr"
+    prefix, second, columns = reward.pair_inputs(pairs["query"], pairs["chosen"], pairs["rejected"], PAD)
+    assert prefix.tolist() == [[1]] * 4  # every row's query has more
+    tokens, mask, positions = second["input_ids"], second["attention_mask"], second["position_ids"]
+    assert tokens.shape == positions.shape == (4, 7) and mask.shape == (4, 1, 7, 8)
     for b, (_, _, (query, chosen, rejected, _, _)) in enumerate(PAIRS):
-        row, row_and_prefix = tokens[b].tolist(), prefix[b].tolist() + tokens[b].tolist()
-        assert [x for x in row if x != PAD] == query[-1:] + chosen + query[-1:] + rejected
-        seen = {"c": query + chosen, "r": query + rejected}
-        for t in [t for t in range(8) if row[t] != PAD]:
-            visible = [row_and_prefix[s] for s in range(10) if mask[b, 0, t, s]]
-            assert visible == seen[part[t]][: len(visible)] and visible[-1] == row[t]  # a prefix of its own plain row
-            assert positions[b, t] == len(visible) - 1
+        row = [1] + tokens[b].tolist()
+        assert row == query + chosen + rejected + [PAD] * (8 - len(query + chosen + rejected))
+        for at, response in zip(columns, (chosen, rejected), strict=True):
+            own = at[b, : 1 + len(response)].tolist()
+            assert tokens[b, own].tolist() == query[-1:] + response
+            for n, t in enumerate(own):  # sees a prefix of its own plain row
+                assert [row[s] for s in range(8) if mask[b, 0, t, s]] == query + response[:n]
+                assert positions[b, t] == len(query) + n - 1
+        for t in range(len(query) - 2):
+            assert [row[s] for s in range(8) if mask[b, 0, t, s]] == query[: t + 2] and positions[b, t] == t + 1
         assert mask[b, 0].any(1).all()  # a padded position that sees nothing would turn into NaN
 
 
@@ -439,7 +441,7 @@ def test_episode_rows_move_the_padding_to_the_right():
     rows, before = ppo.episode_rows(queries, responses, PAD)
     assert rows.tolist() == [[5, 1, 2, PAD], [6, 7, 8, 3]]
     assert before.tolist() == [[0, 1, 2, 3], [2, 3, 3, 3]]  # of 2 and 1 tokens, and of one past the end
-    assert reward.right_padded(torch.tensor([[PAD, 1, PAD, 2], [PAD, 3, PAD, PAD]]), PAD).tolist() == [[1, 2], [3, PAD]]
+    assert ppo.right_padded(torch.tensor([[PAD, 1, PAD, 2], [PAD, 3, PAD, PAD]]), PAD).tolist() == [[1, 2], [3, PAD]]
 
 
 @torch.no_grad()
