@@ -912,19 +912,21 @@ def ppo_loss(
 @torch.no_grad()
 def rollout(accelerator: Accelerator, model, ref_policy, reward_models, queries, keys, tokenizer, banned, args) -> dict:
     """Sample a response to each left-padded query (b, Q) and look at it with every model. Returns responses, logprobs,
-    ref_logprobs, values, entropy (b, R), 0 where the position is outside its mask, and scores (b, k)."""
+    ref_logprobs, values, entropy (b, R), 0 where the position is outside its mask, scores (b, k), and sampling_seconds
+    (1,)."""
     pad_id, R = tokenizer.pad_token_id, args.response_length
     policy = accelerator.unwrap_model(model).policy
     found = {"responses": torch.full((len(queries), R), pad_id, device=accelerator.device)}
     for key in ("logprobs", "ref_logprobs", "values", "entropy"):
         found[key] = torch.zeros(len(queries), R, device=accelerator.device)
     found["scores"] = torch.zeros(len(queries), len(reward_models), device=accelerator.device)
-    query_lengths = (queries != pad_id).sum(1)
+    query_lengths, start = (queries != pad_id).sum(1), time.time()
     for index in micro_batches(query_lengths, args.forward_batch_size):
         query = trim(queries[index].to(accelerator.device), pad_id, "left")
         with accelerator.autocast():
             response = generate(policy, query, tokenizer, R, args.temperature, keys[index])
         found["responses"][index] = truncate_response(response, tokenizer.eos_token_id, pad_id)  # Detail 23
+    found["sampling_seconds"] = torch.full((1,), time.time() - start, device=accelerator.device)
     response_lengths = (found["responses"] != pad_id).sum(1)
     for index in micro_batches(query_lengths + response_lengths.cpu(), args.forward_batch_size):
         query = trim(queries[index].to(accelerator.device), pad_id, "left")
@@ -1133,8 +1135,8 @@ def main(args: Args):
             "learning_rate": learning_rate,
             "episode": episodes.stop,
         }
-        metrics |= {"time/rollout": rollout_seconds, "time/update": time.time() - start}
-        metrics |= {"time/total": time.time() - begin}
+        metrics |= {"time/sampling": found["sampling_seconds"].max(), "time/rollout": rollout_seconds}
+        metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
             fixed = data["validation"].select(range(min(args.eval_rows, len(data["validation"]))))
             rows = sample_and_score(accelerator, model, reward_models, fixed, tokenizer, args, "validation batch")

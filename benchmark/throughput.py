@@ -8,8 +8,10 @@ the words are numbers and the model is random, of Pythia's shape: what it has le
 it has 8 layers of width 256 and 3,072 words, about Pythia 1B's ratio of body to head, on a GPU the shape of the 1B. Its
 EOS has a chance of 1 in 70 at each position, so that responses have about 37 of at most 53 tokens.
 
-Ours and the peer's runs alternate, --pairs of each. Of the --updates updates of a run the first --warmup do not count,
-nor does the last, in which our scripts evaluate. Seconds are wall time between the ends of updates.
+Ours and the peer's runs alternate, --pairs of each. Of the --updates updates of a run the first --warmup do not count.
+Seconds are wall time from the end of one update to that of the next, without our evaluation after the last. DPO is
+counted twice: with the reference's log-probabilities of a batch made on the way (ours: before training, its part of
+that time added), and with those that are there already.
 
 benchmark/results/throughput.csv gets the numbers of the stage, throughput.md is written anew from it.
 """
@@ -24,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 from pathlib import Path
 from typing import Literal
@@ -49,7 +51,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {"cpu": (256, 8, 8, 3_072), "cuda": (2_048, 16, 8, 50_304)}  # width, layers, heads, words with [PAD]
 ITEMS = {"sft": "rows", "reward": "pairs", "dpo": "pairs", "ppo": "episodes"}
 END_CHANCE = 1 / 70  # of EOS at each position
-PPO_EPOCHS = 4
+PHASES = ("sampling", "scoring", "update")  # of ppo
+# passes forward (backward counts as two) of the phase in which weights change; of dpo's, the fourth is the reference's
+PASSES = {"sft": 3, "reward": 3, "dpo": 4, "dpo, reference kept": 3, "ppo": 3 * 4}
 STRETCH = 3  # of generated posts (90 tokens) to the length of real ones
 
 
@@ -61,11 +65,11 @@ class Args:
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     pairs: int = 3
     """runs of each"""
-    updates: int = 8
+    updates: int = 3
     """updates of a run"""
-    warmup: int = 2
+    warmup: int = 1
     """updates at the start of a run that do not count"""
-    batch_size: int = 32
+    batch_size: int = 64
     """rows, pairs or episodes of an update"""
     micro_batch_size: int = 8
     """of a forward and backward pass, for both"""
@@ -73,6 +77,8 @@ class Args:
     """of a pass without gradient"""
     raw: str = "../shared/data"
     """folder with tldr_posts/, tldr_comparisons/ and tokenizer/"""
+    scaling: bool = False
+    """instead: ours alone at several batch sizes and lengths of the run"""
     peers: str = ".peers"
     """folder of the peers' environments, made by benchmark/peers.sh"""
     work: str = "data/throughput"
@@ -127,12 +133,12 @@ def in_words(data: DatasetDict, tokenizer, words: int, stretch: int) -> DatasetD
 
 
 def make_work(args: Args, work: Path):
-    """work/sft, work/preference (data), work/model, work/reward (random models)."""
+    """work/sft, work/preference, work/few (data), work/model, work/reward (random models)."""
     width, layers, heads, words = SHAPES[args.device]
     raw, stretch = Path(args.raw), 1
     if not (raw / "tldr_posts").exists():
         raw, stretch = work / "raw", STRETCH
-        counts = ["--num-train", 1_000, "--num-validation", 64, "--num-comparisons", 1_000]
+        counts = ["--num-train", 512, "--num-validation", 8, "--num-comparisons", 512]
         call("quickstart/posts.py", "--output-dir", raw, *counts)
     posts, comparisons = ("tldr_posts", "tldr_comparisons") if stretch == 1 else ("posts", "comparisons")
     flags = ["--sft-dataset", raw / posts, "--preference-dataset", raw / comparisons]
@@ -140,7 +146,12 @@ def make_work(args: Args, work: Path):
     old = with_pad(raw / "tokenizer")
     tokenizer = word_tokenizer(words)
     for name in ("sft", "preference"):
-        in_words(load_from_disk(str(work / "tldr" / name)), old, words, stretch).save_to_disk(str(work / name))
+        data = in_words(load_from_disk(str(work / "tldr" / name)), old, words, stretch)
+        data["validation"] = data["validation"].select(range(8))  # what is made of it does not count
+        data.save_to_disk(str(work / name))
+    data = load_from_disk(str(work / "sft"))
+    data["train"] = data["train"].select(range(8))  # the references that centre the reward model
+    data.save_to_disk(str(work / "few"))
     torch.manual_seed(1)
     shape = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": words}
     config = GPTNeoXConfig(**shape, intermediate_size=4 * width, bos_token_id=0, eos_token_id=0)
@@ -178,8 +189,10 @@ def ours(args: Args, work: Path) -> dict:
     """Seconds per counted update, peak GiB and, of ppo, seconds of its phases, of one run of the stage script."""
     folder = work / "runs" / args.stage
     shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder.parent / "reference_logprobs", ignore_errors=True)
     command = [sys.executable, f"{args.stage}.py", "--model", work / "model", "--output-dir", folder]
-    command += ["--dataset", work / "sft", "--batch-size", args.batch_size, "--micro-batch-size", args.micro_batch_size]
+    command += ["--dataset", work / ("few" if args.stage == "reward" else "sft")]
+    command += ["--batch-size", args.batch_size, "--micro-batch-size", args.micro_batch_size]
     command += ["--total-episodes", args.batch_size * args.updates]
     if args.stage != "sft":
         command += ["--sft-model-path", work / "model"]
@@ -187,17 +200,20 @@ def ours(args: Args, work: Path) -> dict:
         command += ["--preference-dataset", work / "preference"]
     if args.stage == "ppo":
         command += ["--reward-model-paths", work / "reward", "--forward-batch-size", args.forward_batch_size]
+        command += ["--eval-rows", 8]
     folder.parent.mkdir(parents=True, exist_ok=True)
     peak = run(command, folder.with_suffix(".log"))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines = {line["update"]: line for line in lines}
-    counted = range(args.warmup + 1, args.updates + 1)
-    seconds = (lines[args.updates]["time/total"] - lines[args.warmup]["time/total"]) / len(counted)
+    counted = [lines[update] for update in range(args.warmup + 1, args.updates + 1)]
+    seconds = (counted[-1]["time/total"] - lines[args.warmup]["time/total"]) / len(counted)
     found = {"seconds": seconds, "peak": peak, "loss": lines[1].get("loss/train")}
-    found["reference"] = lines.get(0, {}).get("time/reference", 0.0) / args.updates
-    found["tokens"] = statistics.fmean(lines[i].get("response/length", 0) for i in counted)
-    for phase in ("rollout", "update") if args.stage == "ppo" else ():
-        found[phase] = statistics.fmean(lines[i][f"time/{phase}"] for i in counted)
+    if args.stage == "dpo":
+        found["reference"] = lines[0]["time/reference"] / args.updates
+    if args.stage == "ppo":
+        means = {key: statistics.fmean(line[key] for line in counted) for key in counted[0]}
+        found |= {"sampling": means["time/sampling"], "scoring": means["time/rollout"] - means["time/sampling"]}
+        found |= {"update": means["time/update"] - means["time/rollout"], "tokens": means["response/length"]}
     return found
 
 
@@ -214,7 +230,7 @@ def peer(args: Args, work: Path, *flags) -> dict:
     (work / "runs" / "peer.json").write_text(json.dumps(settings))
     peak = run([python, "benchmark/trl_peer.py", work / "runs" / "peer.json"], out.with_suffix(".log"))
     found = json.loads(out.read_text())
-    seconds = (found["ends"][args.updates - 1] - found["ends"][args.warmup - 1]) / (args.updates - args.warmup)
+    seconds = (found["ends"][args.updates] - found["ends"][args.warmup]) / (args.updates - args.warmup)
     return {"seconds": seconds, "peak": peak, "loss": found["losses"][0], "arguments": found["arguments"]}
 
 
@@ -228,8 +244,8 @@ def rows(args: Args, work: Path) -> torch.Tensor:
 
 
 def work_done(args: Args, work: Path, response: float) -> tuple[float, float]:
-    """Mean real tokens of an item, and the floating-point operations that its update takes: 2 x parameters x tokens
-    forward and twice that backward, attention (4 x width x keys a query) added; the head where a loss reads it."""
+    """Mean real tokens of an item, and the floating-point operations of one pass forward over them: 2 x parameters x
+    tokens, the head where a loss reads it, and attention (4 x width x keys for each token). `response`: of PPO's."""
     width, layers, _, words = SHAPES[args.device]
     body, head = 12 * layers * width**2, width * words
 
@@ -253,14 +269,11 @@ def work_done(args: Args, work: Path, response: float) -> tuple[float, float]:
         ]
     total = 0.0
     for query, responses in lengths:
-        if args.stage == "sft":
-            total += 3 * (forward(query, *responses) + 2 * head * (query + sum(responses)))
-        elif args.stage == "reward":
-            total += 3 * forward(query, *responses)
-        elif args.stage == "dpo":  # and the reference's forward pass
-            total += 4 * (forward(query, *responses) + 2 * head * sum(responses))
-        else:  # the update phase: policy and value
-            total += PPO_EPOCHS * 3 * (2 * forward(query, response) + 2 * head * response)
+        if args.stage == "ppo":  # policy and value
+            total += 2 * forward(query, response) + 2 * head * response
+        else:
+            read = {"sft": query + sum(responses), "reward": 0, "dpo": sum(responses)}[args.stage]
+            total += forward(query, *responses) + 2 * head * read
     tokens = sum(q + (response if args.stage == "ppo" else sum(r)) for q, r in lengths)
     return tokens / len(lengths), total / len(lengths)
 
@@ -297,21 +310,55 @@ def machine(device: str) -> str:
     return f"{(names or [platform.machine()])[0]}, {os.cpu_count()} cores, torch {torch.__version__}"
 
 
-def write(args: Args, found: list[dict], output_dir: Path):
-    """Replace the stage's rows in throughput.csv and write throughput.md from all of them."""
-    path = output_dir / "throughput.csv"
+def provenance(args: Args) -> dict[str, str]:
+    command = shlex.join(["python", "benchmark/throughput.py", *sys.argv[1:]])
+    return {"command": f"`{command}`", "machine": machine(args.device)}
+
+
+def show(title: str, table: list[dict], columns: int):
+    shown = Table(*list(table[0])[:columns], title=title)
+    for row in table:
+        shown.add_row(*list(row.values())[:columns])
+    Console(width=170).print(shown)
+
+
+def write(args: Args, table: list[dict], output_dir: Path, name: str, title: str):
+    """Replace the stage's rows in name.csv and write name.md from all of them."""
+    path = output_dir / f"{name}.csv"
     output_dir.mkdir(parents=True, exist_ok=True)
     rows = list(csv.DictReader(path.open())) if path.exists() else []
-    rows = [row for row in rows if row["stage"] != args.stage] + found
+    rows = [row for row in rows if row["stage"] != args.stage] + table
     rows.sort(key=lambda row: list(ITEMS).index(row["stage"]))
-    header = list(found[0])
+    header = list(table[0])
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, header, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    lines = ["# Throughput", "", "| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    lines = [title, "", "| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
     lines += ["| " + " | ".join(row[key] for key in header) + " |" for row in rows]
-    (output_dir / "throughput.md").write_text("\n".join(lines) + "\n")
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+def scaling(args: Args, work: Path):
+    """Ours alone at half, once and twice the batch, and for three times as many updates: a table and a CSV file."""
+    table = []
+    for batch, updates in ((0.5, 1), (1, 1), (2, 1), (1, 3)):
+        changed = replace(args, batch_size=int(args.batch_size * batch), updates=int(args.updates * updates))
+        found = ours(changed, work)
+        row = {"stage": args.stage, "batch": str(changed.batch_size), "updates": str(changed.updates)}
+        row["seconds an update"], row["ms an item"] = (
+            f"{found['seconds']:.2f}",
+            f"{1e3 * found['seconds'] / changed.batch_size:.0f}",
+        )
+        table.append(row | {"peak GiB": f"{found['peak']:.2f}"} | provenance(args))
+    show(f"{args.stage}: cost and memory", table, 6)
+    write(
+        args,
+        table,
+        Path(args.output_dir),
+        "throughput_scaling",
+        "# Cost and memory of ours by batch and length of the run",
+    )
 
 
 def main(args: Args):
@@ -322,48 +369,49 @@ def main(args: Args):
     if not (work / "reward" / "config.json").exists():
         make_work(args, work)
     (work / "runs").mkdir(exist_ok=True)
-    found, flags = {"ours": []}, {}
-    if args.peer == "trl":
-        flags = {"trl": []} | ({"trl, reference once": ["precompute"]} if args.stage == "dpo" else {})
-        found |= {name: [] for name in flags}
+    if args.scaling:
+        return scaling(args, work)
+    runs = {"ours": []}
+    flags = {"trl": ["precompute"] if args.stage == "dpo" else []} if args.peer == "trl" else {}
+    if args.stage == "dpo":
+        runs = {"ours, reference kept": [], "ours": []}
+        flags |= {"trl, reference kept": ["precompute"], "trl": []} if args.peer == "trl" else {}
+    runs |= {name: [] for name in flags}
     for _ in range(args.pairs):
-        found["ours"].append(ours(args, work))
+        own = ours(args, work)
+        if args.stage == "dpo":
+            runs["ours, reference kept"].append(own)
+            own = own | {"seconds": own["seconds"] + own["reference"]}
+        runs["ours"].append(own)
         for name in flags:
-            found[name].append(peer(args, work, *flags[name]))
-        last = {name: f"{args.batch_size / each[-1]['seconds']:.3f}" for name, each in found.items()}
+            runs[name].append(peer(args, work, *flags[name]))
+        last = {name: f"{args.batch_size / each[-1]['seconds']:.3f}" for name, each in runs.items()}
         print(f"{args.stage}, {ITEMS[args.stage]} per second: {last}", flush=True)
-    tokens, operations = work_done(args, work, found["ours"][0]["tokens"])
-    rate = matmul_rate(args, tokens)
-    table = []
-    for name, each in found.items():
+    tokens, operations = work_done(args, work, own.get("tokens", 0))
+    rate, table = matmul_rate(args, tokens), []
+    for name, each in runs.items():
         seconds = statistics.median(x["seconds"] for x in each)
-        ratio = [x["seconds"] / y["seconds"] for x, y in zip(each, found["ours"], strict=True)]
-        update = statistics.median(x.get("update", x["seconds"]) for x in each)
-        row = {"stage": args.stage, "who": name, "items": ITEMS[args.stage]}
-        row["items/s"] = f"{args.batch_size / seconds:.3f}"
+        ratio = [x["seconds"] / y["seconds"] for x, y in zip(each, runs[name.replace("trl", "ours")], strict=True)]
+        row = {"stage": args.stage, "who": name, "items/s": f"{args.batch_size / seconds:.3f} {ITEMS[args.stage]}"}
         row["real tokens/s"] = f"{args.batch_size * tokens / seconds:.0f}"
-        row["ours is faster by"] = "" if name == "ours" else f"{statistics.median(ratio):.2f}"
-        row["least, most"] = "" if name == "ours" else f"{min(ratio):.2f}, {max(ratio):.2f}"
-        known = args.stage != "ppo" or name == "ours"
-        row["of a matrix product"] = f"{operations * args.batch_size / update / rate:.2f}" if known else ""
+        row["ours is faster by"] = f"{statistics.median(ratio):.2f}" if name in flags else ""
+        row["least, most"] = f"{min(ratio):.2f}, {max(ratio):.2f}" if name in flags else ""
+        share = ""
+        if name == "ours" or name == "ours, reference kept":
+            update = statistics.median(x.get("update", x["seconds"]) for x in each)
+            passes = PASSES[name.replace("ours", args.stage)]
+            share = f"{passes * operations * args.batch_size / update / rate:.2f}"
+        row["of a matrix product"] = share
         row["peak GiB"] = f"{max(x['peak'] for x in each):.2f}"
-        phases = [f"{p} {statistics.median(x[p] for x in each):.2f} s" for p in ("rollout", "update") if p in each[0]]
-        row["phases"] = ", ".join(phases)
-        row["command"] = f"`{shlex.join(['python', 'benchmark/throughput.py', *sys.argv[1:]])}`"
-        row["machine"] = machine(args.device)
-        table.append(row)
-    shown = Table(
-        *list(table[0])[:10], title=f"{args.stage}: {tokens:.0f} real tokens an item, {rate / 1e9:.0f} GFLOP/s"
-    )
-    for row in table:
-        shown.add_row(*list(row.values())[:10])
-    Console(width=160).print(shown)
-    if args.peer == "trl":
-        print(f"TRL's arguments: {json.dumps(found['trl'][0]['arguments'])}")
+        phases = [f"{p} {statistics.median(x[p] for x in each):.2f} s" for p in PHASES if p in each[0]]
+        table.append(row | {"seconds of an update": ", ".join(phases) or f"{seconds:.2f} s"} | provenance(args))
+    show(f"{args.stage}: {tokens:.0f} real tokens an item, a matrix product: {rate / 1e9:.0f} GFLOP/s", table, 9)
+    if flags:
+        print(f"TRL's arguments: {json.dumps(runs['trl'][0]['arguments'])}")
         if args.stage in ("sft", "reward"):
-            same = peer(args, work, "sequential")["loss"]
-            print(f"loss of the first update: ours {found['ours'][0]['loss']:.6f}, TRL on the same rows {same}")
-    write(args, table, Path(args.output_dir))
+            same = peer(replace(args, updates=1, warmup=0), work, "sequential")["loss"]
+            print(f"loss of the first update: ours {own['loss']:.6f}, TRL on the same rows {same:.6f}")
+    write(args, table, Path(args.output_dir), "throughput", "# Throughput")
 
 
 if __name__ == "__main__":

@@ -19,13 +19,16 @@ ends, losses = [], []
 
 
 class Clock(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        ends.append(time.time())
+
     def on_step_end(self, args, state, control, **kwargs):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         ends.append(time.time())
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        losses.append(logs.get("loss"))
+        losses.append(logs.get("loss"))  # the last call's is none
 
 
 tokenizer = AutoTokenizer.from_pretrained(f"{work}/model")

@@ -297,7 +297,7 @@ def test_a_gradient_that_is_no_number_stops_before_the_step(runs, stage):
     checkpoints = Path(args.output_dir) / "checkpoints"
     assert [x.name for x in checkpoints.iterdir()] == ["update_000001"]
     assert all(x.isfinite().all() for x in load_file(checkpoints / "update_000001" / "model.safetensors").values())
-    assert len((Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()) == 1 + (stage == "sft")
+    assert len((Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()) == 1 + (stage in ("sft", "dpo"))
 
 
 # ---- a rank that dies -------------------------------------------------------------------------------------------

@@ -1,0 +1,97 @@
+"""The throughput benchmark: its arithmetic, its data, and that what it prints is what the run took."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import throughput
+from datasets import Dataset, DatasetDict, load_from_disk
+
+from reward import data_order
+
+WORDS = 40
+
+
+def args(**changes) -> throughput.Args:
+    return throughput.Args(**{"stage": "sft", "device": "cpu", "batch_size": 2, "updates": 1, "pairs": 1} | changes)
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch) -> Path:
+    """Two posts and two pairs in numbered words, and a model of width 4 with 1 layer: 192 weights and a head of 160."""
+    monkeypatch.setitem(throughput.SHAPES, "cpu", (4, 1, 1, WORDS))
+    pad = WORDS - 1
+    posts = {"query_token": [[pad, 1, 2, 3], [1, 2, 3, 4]], "reference_response_token": [[5, 0, pad], [5, 6, 0]]}
+    pairs = {"query_token": posts["query_token"]}
+    for side, (first, second) in (("chosen", (2, 1)), ("rejected", (1, 3))):
+        labels = [[pad] * 4 + [5] * n + [pad] * (4 - n) for n in (first, second)]
+        pairs[f"query_{side}_token_response_label"] = labels
+    for name, rows in (("sft", posts), ("preference", pairs)):
+        DatasetDict({"train": Dataset.from_dict(rows)}).save_to_disk(str(tmp_path / name))
+    return tmp_path
+
+
+def test_work_done_by_hand(work):
+    # forward: 2 x weights x tokens, attention 4 x width x (token, key) pairs, half of a square of own keys
+    one = 2 * 192 * 5 + 16 * (9 / 2 + 2 * (3 + 1))  # 3 and 2 tokens
+    two = 2 * 192 * 7 + 16 * (16 / 2 + 3 * (4 + 1.5))  # 4 and 3
+    assert throughput.work_done(args(), work, 0) == (6, (one + two + 2 * 160 * 12) / 2)
+    one = 2 * 192 * 6 + 16 * (9 / 2 + 2 * (3 + 1) + 1 * (3 + 0.5))  # 3, 2 and 1
+    two = 2 * 192 * 8 + 16 * (16 / 2 + 1 * (4 + 0.5) + 3 * (4 + 1.5))  # 4, 1 and 3
+    assert throughput.work_done(args(stage="reward"), work, 0) == (7, (one + two) / 2)
+    assert throughput.work_done(args(stage="dpo"), work, 0) == (7, (one + two + 2 * 160 * 7) / 2)
+    one, two = 2 * 192 * 5 + 16 * (9 / 2 + 2 * (3 + 1)), 2 * 192 * 6 + 16 * (16 / 2 + 2 * (4 + 1))  # responses of 2
+    assert throughput.work_done(args(stage="ppo"), work, 2) == (5.5, (2 * (one + two) + 2 * 160 * 4) / 2)
+
+
+def test_rows_are_those_of_our_default_seed(work):
+    assert throughput.rows(args(updates=3), work).tolist() == data_order(2, 44413, 0, 6).tolist()
+
+
+def test_in_words_keeps_lengths_pads_and_ends(world):
+    tokenizer = throughput.with_pad(world.model)
+    data = load_from_disk(str(world.dataset))
+    for stretch in (1, 3):
+        found = throughput.in_words(data, tokenizer, WORDS, stretch)
+        for old, new in zip(data["train"], found["train"], strict=True):
+            for column in ("query_token", "reference_response_token", "query_reference_response_token"):
+                pads = [token == tokenizer.pad_token_id for token in old[column] for _ in range(stretch)]
+                assert [token == WORDS - 1 for token in new[column]] == pads
+                assert new[column].count(0) == old[column].count(tokenizer.eos_token_id)
+            assert throughput.word_tokenizer(WORDS)(new["query"]).input_ids == [
+                token for token in new["query_token"] if token != WORDS - 1
+            ]
+
+
+def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch, capsys):
+    """Ours alone on generated posts, each stage: the table's numbers again from the run's own metrics."""
+    monkeypatch.setitem(throughput.SHAPES, "cpu", (16, 1, 2, 300))
+    monkeypatch.setattr(sys, "argv", ["throughput.py"])
+    common = {"updates": 2, "batch_size": 4, "micro_batch_size": 2, "raw": "", "work": str(tmp_path / "work")}
+    for stage in ("sft", "dpo", "ppo"):
+        throughput.main(args(stage=stage, **common, output_dir=str(tmp_path / "out")))
+    table = {row["who"] + " " + row["stage"]: row for row in csv.DictReader((tmp_path / "out/throughput.csv").open())}
+    assert list(table) == ["ours sft", "ours, reference kept dpo", "ours dpo", "ours ppo"]
+    for stage, name in (("sft", "ours sft"), ("dpo", "ours, reference kept dpo"), ("ppo", "ours ppo")):
+        metrics = (tmp_path / "work/cpu/runs" / stage / "metrics.jsonl").read_text().splitlines()
+        first, second = [line for line in map(json.loads, metrics) if line["update"]]
+        seconds = second["time/total"] - first["time/total"]
+        assert table[name]["items/s"] == f"{4 / seconds:.3f} {throughput.ITEMS[stage]}"
+    assert float(table["ours dpo"]["items/s"].split()[0]) < float(
+        table["ours, reference kept dpo"]["items/s"].split()[0]
+    )
+    sampling, scoring = second["time/sampling"], second["time/rollout"] - second["time/sampling"]
+    phases = f"sampling {sampling:.2f} s, scoring {scoring:.2f} s, "
+    phases += f"update {second['time/update'] - second['time/rollout']:.2f} s"
+    assert table["ours ppo"]["seconds of an update"] == phases
+    lengths = [
+        throughput.real_length(ids, 300) for ids in load_from_disk(tmp_path / "work/cpu/sft")["train"]["query_token"]
+    ]
+    assert 200 < sum(lengths) / len(lengths) < 512  # stretched to the length of real posts
+    lines = (tmp_path / "out/throughput.md").read_text().splitlines()
+    assert len(lines) == 4 + 4 and all(line.count("|") == lines[2].count("|") for line in lines[2:])
+
+    with pytest.raises(SystemExit, match="trl-1.16.0/bin/python is missing; bash benchmark/peers.sh makes it"):
+        throughput.main(args(**common, peer="trl", peers=str(tmp_path), output_dir=str(tmp_path / "out")))
