@@ -951,12 +951,8 @@ def main(args: Args):
             policy_chosen, policy_rejected = (x.detach() for x in logprobs)
             chosen = args.beta * (policy_chosen - ref_chosen)
             rejected = args.beta * (policy_rejected - ref_rejected)
-            stats = [
-                loss.detach(),
-                (chosen > rejected + 1e-5).float().sum(),
-                chosen.sum(),
-                rejected.sum(),
-            ]  # below: rounding
+            # at the first update both are 0 but for rounding: no hit
+            stats = [loss.detach(), (chosen > rejected + 1e-5).float().sum(), chosen.sum(), rejected.sum()]
             sums += torch.stack([*stats, policy_chosen.sum(), policy_rejected.sum()])
         where = f"update {update}, episodes {(update - 1) * args.batch_size} to {update * args.batch_size - 1}"
         grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, where)

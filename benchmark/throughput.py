@@ -65,7 +65,7 @@ class Args:
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     pairs: int = 3
     """runs of each"""
-    updates: int = 3
+    updates: int = 2
     """updates of a run"""
     warmup: int = 1
     """updates at the start of a run that do not count"""
@@ -225,7 +225,13 @@ def peer(args: Args, work: Path, *flags) -> dict:
         raise SystemExit(f"error: {python} is missing; bash benchmark/peers.sh makes it")
     out = work / "runs" / f"{args.stage}_trl.json"
     settings = {"stage": args.stage, "work": str(work), "batch": args.batch_size, "micro": args.micro_batch_size}
-    settings |= {"updates": args.updates, "device": args.device, "output": str(out), "flags": flags}
+    settings |= {
+        "forward": args.forward_batch_size,
+        "updates": args.updates,
+        "device": args.device,
+        "output": str(out),
+        "flags": flags,
+    }
     settings["rows"] = rows(args, work).tolist()
     (work / "runs" / "peer.json").write_text(json.dumps(settings))
     peak = run([python, "benchmark/trl_peer.py", work / "runs" / "peer.json"], out.with_suffix(".log"))
@@ -364,7 +370,9 @@ def scaling(args: Args, work: Path):
 def main(args: Args):
     os.chdir(ROOT)
     disable_progress_bars()
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(os.cpu_count())}
+    for key, value in (settings | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}).items():
+        os.environ.setdefault(key, value)  # for ours and the peer's
     work = Path(args.work, args.device)
     if not (work / "reward" / "config.json").exists():
         make_work(args, work)

@@ -121,7 +121,7 @@ else:
         "response_length": 53,
         "stop_token": "eos",
         "missing_eos_penalty": 1.0,
-        "local_rollout_forward_batch_size": settings["batch"],
+        "local_rollout_forward_batch_size": settings["forward"],
         "num_sample_generations": 0,
         "logging_steps": 1,
     }
