@@ -627,9 +627,8 @@ def accumulate(accelerator: Accelerator, model, last: bool):
 def prepare(accelerator: Accelerator, model, args):
     """Model and AdamW as the launcher asked for them (plain, DDP, DeepSpeed)."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    fused = accelerator.device.type == "cuda"
     optimizer = torch.optim.AdamW(
-        parameters, lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=fused
+        parameters, lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
     )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:  # what it would else default to or take from a loader
         settings = {"train_micro_batch_size_per_gpu": args.micro_batch_size, "gradient_clipping": args.max_grad_norm}
