@@ -206,7 +206,8 @@ def ours(args: Args, work: Path) -> dict:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines = {line["update"]: line for line in lines}
     counted = [lines[update] for update in range(args.warmup + 1, args.updates + 1)]
-    seconds = (counted[-1]["time/total"] - lines[args.warmup]["time/total"]) / len(counted)
+    before = lines[args.warmup]["time/total"] if args.warmup else 0.0
+    seconds = (counted[-1]["time/total"] - before) / len(counted)
     found = {"seconds": seconds, "peak": peak, "loss": lines[1].get("loss/train")}
     if args.stage == "dpo":
         found["reference"] = lines[0]["time/reference"] / args.updates
@@ -321,7 +322,7 @@ def provenance(args: Args) -> dict[str, str]:
     return {"command": f"`{command}`", "machine": machine(args.device)}
 
 
-def show(title: str, table: list[dict], columns: int):
+def show_rows(title: str, table: list[dict], columns: int):
     shown = Table(*list(table[0])[:columns], title=title)
     for row in table:
         shown.add_row(*list(row.values())[:columns])
@@ -357,7 +358,7 @@ def scaling(args: Args, work: Path):
             f"{1e3 * found['seconds'] / changed.batch_size:.0f}",
         )
         table.append(row | {"peak GiB": f"{found['peak']:.2f}"} | provenance(args))
-    show(f"{args.stage}: cost and memory", table, 6)
+    show_rows(f"{args.stage}: cost and memory", table, 6)
     write(
         args,
         table,
@@ -413,7 +414,7 @@ def main(args: Args):
         row["peak GiB"] = f"{max(x['peak'] for x in each):.2f}"
         phases = [f"{p} {statistics.median(x[p] for x in each):.2f} s" for p in PHASES if p in each[0]]
         table.append(row | {"seconds of an update": ", ".join(phases) or f"{seconds:.2f} s"} | provenance(args))
-    show(f"{args.stage}: {tokens:.0f} real tokens an item, a matrix product: {rate / 1e9:.0f} GFLOP/s", table, 9)
+    show_rows(f"{args.stage}: {tokens:.0f} real tokens an item, a matrix product: {rate / 1e9:.0f} GFLOP/s", table, 9)
     if flags:
         print(f"TRL's arguments: {json.dumps(runs['trl'][0]['arguments'])}")
         if args.stage in ("sft", "reward"):
