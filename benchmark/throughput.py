@@ -417,7 +417,7 @@ def main(args: Args):
     show_rows(f"{args.stage}: {tokens:.0f} real tokens an item, a matrix product: {rate / 1e9:.0f} GFLOP/s", table, 9)
     if flags:
         print(f"TRL's arguments: {json.dumps(runs['trl'][0]['arguments'])}")
-        if args.stage in ("sft", "reward"):
+        if args.stage == "sft":  # the other stages start from heads drawn anew, or at log 2
             same = peer(replace(args, updates=1, warmup=0), work, "sequential")["loss"]
             print(f"loss of the first update: ours {own['loss']:.6f}, TRL on the same rows {same:.6f}")
     write(args, table, Path(args.output_dir), "throughput", "# Throughput")
