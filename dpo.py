@@ -549,6 +549,16 @@ def pair_rows(batch: dict, pad_id: int) -> dict:
     }
 
 
+def pair_micro_batches(batch: dict, size: int, pad_id: int, device) -> list[tuple[torch.Tensor, dict]]:
+    """Stored pairs in groups of `size` of similar length: row indices, and what pair_rows makes of the rows."""
+    lengths = sum((batch[column] != pad_id).sum(1) for column in (PAIR_COLUMNS[0], PAIR_COLUMNS[3]))  # query, both once
+    groups = []
+    for index in micro_batches(lengths, size):
+        pairs = pair_rows({column: batch[column][index] for column in PAIR_COLUMNS}, pad_id)
+        groups.append((index, {key: value.to(device) for key, value in pairs.items()}))
+    return groups
+
+
 def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dict, list[torch.Tensor]]:
     """A pair as one row `query + chosen + rejected`, all padding on the right, for two passes.
 
@@ -812,10 +822,7 @@ def pair_logprobs(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.
 def batch_logprobs(accelerator: Accelerator, model, batch: dict, args, pad_id: int) -> torch.Tensor:
     """Log-probabilities (n, 2) of chosen and rejected of n stored pairs, on the CPU, without gradient."""
     found = torch.empty(len(batch[PAIR_COLUMNS[0]]), 2)
-    lengths = sum((batch[column] != pad_id).sum(1) for column in (PAIR_COLUMNS[0], PAIR_COLUMNS[3]))  # (n,)
-    for index in micro_batches(lengths, args.micro_batch_size):
-        pairs = pair_rows({column: batch[column][index] for column in PAIR_COLUMNS}, pad_id)
-        pairs = {key: value.to(accelerator.device) for key, value in pairs.items()}
+    for index, pairs in pair_micro_batches(batch, args.micro_batch_size, pad_id, accelerator.device):
         with accelerator.autocast():
             found[index] = torch.stack(pair_logprobs(model, pairs, pad_id), 1).cpu()
     return found
@@ -830,7 +837,7 @@ def reference_logprobs(accelerator: Accelerator, folder: str, tokenizer, splits:
         key = reference_key(accelerator, folder, data) if accelerator.is_main_process else None
         path = Path(args.reference_cache, f"{gather_object([key])[0]}.json")
         if all(gather_object([path.exists()])):  # on every machine
-            with reading(str(path)):
+            with reading(f"the reference's log-probabilities in {path} (delete it: they will be made anew)"):
                 found[name] = torch.tensor(json.loads(path.read_text()))
             continue
         if model is None:
@@ -841,7 +848,8 @@ def reference_logprobs(accelerator: Accelerator, folder: str, tokenizer, splits:
         found[name] = torch.tensor(in_order(rows))
         if accelerator.is_local_main_process:
             own = path.with_name(f"{path.stem}_{uuid.uuid4().hex}.json")  # another run may be writing the same
-            own.parent.mkdir(parents=True, exist_ok=True)
+            with writing(own):
+                own.parent.mkdir(parents=True, exist_ok=True)
             write_whole(own, json.dumps(found[name].tolist()))
             os.replace(own, path)
     return found
@@ -935,22 +943,19 @@ def main(args: Args):
         # Detail 19: the reward model's order for the same seed
         mine = order[(update - 1) * args.batch_size + accelerator.process_index * per_rank :][:per_rank]  # rows
         batch = train[mine.tolist()]
-        lengths = sum((batch[column] != pad_id).sum(1) for column in (PAIR_COLUMNS[0], PAIR_COLUMNS[3]))  # (b,)
-        groups = micro_batches(lengths, args.micro_batch_size)
+        groups = pair_micro_batches(batch, args.micro_batch_size, pad_id, accelerator.device)
         sums = torch.zeros(6, device=accelerator.device)
-        for i, index in enumerate(groups):
-            pairs = pair_rows({column: batch[column][index] for column in PAIR_COLUMNS}, pad_id)
-            pairs = {key: value.to(accelerator.device) for key, value in pairs.items()}
+        for i, (index, pairs) in enumerate(groups):
             ref_chosen, ref_rejected = train_reference[mine[index]].to(accelerator.device).unbind(1)
             with accumulate(accelerator, model, last=i == len(groups) - 1):
                 logprobs = pair_logprobs(model, pairs, pad_id)
-                loss = dpo_loss(*logprobs, ref_chosen, ref_rejected, args.beta, args.loss_type, args.label_smoothing)
-                loss = loss.sum()
+                losses = dpo_loss(*logprobs, ref_chosen, ref_rejected, args.beta, args.loss_type, args.label_smoothing)
+                loss = losses.sum()
                 accelerator.backward(loss * world / args.batch_size)  # x world: DDP and DeepSpeed average over devices
             policy_chosen, policy_rejected = (x.detach() for x in logprobs)
             chosen = args.beta * (policy_chosen - ref_chosen)
             rejected = args.beta * (policy_rejected - ref_rejected)
-            # at the first update both are 0 but for rounding: no hit
+            # at the first update both are 0 but for rounding, which depends on the micro-batches: no hit
             stats = [loss.detach(), (chosen > rejected + 1e-5).float().sum(), chosen.sum(), rejected.sum()]
             sums += torch.stack([*stats, policy_chosen.sum(), policy_rejected.sum()])
         where = f"update {update}, episodes {(update - 1) * args.batch_size} to {update * args.batch_size - 1}"

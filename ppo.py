@@ -804,7 +804,7 @@ def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
 def episode_rows(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Left-padded queries (b, Q) and responses (b, W) -> right-padded rows (b, T), and the columns (b, W) of the token
     before each response token, where its log-probability and its value are read (past a response's end: any)."""
-    rows = right_padded(torch.cat([queries, responses[:, :-1]], 1), pad_id)  # the last token predicts nothing
+    rows = right_padded(torch.cat([queries, responses[:, :-1]], 1), pad_id)  # nothing is asked of the last token
     before = (queries != pad_id).sum(1, keepdim=True) - 1 + torch.arange(responses.shape[1], device=rows.device)
     return rows, before.clamp(max=rows.shape[1] - 1)
 
@@ -927,6 +927,7 @@ def rollout(accelerator: Accelerator, model, ref_policy, reward_models, queries,
         found["responses"][index] = truncate_response(response, tokenizer.eos_token_id, pad_id)  # Detail 23
     found["sampling_seconds"] = torch.full((1,), time.time() - start, device=accelerator.device)
     response_lengths = (found["responses"] != pad_id).sum(1)
+    # grouped anew: rows that sampled alike are now of other lengths
     for index in micro_batches(query_lengths + response_lengths.cpu(), args.forward_batch_size):
         query = trim(queries[index].to(accelerator.device), pad_id, "left")
         lengths = response_lengths[index]

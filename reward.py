@@ -527,6 +527,16 @@ def pair_rows(batch: dict, pad_id: int) -> dict:
     }
 
 
+def pair_micro_batches(batch: dict, size: int, pad_id: int, device) -> list[tuple[torch.Tensor, dict]]:
+    """Stored pairs in groups of `size` of similar length: row indices, and what pair_rows makes of the rows."""
+    lengths = sum((batch[column] != pad_id).sum(1) for column in (PAIR_COLUMNS[0], PAIR_COLUMNS[3]))  # query, both once
+    groups = []
+    for index in micro_batches(lengths, size):
+        pairs = pair_rows({column: batch[column][index] for column in PAIR_COLUMNS}, pad_id)
+        groups.append((index, {key: value.to(device) for key, value in pairs.items()}))
+    return groups
+
+
 def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dict, list[torch.Tensor]]:
     """A pair as one row `query + chosen + rejected`, all padding on the right, for two passes.
 
@@ -836,12 +846,10 @@ def main(args: Args):
             group["lr"] = learning_rate
         order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
         batch = train[order[accelerator.process_index * per_rank :][:per_rank].tolist()]
-        lengths = sum((batch[column] != pad_id).sum(1) for column in (PAIR_COLUMNS[0], PAIR_COLUMNS[3]))  # (b,)
-        groups = micro_batches(lengths, args.micro_batch_size)
+        groups = pair_micro_batches(batch, args.micro_batch_size, pad_id, accelerator.device)
         sums = torch.zeros(7, device=accelerator.device)
-        for i, index in enumerate(groups):
-            pairs = pair_rows({column: batch[column][index] for column in PAIR_COLUMNS}, pad_id)
-            query, chosen, rejected = (pairs[key].to(accelerator.device) for key in ("query", "chosen", "rejected"))
+        for i, (_, pairs) in enumerate(groups):
+            query, chosen, rejected = (pairs[key] for key in ("query", "chosen", "rejected"))
             with accumulate(accelerator, model, last=i == len(groups) - 1):
                 chosen_rewards, rejected_rewards, others = pair_rewards(model, query, chosen, rejected, pad_id)
                 loss = preference_loss(chosen_rewards, rejected_rewards).sum()

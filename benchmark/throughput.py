@@ -329,10 +329,10 @@ def show_rows(title: str, table: list[dict], columns: int):
     Console(width=170).print(shown)
 
 
-def write(args: Args, table: list[dict], output_dir: Path, name: str, title: str):
+def write(args: Args, table: list[dict], name: str, title: str):
     """Replace the stage's rows in name.csv and write name.md from all of them."""
-    path = output_dir / f"{name}.csv"
-    output_dir.mkdir(parents=True, exist_ok=True)
+    path = Path(args.output_dir, f"{name}.csv")
+    path.parent.mkdir(parents=True, exist_ok=True)
     rows = list(csv.DictReader(path.open())) if path.exists() else []
     rows = [row for row in rows if row["stage"] != args.stage] + table
     rows.sort(key=lambda row: list(ITEMS).index(row["stage"]))
@@ -353,19 +353,11 @@ def scaling(args: Args, work: Path):
         changed = replace(args, batch_size=int(args.batch_size * batch), updates=int(args.updates * updates))
         found = ours(changed, work)
         row = {"stage": args.stage, "batch": str(changed.batch_size), "updates": str(changed.updates)}
-        row["seconds an update"], row["ms an item"] = (
-            f"{found['seconds']:.2f}",
-            f"{1e3 * found['seconds'] / changed.batch_size:.0f}",
-        )
+        row["seconds an update"] = f"{found['seconds']:.2f}"
+        row["ms an item"] = f"{1e3 * found['seconds'] / changed.batch_size:.0f}"
         table.append(row | {"peak GiB": f"{found['peak']:.2f}"} | provenance(args))
     show_rows(f"{args.stage}: cost and memory", table, 6)
-    write(
-        args,
-        table,
-        Path(args.output_dir),
-        "throughput_scaling",
-        "# Cost and memory of ours by batch and length of the run",
-    )
+    write(args, table, "throughput_scaling", "# Cost and memory of ours, by batch and by length of the run")
 
 
 def main(args: Args):
@@ -380,12 +372,9 @@ def main(args: Args):
     (work / "runs").mkdir(exist_ok=True)
     if args.scaling:
         return scaling(args, work)
-    runs = {"ours": []}
-    flags = {"trl": ["precompute"] if args.stage == "dpo" else []} if args.peer == "trl" else {}
-    if args.stage == "dpo":
-        runs = {"ours, reference kept": [], "ours": []}
-        flags |= {"trl, reference kept": ["precompute"], "trl": []} if args.peer == "trl" else {}
-    runs |= {name: [] for name in flags}
+    kinds = [", reference kept", ""] if args.stage == "dpo" else [""]
+    flags = {f"trl{kind}": ["precompute"] if kind else [] for kind in kinds if args.peer == "trl"}
+    runs = {name: [] for name in [*(f"ours{kind}" for kind in kinds), *flags]}
     for _ in range(args.pairs):
         own = ours(args, work)
         if args.stage == "dpo":
@@ -405,12 +394,10 @@ def main(args: Args):
         row["real tokens/s"] = f"{args.batch_size * tokens / seconds:.0f}"
         row["ours is faster by"] = f"{statistics.median(ratio):.2f}" if name in flags else ""
         row["least, most"] = f"{min(ratio):.2f}, {max(ratio):.2f}" if name in flags else ""
-        share = ""
-        if name == "ours" or name == "ours, reference kept":
-            update = statistics.median(x.get("update", x["seconds"]) for x in each)
-            passes = PASSES[name.replace("ours", args.stage)]
-            share = f"{passes * operations * args.batch_size / update / rate:.2f}"
-        row["of a matrix product"] = share
+        update, row["of a matrix product"] = statistics.median(x.get("update", x["seconds"]) for x in each), ""
+        if name not in flags:
+            done = PASSES[args.stage + name.removeprefix("ours")] * operations * args.batch_size
+            row["of a matrix product"] = f"{done / update / rate:.2f}"
         row["peak GiB"] = f"{max(x['peak'] for x in each):.2f}"
         phases = [f"{p} {statistics.median(x[p] for x in each):.2f} s" for p in PHASES if p in each[0]]
         table.append(row | {"seconds of an update": ", ".join(phases) or f"{seconds:.2f} s"} | provenance(args))
@@ -420,7 +407,7 @@ def main(args: Args):
         if args.stage == "sft":  # the other stages start from heads drawn anew, or at log 2
             same = peer(replace(args, updates=1, warmup=0), work, "sequential")["loss"]
             print(f"loss of the first update: ours {own['loss']:.6f}, TRL on the same rows {same:.6f}")
-    write(args, table, Path(args.output_dir), "throughput", "# Throughput")
+    write(args, table, "throughput", "# Throughput")
 
 
 if __name__ == "__main__":

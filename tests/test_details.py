@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid, softplus
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from undo_details import PATCHES, ROOT, read_patches
 
 import dpo
 import ppo
@@ -1273,3 +1274,8 @@ def test_detail_25_advantage_whitening(ppo_run, whitened_run):
                 for i, expected in enumerate(whitened):
                     assert close(given[i].advantages[given[i].response_mask], expected, 5e-5)
                     assert given[i].response_mask.sum() == lengths[i]  # through EOS, not one further
+
+
+def test_every_patch_of_undo_details_fits():
+    for detail, file, what, old, _ in read_patches(PATCHES):
+        assert (ROOT / file).read_text().count(old) == 1, f"Detail {detail}, {file}: {what}"

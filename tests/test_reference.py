@@ -89,5 +89,5 @@ def test_a_damaged_cache_is_named(arguments, tmp_path):
     run(arguments)
     for file in (tmp_path / "runs/reference_logprobs").iterdir():
         file.write_text(file.read_text()[:20])
-    with pytest.raises(SystemExit, match=r"reference_logprobs/\w+.json cannot be read"):
+    with pytest.raises(SystemExit, match=r"reference_logprobs/\w+.json \(delete it: .* cannot be read"):
         run(arguments, output_dir=str(tmp_path / "runs" / "second"))

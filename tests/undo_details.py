@@ -235,8 +235,11 @@ PATCHES = r"""
 - rewards.append(own.gather(1, last).squeeze(1))
 + rewards.append(own.mean(1))
 13 reward.py: the reward's own position is logged as another
-- .device) < last]
-+ .device) <= last]
+- & (place < last)]
++ & (place <= last)]
+13 reward.py: the query's last token is logged as another
+- [(place > 0) &
++ [(place >= 0) &
 13 reward.py: the share of positive ones is logged
 - (others < 0)
 + (others > 0)
@@ -248,19 +251,20 @@ PATCHES = r"""
 + own
 
 14 reward.py ppo.py: positions count the padding
-- attention_mask=mask.long(), position_ids=position_ids(mask))
-+ attention_mask=mask.long(), position_ids=torch.arange(tokens.shape[1]).expand_as(tokens))
+- mask.long(), "position_ids": position_ids(mask)} if
++ mask.long(), "position_ids": torch.arange(tokens.shape[1]).expand_as(tokens)} if
 14 reward.py: padding is attended to
-- attention_mask=mask.long(), position_ids=position_ids(mask))
-+ attention_mask=torch.ones_like(tokens), position_ids=position_ids(mask))
-14 ppo.py: the policy's positions count the padding
-- "position_ids": position_ids(mask), "use_cache": False}
--     logits = policy
-+ "position_ids": torch.arange(tokens.shape[1]).expand_as(tokens), "use_cache": False}
-+     logits = policy
-14 ppo.py: the values' positions count the padding
-- (tokens, mask.long(), position_ids(mask))
-+ (tokens, mask.long(), torch.arange(tokens.shape[1]).expand_as(tokens))
+- "attention_mask": mask.long(), "position_ids": position_ids(mask)} if
++ "attention_mask": torch.ones_like(tokens), "position_ids": position_ids(mask)} if
+14 ppo.py: padding stays where it is
+- return trim(tokens.gather(1, (tokens == pad_id).int().argsort(dim=1, stable=True)), pad_id, "right")
++ return tokens
+14 ppo.py: values are read as if rows were padded on the left
+- self.value_model(rows).gather(1, before)
++ self.value_model(rows)[:, -responses.shape[1] :]
+14 ppo.py: logits are read one token late
+- return rows, before.clamp(
++ return rows, (before + 1).clamp(
 14 reward.py: left padding is not looked at
 -             tokens = torch.cat([batch["query_token"]
 +             torch.cat([batch["query_token"]
@@ -319,8 +323,14 @@ PATCHES = r"""
 -             chosen = args.beta * (policy_chosen - ref_chosen)
 +             chosen = policy_chosen - ref_chosen
 19 dpo.py: the evaluation forgets the reference
-- args.beta * (policy_chosen - ref_chosen), args.beta
-+ args.beta * policy_chosen, args.beta
+- args, pad_id) - reference[index])
++ args, pad_id))
+19 dpo.py: the reference's part goes to other rows
+- train_reference[used] =
++ train_reference[: len(used)] =
+19 dpo.py: a micro-batch has the reference's part of the first rows
+- train_reference[mine[index]]
++ train_reference[mine[: len(index)]]
 19 dpo.py: no CNN/DM
 - for split in [split for split in data if split != "train"]
 + for split in ["validation"]
@@ -347,8 +357,8 @@ PATCHES = r"""
 - scaled = logits.float() / (temperature + 1e-7)
 + scaled = logits.float()
 20 ppo.py: the reference at temperature 1
-- token_logprobs(ref_logits, response[:, :width], args.temperature)
-+ token_logprobs(ref_logits, response[:, :width], 1.0)
+- token_logprobs(ref_logits, response, args.temperature)
++ token_logprobs(ref_logits, response, 1.0)
 20 ppo.py: the policy at temperature 1
 - return token_logprobs(logits, responses, temperature)
 + return token_logprobs(logits, responses, 1.0)
