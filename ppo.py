@@ -55,6 +55,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
 )
@@ -809,12 +810,21 @@ def episode_rows(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) ->
     return rows, before.clamp(max=rows.shape[1] - 1)
 
 
+def states_at(model, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """A transformers model's last hidden states (b, W, D) at the `columns` (b, W) of right-padded rows (b, T). The
+    columns before all of these go first, as keys and values for the rest: nobody reads their last layer's output, so
+    that no gradient passes through it."""
+    cache, split = DynamicCache(), int(columns.min())
+    if split:
+        model.base_model(rows[:, :split], past_key_values=cache, use_cache=True)
+    hidden = model.base_model(rows[:, split:], past_key_values=cache, use_cache=True).last_hidden_state
+    return hidden.gather(1, (columns - split)[:, :, None].expand(-1, -1, hidden.shape[2]))
+
+
 def response_logits(policy, rows: torch.Tensor, before: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
     """Logits (b, W, V) at the columns `before` (b, W) of rows (b, T), as made by episode_rows; impossible ids at -1e9.
     The head sees these columns alone."""
-    hidden = policy.base_model(rows, use_cache=False).last_hidden_state  # (b, T, D)
-    hidden = hidden.gather(1, before[:, :, None].expand(-1, -1, hidden.shape[2]))  # (b, W, D)
-    return policy.get_output_embeddings()(hidden).masked_fill_(banned, -1e9)
+    return policy.get_output_embeddings()(states_at(policy, rows, before)).masked_fill_(banned, -1e9)
 
 
 @torch.no_grad()
@@ -840,7 +850,9 @@ class PolicyAndValue(nn.Module):
         rows, before = episode_rows(queries, responses, pad_id)
         logits = response_logits(self.policy, rows, before, banned)  # (b, W, V)
         entropy = None if torch.is_grad_enabled() else token_entropy(logits, temperature)
-        values = self.value_model(rows).gather(1, before)  # (b, W)
+        states = states_at(self.value_model.model, rows, before)
+        with torch.autocast(states.device.type, enabled=False):
+            values = self.value_model.model.score(states.float()).squeeze(-1)  # (b, W)
         return token_logprobs(logits, responses, temperature), values, entropy
 
 

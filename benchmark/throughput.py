@@ -185,8 +185,9 @@ def run(command: list, log: Path) -> float:
     return usage.ru_maxrss / 2**20
 
 
-def ours(args: Args, work: Path) -> dict:
-    """Seconds per counted update, peak GiB and, of ppo, seconds of its phases, of one run of the stage script."""
+def ours(args: Args, work: Path, *flags) -> dict:
+    """Seconds per counted update, peak GiB, the last update's loss and, of ppo, seconds of its phases, of one run of
+    the stage script with further flags."""
     folder = work / "runs" / args.stage
     shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(folder.parent / "reference_logprobs", ignore_errors=True)
@@ -202,13 +203,13 @@ def ours(args: Args, work: Path) -> dict:
         command += ["--reward-model-paths", work / "reward", "--forward-batch-size", args.forward_batch_size]
         command += ["--eval-rows", 8]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    peak = run(command, folder.with_suffix(".log"))
+    peak = run([*command, *flags], folder.with_suffix(".log"))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines = {line["update"]: line for line in lines}
     counted = [lines[update] for update in range(args.warmup + 1, args.updates + 1)]
     before = lines[args.warmup]["time/total"] if args.warmup else 0.0
     seconds = (counted[-1]["time/total"] - before) / len(counted)
-    found = {"seconds": seconds, "peak": peak, "loss": lines[1].get("loss/train")}
+    found = {"seconds": seconds, "peak": peak, "loss": counted[-1].get("loss/train")}
     if args.stage == "dpo":
         found["reference"] = lines[0]["time/reference"] / args.updates
     if args.stage == "ppo":
@@ -218,27 +219,34 @@ def ours(args: Args, work: Path) -> dict:
     return found
 
 
-def peer(args: Args, work: Path, *flags) -> dict:
-    """The same of one run of TRL's trainer in its own environment, and its arguments."""
+def peer(args: Args, work: Path, *flags, **others) -> dict:
+    """The same of one run of TRL's trainer in its own environment, and its arguments; `others`: of trl_peer.py's."""
     version = "1.11.0" if args.stage == "ppo" else "1.16.0"
     python = Path(args.peers, f"trl-{version}", "bin", "python")
     if not (ROOT / python).exists():
         raise SystemExit(f"error: {python} is missing; bash benchmark/peers.sh makes it")
     out = work / "runs" / f"{args.stage}_trl.json"
     settings = {"stage": args.stage, "work": str(work), "batch": args.batch_size, "micro": args.micro_batch_size}
-    settings |= {
-        "forward": args.forward_batch_size,
-        "updates": args.updates,
-        "device": args.device,
-        "output": str(out),
-        "flags": flags,
-    }
+    settings |= {"forward": args.forward_batch_size, "updates": args.updates, "device": args.device, "flags": flags}
+    settings |= {"output": str(out), "reward": str(work / "reward"), "learning_rate": 3e-6} | others
     settings["rows"] = rows(args, work).tolist()
     (work / "runs" / "peer.json").write_text(json.dumps(settings))
     peak = run([python, "benchmark/trl_peer.py", work / "runs" / "peer.json"], out.with_suffix(".log"))
     found = json.loads(out.read_text())
     seconds = (found["ends"][args.updates] - found["ends"][args.warmup]) / (args.updates - args.warmup)
-    return {"seconds": seconds, "peak": peak, "loss": found["losses"][0], "arguments": found["arguments"]}
+    found["loss"] = found["losses"][args.updates - 1]
+    return {"seconds": seconds, "peak": peak} | {key: found[key] for key in ("loss", "arguments")}
+
+
+def same_loss(args: Args, work: Path) -> tuple[float, float]:
+    """Ours and TRL's loss of the same small batch from the same weights: sft's first; reward's first under the head
+    that ours drew; dpo's second after a long step, since its first is log 2 whatever the model says."""
+    rate = {"sft": 3e-6, "reward": 0.0, "dpo": 1e-3}[args.stage]
+    changed = {"updates": 2 if args.stage == "dpo" else 1, "warmup": 0, "batch_size": 2 * args.micro_batch_size}
+    small = replace(args, **changed)
+    own = ours(small, work, "--learning-rate", rate)
+    others = {"reward": str(work / "runs" / "reward" / "model")} if args.stage == "reward" else {}
+    return own["loss"], peer(small, work, "sequential", learning_rate=rate, **others)["loss"]
 
 
 def rows(args: Args, work: Path) -> torch.Tensor:
@@ -404,9 +412,8 @@ def main(args: Args):
     show_rows(f"{args.stage}: {tokens:.0f} real tokens an item, a matrix product: {rate / 1e9:.0f} GFLOP/s", table, 9)
     if flags:
         print(f"TRL's arguments: {json.dumps(runs['trl'][0]['arguments'])}")
-        if args.stage == "sft":  # the other stages start from heads drawn anew, or at log 2
-            same = peer(replace(args, updates=1, warmup=0), work, "sequential")["loss"]
-            print(f"loss of the first update: ours {own['loss']:.6f}, TRL on the same rows {same:.6f}")
+        if args.stage != "ppo":  # which samples
+            print("loss of the same batch: ours {:.6f}, TRL {:.6f}".format(*same_loss(args, work)))
     write(args, table, "throughput", "# Throughput")
 
 

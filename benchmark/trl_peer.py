@@ -64,7 +64,7 @@ common = {
     "output_dir": f"{work}/runs/{stage}_trl",
     "per_device_train_batch_size": settings["micro"],
     "gradient_accumulation_steps": settings["batch"] // settings["micro"],
-    "learning_rate": 3e-6,
+    "learning_rate": settings["learning_rate"],
     "adam_epsilon": 1e-5,
     "weight_decay": 0.01,
     "bf16": settings["device"] == "cuda",
@@ -81,7 +81,7 @@ if stage != "ppo":
     sampling = "sequential" if "sequential" in settings["flags"] else "group_by_length"
     common |= {"train_sampling_strategy": sampling, "remove_unused_columns": stage == "sft"}  # else it drops "length"
 model_type = AutoModelForSequenceClassification if stage == "reward" else AutoModelForCausalLM
-model = model_type.from_pretrained(f"{work}/{'reward' if stage == 'reward' else 'model'}", dtype=torch.float32)
+model = model_type.from_pretrained(settings["reward"] if stage == "reward" else f"{work}/model", dtype=torch.float32)
 model.config.pad_token_id = pad
 if stage == "sft":
     from trl import SFTConfig, SFTTrainer
