@@ -737,13 +737,14 @@ def main(args: Args):
 
     # ---- train -----------------------------------------------------------------------------------
     per_rank = args.batch_size // world
-    begin, caught = time.time(), []
+    caught = []
     on_signals(lambda number, _: caught.append(number))  # and no more: the run ends between two updates
     if first == 0:
         loss = validation_loss(accelerator, model, data["validation"], args, pad_id)
         accelerator.print(f"validation loss before training: {loss:.4f}")
         if log:
             log.write(0, {"eval/loss": loss})
+    begin = time.time()
     for update in progress(accelerator, range(first + 1, num_updates + 1), STAGE):
         start = time.time()
         learning_rate = cosine_learning_rate(update, num_updates, args.learning_rate)

@@ -385,6 +385,8 @@ def main(args: Args):
     runs = {name: [] for name in [*(f"ours{kind}" for kind in kinds), *flags]}
     for _ in range(args.pairs):
         own = ours(args, work)
+        tokens, operations = work_done(args, work, own.get("tokens", 0))
+        own["rate"] = matmul_rate(args, tokens)
         if args.stage == "dpo":
             runs["ours, reference kept"].append(own)
             own = own | {"seconds": own["seconds"] + own["reference"]}
@@ -393,8 +395,7 @@ def main(args: Args):
             runs[name].append(peer(args, work, *flags[name]))
         last = {name: f"{args.batch_size / each[-1]['seconds']:.3f}" for name, each in runs.items()}
         print(f"{args.stage}, {ITEMS[args.stage]} per second: {last}", flush=True)
-    tokens, operations = work_done(args, work, own.get("tokens", 0))
-    rate, table = matmul_rate(args, tokens), []
+    rate, table = statistics.median(x["rate"] for x in runs["ours"]), []
     for name, each in runs.items():
         seconds = statistics.median(x["seconds"] for x in each)
         ratio = [x["seconds"] / y["seconds"] for x, y in zip(each, runs[name.replace("trl", "ours")], strict=True)]
@@ -402,10 +403,11 @@ def main(args: Args):
         row["real tokens/s"] = f"{args.batch_size * tokens / seconds:.0f}"
         row["ours is faster by"] = f"{statistics.median(ratio):.2f}" if name in flags else ""
         row["least, most"] = f"{min(ratio):.2f}, {max(ratio):.2f}" if name in flags else ""
-        update, row["of a matrix product"] = statistics.median(x.get("update", x["seconds"]) for x in each), ""
-        if name not in flags:
+        row["of a matrix product"] = ""
+        if name not in flags:  # the product is timed after each run: the machine is not the same all the time
             done = PASSES[args.stage + name.removeprefix("ours")] * operations * args.batch_size
-            row["of a matrix product"] = f"{done / update / rate:.2f}"
+            shares = [done / x.get("update", x["seconds"]) / x["rate"] for x in each]
+            row["of a matrix product"] = f"{statistics.median(shares):.2f}"
         row["peak GiB"] = f"{max(x['peak'] for x in each):.2f}"
         phases = [f"{p} {statistics.median(x[p] for x in each):.2f} s" for p in PHASES if p in each[0]]
         table.append(row | {"seconds of an update": ", ".join(phases) or f"{seconds:.2f} s"} | provenance(args))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset, DatasetDict, load_from_disk
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
 
 import dpo
 import ppo
@@ -241,6 +241,16 @@ def test_a_reward_model_of_another_tokenizer(stage_args, made, tmp_path):
 def test_a_language_model_in_the_place_of_a_reward_model(stage_args, made):
     args = stage_args("ppo", reward_model_paths=[str(made.model)])
     expect("ppo", args, str(made.model), "score.weight", "reward.py")
+
+
+def test_a_policy_that_scales_its_logits(stage_args, world, tmp_path):
+    tokenizer = reward.load_tokenizer(str(world.model))
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = GraniteConfig(**shape, num_key_value_heads=1, vocab_size=len(tokenizer), logits_scaling=4.0)
+    GraniteForCausalLM(config).save_pretrained(tmp_path / "granite")
+    tokenizer.save_pretrained(tmp_path / "granite")
+    args = stage_args("ppo", sft_model_path=str(tmp_path / "granite"))
+    expect("ppo", args, f"{tmp_path / 'granite'}: the logits of GraniteForCausalLM are not those of its head")
 
 
 # ---- numbers and folders ----------------------------------------------------------------------------------------

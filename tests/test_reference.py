@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,6 +84,33 @@ def test_other_weights_or_rows_have_other_keys(arguments, world, tmp_path):
     model.save_pretrained(tmp_path / "other")
     run(arguments, output_dir=str(tmp_path / "runs" / "weights"), sft_model_path=str(tmp_path / "other"))
     assert len(list(cache.iterdir())) == 5
+
+
+def test_another_precision_or_another_text_of_the_script_has_another_key(world, tmp_path, monkeypatch):
+    rows = load_from_disk(str(world.preference_dataset))["validation"].with_format("torch")
+
+    def key(device: str = "cpu", precision: str = "no") -> str:
+        accelerator = SimpleNamespace(device=torch.device(device), mixed_precision=precision)
+        return dpo.reference_key(accelerator, str(world.model), rows)
+
+    keys = [key(), key("cuda"), key(precision="bf16")]
+    assert key() == keys[0]
+    (tmp_path / "dpo.py").write_text("another")
+    monkeypatch.setattr(dpo, "__file__", str(tmp_path / "dpo.py"))
+    assert len({*keys, key()}) == 4
+
+
+def test_a_difference_of_rounding_is_no_hit(arguments, tmp_path):
+    """Before the first step both rewards are 0 but for rounding: margins of 5e-6 count as none, of 5e-5 do."""
+    for shift, accuracy in ((1e-4, 0.0), (1e-3, 1.0)):
+        run(arguments, output_dir=str(tmp_path / "runs" / f"kept{shift}"))
+        for file in (tmp_path / "runs/reference_logprobs").iterdir():
+            file.write_text(
+                json.dumps([[chosen - shift, rejected] for chosen, rejected in json.loads(file.read_text())])
+            )
+        lines = run(arguments, output_dir=str(tmp_path / "runs" / f"shifted{shift}"))
+        assert lines[1]["accuracy/train"] == accuracy
+        shutil.rmtree(tmp_path / "runs/reference_logprobs")
 
 
 def test_a_damaged_cache_is_named(arguments, tmp_path):

@@ -2,10 +2,10 @@
 other programs can read it."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,11 +32,30 @@ import sft
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}
 SEED = 3
+EVALUATIONS = {
+    "sft": "validation_loss",
+    "reward": "evaluate_pairs",
+    "dpo": "evaluate_implicit",
+    "ppo": "sample_and_score",
+}
+DAY = 86_400
 
 
 def run(stage: str, **arguments):
     AcceleratorState._reset_state(True)  # accelerate keeps one state a process
     STAGES[stage].main(STAGES[stage].Args(**arguments))
+
+
+def take_a_day(patch, module, function: str):
+    """By the clock of the module, each call of the function takes a day."""
+    original, days = getattr(module, function), []
+
+    def longer(*args):
+        days.append(DAY)
+        return original(*args)
+
+    patch.setattr(module, "time", SimpleNamespace(time=lambda: time.time() + sum(days)))
+    patch.setattr(module, function, longer)
 
 
 @pytest.fixture(scope="module", params=["gpt_neox", "gpt2", "llama", "qwen3"])
@@ -50,15 +69,14 @@ def chain(request, world, tmp_path_factory) -> SimpleNamespace:
     (root / "data").mkdir()
     (root / "data" / "tldr").symlink_to(world.dataset.parent)
     common = {"seed": SEED, "batch_size": 8, "total_episodes": 16, "learning_rate": 1e-3, "run_eval": True}
-    before = Path.cwd()
-    os.chdir(root)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        for stage, evaluation in EVALUATIONS.items():
+            take_a_day(patch, STAGES[stage], evaluation)
         run("sft", model=str(root / request.param), response_length=8, **common)
         run("reward", model=request.param, **common)
         for stage in ("dpo", "ppo"):
             run(stage, model=request.param, response_length=8, **common)
-    finally:
-        os.chdir(before)
     runs = {stage: root / "runs" / stage / request.param / str(SEED) for stage in STAGES}
     return SimpleNamespace(name=request.param, base=root / request.param, root=root, run=runs)
 
@@ -72,6 +90,13 @@ def lines(folder: Path) -> list[dict]:
 
 def test_ratios_are_one_before_the_first_step(chain):
     assert all(line["policy/first_ratio_deviation"] <= 1e-5 for line in lines(chain.run["ppo"]))
+
+
+def test_the_time_of_an_update_is_without_its_evaluation(chain):
+    for stage, folder in chain.run.items():
+        last = lines(folder)[-1]
+        assert {key for key in last if key.startswith("eval/")}, stage
+        assert last["time/update"] < DAY and last["time/total"] < DAY, stage
 
 
 @torch.no_grad()

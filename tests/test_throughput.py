@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,12 @@ def test_rows_are_those_of_our_default_seed(work):
     assert throughput.rows(args(updates=3), work).tolist() == data_order(2, 44413, 0, 6).tolist()
 
 
+def test_matmul_rate_counts_two_operations_per_multiplication(work, monkeypatch):
+    """(micro-batch of 8 x 5 tokens, width 4) x (4, 16) in one second of a clock that goes by seconds."""
+    monkeypatch.setattr(throughput.time, "perf_counter", count().__next__)
+    assert throughput.matmul_rate(args(micro_batch_size=8), 5) == 2 * 40 * 4 * 16
+
+
 def test_in_words_keeps_lengths_pads_and_ends(world):
     tokenizer = throughput.with_pad(world.model)
     data = load_from_disk(str(world.dataset))
@@ -70,15 +77,22 @@ def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(throughput.SHAPES, "cpu", (16, 1, 2, 300))
     monkeypatch.setattr(sys, "argv", ["throughput.py"])
     common = {"updates": 2, "batch_size": 4, "micro_batch_size": 2, "raw": "", "work": str(tmp_path / "work")}
+    monkeypatch.setattr(throughput, "matmul_rate", lambda args, tokens: 1e6)
     for stage in ("sft", "dpo", "ppo"):
         throughput.main(args(stage=stage, **common, output_dir=str(tmp_path / "out")))
     table = {row["who"] + " " + row["stage"]: row for row in csv.DictReader((tmp_path / "out/throughput.csv").open())}
     assert list(table) == ["ours sft", "ours, reference kept dpo", "ours dpo", "ours ppo"]
+    passes = {"sft": 3, "dpo": 3, "ppo": 4 * 3}  # backward as two forward, four epochs
     for stage, name in (("sft", "ours sft"), ("dpo", "ours, reference kept dpo"), ("ppo", "ours ppo")):
         metrics = (tmp_path / "work/cpu/runs" / stage / "metrics.jsonl").read_text().splitlines()
         first, second = [line for line in map(json.loads, metrics) if line["update"]]
         seconds = second["time/total"] - first["time/total"]
         assert table[name]["items/s"] == f"{4 / seconds:.3f} {throughput.ITEMS[stage]}"
+        small, length = args(stage=stage, updates=2, batch_size=4), second.get("response/length", 0)
+        operations = passes[stage] * 4 * throughput.work_done(small, tmp_path / "work/cpu", length)[1]
+        if stage == "ppo":
+            seconds = second["time/update"] - second["time/rollout"]
+        assert table[name]["of a matrix product"] == f"{operations / seconds / 1e6:.2f}"
     assert float(table["ours dpo"]["items/s"].split()[0]) < float(
         table["ours, reference kept dpo"]["items/s"].split()[0]
     )
