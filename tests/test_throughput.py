@@ -13,6 +13,7 @@ from datasets import Dataset, DatasetDict, load_from_disk
 from reward import data_order
 
 WORDS = 40
+SIZES = [(4, 2), (8, 2), (16, 2), (8, 6), (8, 18)]  # of --scaling at 8 items and 2 updates
 
 
 def args(**changes) -> throughput.Args:
@@ -70,6 +71,36 @@ def test_in_words_keeps_lengths_pads_and_ends(world):
             assert throughput.word_tokenizer(WORDS)(new["query"]).input_ids == [
                 token for token in new["query_token"] if token != WORDS - 1
             ]
+
+
+def test_the_peers_seconds_are_between_the_ends_of_its_counted_updates(work, tmp_path):
+    """TRL's environment replaced by a program that answers with its settings and with fixed times."""
+    python, runs = tmp_path / "peers/trl-1.16.0/bin/python", tmp_path / "runs"
+    python.parent.mkdir(parents=True)
+    runs.mkdir()
+    found = {"ends": [10.0, 15.0, 16.0, 18.0], "losses": [3.0, 2.0, 1.0, None]}
+    python.write_text(f"""#!{sys.executable}
+import json, sys
+settings = json.load(open(sys.argv[2]))
+json.dump({found!r} | {{"arguments": settings}}, open(settings["output"], "w"))
+""")
+    python.chmod(0o755)
+    changed = args(updates=3, warmup=1, peers=str(tmp_path / "peers"))
+    answer = throughput.peer(changed, work, "sequential", learning_rate=1e-3)
+    assert answer["seconds"] == (18 - 15) / 2 and answer["loss"] == 1.0
+    settings = {"rows": throughput.rows(changed, work).tolist(), "flags": ["sequential"], "learning_rate": 1e-3}
+    assert settings.items() <= answer["arguments"].items()
+
+
+def test_scaling_counts_by_item(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        throughput, "ours", lambda args, work: {"seconds": 0.25 * args.batch_size, "peak": args.updates}
+    )
+    throughput.scaling(args(batch_size=8, updates=2, output_dir=str(tmp_path)), tmp_path)
+    rows = list(csv.DictReader((tmp_path / "throughput_scaling.csv").open()))
+    assert [(row["batch"], row["updates"]) for row in rows] == [(str(b), str(u)) for b, u in SIZES]
+    assert [row["peak GiB"] for row in rows] == [f"{u}.00" for _, u in SIZES]
+    assert {row["ms an item"] for row in rows} == {"250"}
 
 
 def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch, capsys):
