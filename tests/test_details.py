@@ -849,6 +849,13 @@ def test_detail_14_padding_does_not_change_a_reward(world, gpt2, reward_run, tmp
     real[:, -1] = False
     for one, other in zip(short, long, strict=True):
         assert (one - other)[real].abs().max() < 1e-4
+    for i, (query, response) in enumerate(zip(queries, responses, strict=True)):  # each without padding, on its own
+        row, last, n = torch.tensor([query + response]), len(query) - 1, len(response)
+        with torch.no_grad():
+            states = model.model.base_model(row).last_hidden_state[0, last:]
+            expected, values = (both.policy(row).logits[0, last:-1] / 0.7).log_softmax(1), model.model.score(states)
+        assert (short[0][i, :n] - expected[range(n), response]).abs().max() < 1e-4
+        assert (short[1][i, : n + 1] - values[:, 0]).abs().max() < 1e-4  # through one past EOS
 
     # the run measures both paddings of the same reference summaries, and reports their difference
     table = read_csv(reward_run.folder / "eval/reference_rewards.csv")
