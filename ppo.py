@@ -590,6 +590,10 @@ class RewardModel(nn.Module):
         the right alone need no mask: no token of a causal model sees what comes after it. A cache is added to."""
         inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
         hidden = self.model.base_model(input_ids, use_cache=past_key_values is not None, **inputs).last_hidden_state
+        return self.read(hidden)
+
+    def read(self, hidden):
+        """Hidden states (b, T, d) -> reward logits (b, T) in float32, also under autocast."""
         with torch.autocast(hidden.device.type, enabled=False):
             return self.model.score(hidden.float()).squeeze(-1)
 
@@ -850,9 +854,7 @@ class PolicyAndValue(nn.Module):
         rows, before = episode_rows(queries, responses, pad_id)
         logits = response_logits(self.policy, rows, before, banned)  # (b, W, V)
         entropy = None if torch.is_grad_enabled() else token_entropy(logits, temperature)
-        states = states_at(self.value_model.model, rows, before)
-        with torch.autocast(states.device.type, enabled=False):
-            values = self.value_model.model.score(states.float()).squeeze(-1)  # (b, W)
+        values = self.value_model.read(states_at(self.value_model.model, rows, before))  # (b, W)
         return token_logprobs(logits, responses, temperature), values, entropy
 
 

@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict, load_from_disk
 from reward import data_order
 
 WORDS = 40
-SIZES = [(4, 2), (8, 2), (16, 2), (8, 6), (8, 18)]  # of --scaling at 8 items and 2 updates
+SIZES = [(4, 2), (8, 2), (16, 2), (8, 6)]  # of --scaling at 8 items and 2 updates
 
 
 def args(**changes) -> throughput.Args:

@@ -260,8 +260,8 @@ PATCHES = r"""
 - return trim(tokens.gather(1, (tokens == pad_id).int().argsort(dim=1, stable=True)), pad_id, "right")
 + return tokens
 14 ppo.py: values are read as if rows were padded on the left
-- states = states_at(self.value_model.model, rows, before)
-+ states = self.value_model.model.base_model(rows, use_cache=False).last_hidden_state[:, -responses.shape[1] :]
+- self.value_model.read(states_at(self.value_model.model, rows, before))
++ self.value_model(rows)[:, -responses.shape[1] :]
 14 ppo.py: states are read as if no columns had gone before
 - (columns - split)[:, :, None]
 + (columns - split).clamp(min=1).sub(1)[:, :, None]
