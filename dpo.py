@@ -496,11 +496,14 @@ def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
 
 
 def trim(tokens: torch.Tensor, pad_id: int, side: Literal["left", "right"]) -> torch.Tensor:
-    """Cut the columns that are padding in every row: (b, T) -> (b, longest row)."""
+    """Cut the columns that are padding in every row, but for a width of a multiple of 16 (or all): widths that differ
+    at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
     columns = (tokens != pad_id).any(0).nonzero().flatten()
     if len(columns) == 0:
         return tokens[:, :0]
-    return tokens[:, columns[0] :] if side == "left" else tokens[:, : columns[-1] + 1]
+    used = int(tokens.shape[1] - columns[0] if side == "left" else columns[-1] + 1)
+    width = -(-used // 16) * 16
+    return tokens[:, -width:] if side == "left" else tokens[:, :width]
 
 
 def shares(accelerator: Accelerator, data, size: int, description: str):
@@ -565,12 +568,14 @@ def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dic
     Returns (b, P): the columns that are query in every row but for its last token, to be run first and cached; the
     inputs of a second pass on that cache: tokens (b, S) of the other columns, a mask (b, 1, S, P + S) in which rejected
     does not see chosen, position ids (b, S) that go on from the query in both; and where in S stand the query's last
-    token and those of chosen (b, 1 + C), the query's last token and those of rejected (b, 1 + R)."""
+    token and those of chosen (b, 1 + C), the query's last token and those of rejected (b, 1 + R). P and P + S are
+    multiples of 16 where there is room, for the reason in trim."""
     parts = (query, chosen, rejected)
     tokens = torch.cat(parts, 1)
     part = torch.cat([torch.full((x.shape[1],), i) for i, x in enumerate(parts)]).to(tokens.device).expand_as(tokens)
     lengths = [(x != pad_id).sum(1, keepdim=True) for x in parts]  # 3 x (b, 1)
     width, split = int(sum(lengths).max()), max(int(lengths[0].min()) - 1, 0)
+    width, split = min(-(-width // 16) * 16, tokens.shape[1]), split // 16 * 16 or split
     real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)[:, :width]
     tokens, part, place = tokens.gather(1, real_first), part.gather(1, real_first), torch.arange(width).to(query.device)
     visible = (part[:, None] == 0) | (part[:, split:, None] == part[:, None])  # (b, S, T)

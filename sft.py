@@ -471,11 +471,14 @@ def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
 
 
 def trim(tokens: torch.Tensor, pad_id: int, side: Literal["left", "right"]) -> torch.Tensor:
-    """Cut the columns that are padding in every row: (b, T) -> (b, longest row)."""
+    """Cut the columns that are padding in every row, but for a width of a multiple of 16 (or all): widths that differ
+    at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
     columns = (tokens != pad_id).any(0).nonzero().flatten()
     if len(columns) == 0:
         return tokens[:, :0]
-    return tokens[:, columns[0] :] if side == "left" else tokens[:, : columns[-1] + 1]
+    used = int(tokens.shape[1] - columns[0] if side == "left" else columns[-1] + 1)
+    width = -(-used // 16) * 16
+    return tokens[:, -width:] if side == "left" else tokens[:, :width]
 
 
 def shares(accelerator: Accelerator, data, size: int, description: str):

@@ -273,11 +273,15 @@ def test_data_order_does_not_touch_the_global_generator():
 
 
 def test_trim_cuts_only_what_is_padding_in_every_row():
-    left = torch.tensor([[0, 0, 0, 5, 6], [0, 0, 7, 0, 8]])
+    left = torch.tensor([[0] * 20 + [0, 5, 6], [0] * 20 + [7, 0, 8]])
     right = left.flip(1)
-    assert sft.trim(left, PAD, "left").tolist() == [[0, 5, 6], [7, 0, 8]]
-    assert sft.trim(right, PAD, "right").tolist() == [[6, 5, 0], [8, 0, 7]]
+    assert sft.trim(left, PAD, "left").tolist() == [[0] * 13 + [0, 5, 6], [0] * 13 + [7, 0, 8]]  # 16 columns
+    assert sft.trim(right, PAD, "right").tolist() == [[6, 5, 0] + [0] * 13, [8, 0, 7] + [0] * 13]
     assert sft.trim(right, PAD, "left").tolist() == right.tolist()  # no padding column on that side
+    assert sft.trim(left[:, 10:], PAD, "left").tolist() == left[:, 10:].tolist()  # no more columns than there are
+    for used, width in ((15, 16), (16, 16), (17, 32), (32, 32), (33, 40)):
+        row = torch.tensor([[0] * (40 - used) + [5] * used])
+        assert sft.trim(row, PAD, "left").shape == sft.trim(row.flip(1), PAD, "right").shape == (1, width)
     assert sft.trim(torch.zeros(2, 3, dtype=torch.long), PAD, "left").shape == (2, 0)
 
 
@@ -361,23 +365,27 @@ def test_pair_rows_splits_what_is_shared():
 
 
 def test_pair_inputs_hide_chosen_from_rejected_and_restart_its_positions():
-    pairs = reward.pair_rows(stored_pairs(PAIRS), PAD)
-    prefix, second, columns = reward.pair_inputs(pairs["query"], pairs["chosen"], pairs["rejected"], PAD)
-    assert prefix.tolist() == [[1]] * 4  # every row's query has more
+    pairs, start = reward.pair_rows(stored_pairs(PAIRS), PAD), list(range(50, 65))  # 15 tokens that all queries share
+    queries = [start + pair[2][0] for pair in PAIRS]
+    query = torch.tensor([[PAD] * (34 - len(row)) + row for row in queries])
+    prefix, second, columns = reward.pair_inputs(query, pairs["chosen"], pairs["rejected"], PAD)
+    assert prefix.tolist() == [[*start, 1]] * 4  # every row's query has more, and 16 divides it
     tokens, mask, positions = second["input_ids"], second["attention_mask"], second["position_ids"]
-    assert tokens.shape == positions.shape == (4, 7) and mask.shape == (4, 1, 7, 8)
-    for b, (_, _, (query, chosen, rejected, _, _)) in enumerate(PAIRS):
-        row = [1] + tokens[b].tolist()
-        assert row == query + chosen + rejected + [PAD] * (8 - len(query + chosen + rejected))
+    assert tokens.shape == positions.shape == (4, 16) and mask.shape == (4, 1, 16, 32)  # 23 tokens at most
+    for b, (query, (_, _, (_, chosen, rejected, _, _))) in enumerate(zip(queries, PAIRS, strict=True)):
+        row = prefix[b].tolist() + tokens[b].tolist()
+        assert row == query + chosen + rejected + [PAD] * (32 - len(query + chosen + rejected))
         for at, response in zip(columns, (chosen, rejected), strict=True):
             own = at[b, : 1 + len(response)].tolist()
             assert tokens[b, own].tolist() == query[-1:] + response
             for n, t in enumerate(own):  # sees a prefix of its own plain row
-                assert [row[s] for s in range(8) if mask[b, 0, t, s]] == query + response[:n]
+                assert [row[s] for s in range(32) if mask[b, 0, t, s]] == query + response[:n]
                 assert positions[b, t] == len(query) + n - 1
-        for t in range(len(query) - 2):
-            assert [row[s] for s in range(8) if mask[b, 0, t, s]] == query[: t + 2] and positions[b, t] == t + 1
+        for t in range(len(query) - 17):
+            assert [row[s] for s in range(32) if mask[b, 0, t, s]] == query[: t + 17] and positions[b, t] == t + 16
         assert mask[b, 0].any(1).all()  # a padded position that sees nothing would turn into NaN
+    prefix, second, _ = reward.pair_inputs(pairs["query"], pairs["chosen"], pairs["rejected"], PAD)
+    assert prefix.tolist() == [[1]] * 4 and second["input_ids"].shape == (4, 8)  # where there are no 16 columns
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -407,7 +415,7 @@ def random_pairs(vocab: int, pad_id: int) -> tuple[dict, list[tuple[list[int], l
     rng = random.Random(9)
     plain = []
     for i in range(6):
-        query, joined = [rng.randrange(vocab) for _ in range(3 + 2 * i)], (i % 3)
+        query, joined = [rng.randrange(vocab) for _ in range(17 + 2 * i)], (i % 3)
         rows = [query + [rng.randrange(vocab) for _ in range(n)] for n in (2 + i, 7 - i)]
         starts = [len(query), len(query)]
         if joined:  # another last token of the query; with 2 the label of chosen still starts behind it
@@ -417,7 +425,7 @@ def random_pairs(vocab: int, pad_id: int) -> tuple[dict, list[tuple[list[int], l
     batch = {column: [] for column in reward.PAIR_COLUMNS}
     for chosen, rejected, *starts in plain:
         for side, row, start in (("chosen", chosen, starts[0]), ("rejected", rejected, starts[1])):
-            padding = [pad_id] * (24 - len(row))
+            padding = [pad_id] * (40 - len(row))
             batch[f"query_{side}_token"].append(row + padding)
             batch[f"query_{side}_token_response_label"].append([pad_id] * start + row[start:] + padding)
     return {column: torch.tensor(rows) for column, rows in batch.items()}, plain
@@ -436,12 +444,13 @@ def test_pair_logprobs_equal_two_plain_rows(small):
 
 
 def test_episode_rows_move_the_padding_to_the_right():
-    queries = torch.tensor([[PAD, PAD, 5], [6, 7, 8]])
+    queries = torch.tensor([[PAD] * 16 + [5], [PAD] * 2 + [6] * 15])
     responses = torch.tensor([[1, 2, PAD, PAD], [3, PAD, PAD, PAD]])
     rows, before = ppo.episode_rows(queries, responses, PAD)
-    assert rows.tolist() == [[5, 1, 2, PAD], [6, 7, 8, 3]]
-    assert before.tolist() == [[0, 1, 2, 3], [2, 3, 3, 3]]  # of 2 and 1 tokens, and of one past the end
-    assert ppo.right_padded(torch.tensor([[PAD, 1, PAD, 2], [PAD, 3, PAD, PAD]]), PAD).tolist() == [[1, 2], [3, PAD]]
+    assert rows.tolist() == [[5, 1, 2] + [PAD] * 13, [6] * 15 + [3]]  # 16 of 20 columns
+    assert before.tolist() == [[0, 1, 2, 3], [14, 15, 15, 15]]  # of 2 and 1 tokens, and of one past the end
+    mixed = torch.tensor([[PAD, 1, PAD, 2] + [PAD] * 13, [PAD, 3] + [PAD] * 15])
+    assert ppo.right_padded(mixed, PAD).tolist() == [[1, 2] + [PAD] * 14, [3] + [PAD] * 15]
 
 
 @torch.no_grad()
