@@ -574,10 +574,12 @@ def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dic
     tokens = torch.cat(parts, 1)
     part = torch.cat([torch.full((x.shape[1],), i) for i, x in enumerate(parts)]).to(tokens.device).expand_as(tokens)
     lengths = [(x != pad_id).sum(1, keepdim=True) for x in parts]  # 3 x (b, 1)
-    width, split = int(sum(lengths).max()), max(int(lengths[0].min()) - 1, 0)
-    width, split = min(-(-width // 16) * 16, tokens.shape[1]), split // 16 * 16 or split
-    real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)[:, :width]
-    tokens, part, place = tokens.gather(1, real_first), part.gather(1, real_first), torch.arange(width).to(query.device)
+    split = max(int(lengths[0].min()) - 1, 0)
+    split = split // 16 * 16 or split
+    real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
+    tokens = trim(tokens.gather(1, real_first), pad_id, "right")
+    width = tokens.shape[1]
+    part, place = part.gather(1, real_first)[:, :width], torch.arange(width).to(query.device)
     visible = (part[:, None] == 0) | (part[:, split:, None] == part[:, None])  # (b, S, T)
     positions = place - (part == 2) * lengths[1]
     inputs = {"input_ids": tokens[:, split:], "position_ids": positions[:, split:]}

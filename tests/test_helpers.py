@@ -409,13 +409,13 @@ def strengthen(model):
                 parameter.mul_(5)
 
 
-def random_pairs(vocab: int, pad_id: int) -> tuple[dict, list[tuple[list[int], list[int], int, int]]]:
-    """Six stored pairs of different lengths and joins, and their plain rows: chosen, rejected, and where the labels
-    start."""
+def random_pairs(vocab: int, pad_id: int, shortest: int) -> tuple[dict, list[tuple[list[int], list[int], int, int]]]:
+    """Six stored pairs of different lengths and joins, queries of `shortest` tokens and more, and their plain rows:
+    chosen, rejected, and where the labels start."""
     rng = random.Random(9)
     plain = []
     for i in range(6):
-        query, joined = [rng.randrange(vocab) for _ in range(17 + 2 * i)], (i % 3)
+        query, joined = [rng.randrange(vocab) for _ in range(shortest + 2 * i)], (i % 3)
         rows = [query + [rng.randrange(vocab) for _ in range(n)] for n in (2 + i, 7 - i)]
         starts = [len(query), len(query)]
         if joined:  # another last token of the query; with 2 the label of chosen still starts behind it
@@ -432,9 +432,10 @@ def random_pairs(vocab: int, pad_id: int) -> tuple[dict, list[tuple[list[int], l
 
 
 @torch.no_grad()
-def test_pair_logprobs_equal_two_plain_rows(small):
+@pytest.mark.parametrize("shortest", [3, 17])  # less and more than the 16 columns that the first pass comes in
+def test_pair_logprobs_equal_two_plain_rows(small, shortest):
     policy, tokenizer, _ = small
-    batch, plain = random_pairs(len(tokenizer) - 2, tokenizer.pad_token_id)
+    batch, plain = random_pairs(len(tokenizer) - 2, tokenizer.pad_token_id, shortest)
     found = dpo.pair_logprobs(policy, dpo.pair_rows(batch, tokenizer.pad_token_id), tokenizer.pad_token_id)
     for side in (0, 1):
         for i, row in enumerate(plain):
@@ -491,13 +492,14 @@ def test_a_model_that_caps_its_logits_is_refused():
 
 
 @torch.no_grad()
-def test_pair_rewards_equal_two_plain_rows(small):
+@pytest.mark.parametrize("shortest", [3, 17])
+def test_pair_rewards_equal_two_plain_rows(small, shortest):
     _, tokenizer, folder = small
     torch.manual_seed(1)
     model = reward.new_reward_model(str(folder), tokenizer).eval()
     pad_id = tokenizer.pad_token_id
     strengthen(model)
-    batch, plain = random_pairs(len(tokenizer) - 2, pad_id)
+    batch, plain = random_pairs(len(tokenizer) - 2, pad_id, shortest)
     pairs = reward.pair_rows(batch, pad_id)
     *found, others = reward.pair_rewards(model, pairs["query"], pairs["chosen"], pairs["rejected"], pad_id)
     expected_others = []

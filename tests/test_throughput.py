@@ -138,9 +138,8 @@ def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch, capsys):
     lines = (tmp_path / "out/throughput.md").read_text().splitlines()
     assert len(lines) == 4 + 4 and all(line.count("|") == lines[2].count("|") for line in lines[2:])
 
-    whole = throughput.ours(
-        args(**common | {"updates": 1, "warmup": 0}), tmp_path / "work/cpu"
-    )  # no warm-up: from 0 on
+    without_warmup = args(**common | {"updates": 1, "warmup": 0})
+    whole = throughput.ours(without_warmup, tmp_path / "work/cpu")  # timed from 0 on
     only = json.loads((tmp_path / "work/cpu/runs/sft/metrics.jsonl").read_text().splitlines()[-1])
     assert only["update"] == 1 and whole["seconds"] == only["time/total"] and whole["loss"] == only["loss/train"]
 
