@@ -514,6 +514,23 @@ def test_pair_rewards_equal_two_plain_rows(small, shortest):
     assert sorted(others.tolist()) == pytest.approx(sorted(expected_others), rel=1e-5, abs=1e-5)  # Detail 13
 
 
+@torch.no_grad()
+def test_rewards_and_values_are_float32_under_autocast(small):
+    policy, tokenizer, folder = small
+    torch.manual_seed(1)
+    model = reward.new_reward_model(str(folder), tokenizer).eval()
+    hidden, rows = [], torch.randint(tokenizer.pad_token_id, (2, 5))
+    model.model.base_model.register_forward_hook(lambda _module, _inputs, output: hidden.append(output[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(rows)
+        responses, banned = rows[:, 3:], ppo.banned_ids(policy, tokenizer)
+        both = ppo.PolicyAndValue(policy, ppo.RewardModel(model.model))
+        values = both(rows[:, :3], responses, tokenizer.pad_token_id, banned, 0.7)[1]
+    head = model.model.score
+    same(found, (hidden[0].double() @ head.weight.double().T + head.bias)[:, :, 0].tolist(), 1e-6)
+    same(values, (hidden[-1].double() @ head.weight.double().T + head.bias)[:, :2, 0].tolist(), 1e-6)
+
+
 # ---- sampling ---------------------------------------------------------------------------------------------------
 
 
