@@ -20,12 +20,17 @@ Deviations from the paper and its code, each on purpose:
 - validation samples are drawn at temperature 0.01, as in the authors' code.
 """
 
+import copy
+import csv
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import struct
+import subprocess
+import sys
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -41,7 +46,7 @@ import tyro
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import DistributedType, gather_object, set_seed
 from datasets import DatasetDict, load_dataset, load_from_disk
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -59,6 +64,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
 )
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 STAGE = "ppo"
 # preset: (Hub id, micro-batch size in episodes that fits one 80 GB device)
@@ -71,6 +77,7 @@ DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_170
 COLUMNS = ["id", "query", "query_token", "reference_response", "reference_response_token"]
 # what may differ between a run and its --resume: nothing that changes a number
 FREE_ON_RESUME = "output_dir micro_batch_size forward_batch_size run_eval save_every keep_checkpoints resume track"
+FREE_ON_RESUME += " offload push_to_hub hub_id hub_revision"
 STOPPED = 75  # exit code of a run that SIGTERM or SIGUSR1 stopped, saved and to be continued with --resume
 
 
@@ -84,6 +91,8 @@ class Args:
     """policy and reference: run folder, checkpoint folder or Hub id[@revision]; default runs/sft/{model}/{seed}"""
     reward_model_paths: list[str] | None = None
     """one or more reward models, the first of which also starts the value model; default runs/reward/{model}/{seed}"""
+    from_released: bool = False
+    """where no path is given, take the paper's released model of this size and seed from the Hub"""
     reward_combination: Literal["mean", "wco", "uwo"] = "mean"
     """how several rewards become one score: mean, worst case, or mean minus uwo_lambda times variance"""
     uwo_lambda: float | None = None
@@ -116,6 +125,8 @@ class Args:
     """gradient norm to clip at; 0: no clipping (paper)"""
     mixed_precision: Literal["no", "bf16"] | None = None
     """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
+    offload: bool | None = None
+    """keep reference and reward models in the machine's memory except while they score; default at 6.9b"""
 
     response_length: int = 53
     """tokens sampled at most (Detail 23)"""
@@ -156,6 +167,12 @@ class Args:
     """continue the run in output_dir from its newest checkpoint"""
     track: bool = False
     """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+    push_to_hub: bool = False
+    """at the end, push the run to a branch of --hub-id, with a card (benchmark/push.py)"""
+    hub_id: str | None = None
+    """repository to push to, `owner/name`; needed by --push-to-hub"""
+    hub_revision: str | None = None
+    """branch to push to; default {stage}__{model}__{seed}"""
 
 
 # ---- helpers: launch, arguments, run folder ------------------------------------------------------
@@ -184,19 +201,27 @@ def make_accelerator(mixed_precision: str | None) -> Accelerator:
     """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    gloo = deepspeed and world > 1 and not torch.cuda.is_available()
+    gloo = world > 1 and not torch.accelerator.is_available()  # what accelerate must be told, in one of two ways
     accelerator = Accelerator(
+        cpu=gloo and not deepspeed,
         mixed_precision=mixed_precision or ("bf16" if torch.cuda.is_available() else "no"),
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo else [],
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo and deepspeed else [],
     )
+    unset_hf_deepspeed_config()  # under ZeRO-3 from_pretrained would shard; prepare() does, once a model is complete
     if accelerator.num_processes != world:
         fail(
             f"the launcher started {world} processes but accelerate sees {accelerator.num_processes}: every one would "
-            "train alone. On a CPU launch with ACCELERATE_USE_CPU=true and torchrun --nproc_per_node N"
+            "train alone. Launch with one of benchmark/accelerate/*.yaml"
         )
     if deepspeed != (accelerator.distributed_type == DistributedType.DEEPSPEED):
         fail(f"DeepSpeed was asked for but {accelerator.distributed_type} runs; on a CPU unset ACCELERATE_USE_CPU")
     return accelerator
+
+
+def zero_stage(accelerator: Accelerator) -> int | None:
+    """Stage of DeepSpeed's ZeRO (0 to 3), None without DeepSpeed."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return accelerator.state.deepspeed_plugin.zero_stage
 
 
 def split_batch(batch_size: int, micro_batch_size: int | None, world: int, largest: int) -> int:
@@ -225,11 +250,33 @@ def model_name(model: str) -> str:
     return model if model in PRESETS else Path(model.partition("@")[0]).name
 
 
+def check_hub(args, accelerator: Accelerator):
+    """With --push-to-hub: an error now, and not after the run, where the repository cannot be made or written to."""
+    if args.push_to_hub and not args.hub_id:
+        fail("--push-to-hub needs --hub-id, the repository's owner/name")
+    if args.push_to_hub and accelerator.is_main_process:
+        try:
+            HfApi().create_repo(args.hub_id, exist_ok=True)
+        except Exception as error:
+            fail(f"--hub-id {args.hub_id}: cannot be pushed to ({one_line(error)}). Log in: hf auth login, or HF_TOKEN")
+
+
+def push_to_hub(args, folder: Path):
+    """Push the ended run; called by the main process."""
+    command = [str(Path(__file__).resolve().parent / "benchmark" / "push.py"), str(folder), "--hub-id", args.hub_id]
+    command += ["--hub-revision", args.hub_revision] if args.hub_revision else []
+    if subprocess.run([sys.executable, *command]).returncode:
+        fail(f"not pushed; the run is complete. To push it later: python {shlex.join(command)}")
+
+
 def open_run(args, accelerator: Accelerator) -> Path:
     """Make the run folder and its args.json, or check that --resume continues the same run. Called once everything else
     about the input is known to be good, so that a bad command leaves nothing behind."""
     folder, settings = Path(args.output_dir), asdict(args)
-    saved = folder / "args.json"
+    launch = f"accelerate launch --num_processes {world}" if (world := accelerator.num_processes) > 1 else "python"
+    command = f"{launch} {shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}"
+    saved, known = folder / "args.json", {"stage": STAGE, "command": command}
+    check_hub(args, accelerator)
     if saved.exists() and not args.resume:
         fail(f"{folder} already holds a run: choose another --output-dir, delete it, or continue it with --resume")
     if saved.exists():
@@ -241,16 +288,16 @@ def open_run(args, accelerator: Accelerator) -> Path:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(saved, json.dumps(settings, indent=2) + "\n")
+        write_whole(saved, json.dumps(known | settings, indent=2) + "\n")
     accelerator.wait_for_everyone()
     return folder
 
 
 def checkpoint_kind(accelerator: Accelerator) -> str:
     """What can read a checkpoint: plain and DDP runs any of theirs, DeepSpeed that of its stage and process count."""
-    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+    stage = zero_stage(accelerator)
+    if stage is None:
         return "plain or DDP"
-    stage = accelerator.state.deepspeed_plugin.zero_stage
     return f"DeepSpeed ZeRO-{stage}, {accelerator.num_processes} process(es)"
 
 
@@ -401,6 +448,17 @@ class MetricsLog:
         if self.wandb and update >= self.wandb.starting_step:  # not what its server has from before a kill
             self.wandb.log(metrics, step=update)
 
+    def samples(self, name: str, rows: list[dict], update: int):
+        """The first 64 rows (equal keys) as a table samples/{name} of W&B."""
+        if self.wandb and update >= self.wandb.starting_step:
+            import wandb
+
+            try:
+                table = wandb.Table(dataframe=pandas.DataFrame(rows[:64]))
+                self.wandb.log({f"samples/{name}": table}, step=update)
+            except Exception as error:  # it asks the server for more than scalars do; the table is on disk
+                print(f"W&B did not take the samples ({one_line(error)})", flush=True)
+
     def close(self):
         self.tensorboard.close()
         if self.wandb:
@@ -434,6 +492,19 @@ def progress(accelerator: Accelerator, items, description: str):
 # ---- helpers: data -------------------------------------------------------------------------------
 
 
+def earlier(args, stage: str) -> str:
+    """Where this run's model of an earlier stage is: in the run folder of the same size and seed, or, with
+    --from-released, on the Hub as the paper's id@revision."""
+    if not args.from_released:
+        return f"runs/{stage}/{model_name(args.model)}/{args.seed}"
+    wanted = PRESETS.get(args.model, ("",))[0], stage, str(args.seed)
+    with (Path(__file__).resolve().parent / "benchmark" / "released_checkpoints.csv").open() as file:
+        for row in csv.DictReader(file):
+            if (row["base_model"], row["stage"], row["seed"]) == wanted:
+                return f"{row['hub_repo_id']}@{row['revision']}"
+    fail(f"--from-released: the paper released no {stage} model of size {args.model} and seed {args.seed}")
+
+
 def checkpoint_folder(flag: str, path: str, hint: str = "") -> str:
     """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
     for folder in (Path(path) / "model", Path(path)):
@@ -444,7 +515,7 @@ def checkpoint_folder(flag: str, path: str, hint: str = "") -> str:
         fail(f"{flag} {path}: no checkpoint there (config.json is missing). {hint}")
     files = {"repo_id": name, "revision": revision or None}
     try:
-        folder = snapshot_download(**files, allow_patterns=["*.json", "*.safetensors", "*.txt"])
+        folder = snapshot_download(**files, allow_patterns=["*.json", "*.safetensors", "*.txt"], ignore_patterns="*/*")
         if not [*Path(folder).glob("*.safetensors")]:
             snapshot_download(**files, allow_patterns="pytorch_model*.bin")
         return folder
@@ -581,6 +652,14 @@ def load_policy(path: str, tokenizer):
     return fit_embeddings(model, tokenizer, path)
 
 
+class ScalarHead(nn.Linear):
+    """The head of a reward model, (b, T, d) -> (b, T, 1), in float32 under autocast and in a bfloat16 model, too."""
+
+    def forward(self, hidden):
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), self.weight.float(), self.bias.float())
+
+
 class RewardModel(nn.Module):
     """A transformers sequence classifier with one label that returns its scalar at every position."""
 
@@ -593,12 +672,7 @@ class RewardModel(nn.Module):
         the right alone need no mask: no token of a causal model sees what comes after it. A cache is added to."""
         inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
         hidden = self.model.base_model(input_ids, use_cache=past_key_values is not None, **inputs).last_hidden_state
-        return self.read(hidden)
-
-    def read(self, hidden):
-        """Hidden states (b, T, d) -> reward logits (b, T) in float32, also under autocast."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.model.score(hidden.float()).squeeze(-1)
+        return self.model.score(hidden).squeeze(-1)
 
 
 def load_reward_model(path: str, tokenizer) -> RewardModel:
@@ -614,7 +688,7 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
         model = AutoModelForSequenceClassification.from_config(
             without_dropout(config), dtype=torch.float32, attn_implementation="sdpa"
         )
-        model.score = nn.Linear(model.score.weight.shape[1], 1)
+        model.score = ScalarHead(model.score.weight.shape[1], 1)
         state = {}
         for file in sorted(Path(path).glob("*.safetensors")):
             state |= load_file(file)
@@ -677,15 +751,51 @@ def prepare(accelerator: Accelerator, model, args):
     optimizer = torch.optim.AdamW(
         parameters, lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
     )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # what it would else default to or take from a loader
-        settings = {"train_micro_batch_size_per_gpu": args.micro_batch_size, "gradient_clipping": args.max_grad_norm}
-        accelerator.state.deepspeed_plugin.deepspeed_config.update(settings | {"gradient_accumulation_steps": 1})
+    stage = zero_stage(accelerator)
+    if stage is not None:  # what DeepSpeed would else default to, or take from a data loader
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config |= {"train_micro_batch_size_per_gpu": args.micro_batch_size, "gradient_clipping": args.max_grad_norm}
+        config |= {"gradient_accumulation_steps": 1, "zero_force_ds_cpu_optimizer": False}  # offloaded, it is torch's
+        config["zero_optimization"] |= {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
+    if stage == 3:  # for whole(): the modules without weights, in a list that hides them from the module
+        empty = {id(weight): nn.Parameter(weight.to("meta")) for weight in model.parameters()}
+        model.hollow = [copy.deepcopy(model, empty)._apply(lambda x: x if x.is_meta else x.to(accelerator.device))]
     return accelerator.prepare(model, optimizer)
+
+
+def frozen(accelerator: Accelerator, model, offload: bool = False):
+    """A model that is never trained, on the device (offload: in the machine's memory), with weights as those of the
+    trained model: DeepSpeed runs it in bfloat16 under --mixed-precision bf16, where others autocast from float32. A
+    reward's head stays in float32."""
+    model.to("cpu" if offload else accelerator.device).eval().requires_grad_(False)
+    if zero_stage(accelerator) is not None and accelerator.mixed_precision == "bf16":
+        for name, parameter in model.named_parameters():  # and no buffer: rotary frequencies need their digits
+            if "score." not in name:
+                parameter.data = parameter.data.bfloat16()
+    return model
+
+
+@contextmanager
+def whole(accelerator: Accelerator, model):
+    """The model with all its weights on every process, for passes without gradient. ZeRO-3 would gather them layer by
+    layer, all processes in step; there it is a copy of its modules around weights that are gathered once."""
+    module = accelerator.unwrap_model(model)
+    if zero_stage(accelerator) != 3:
+        yield module
+        return
+    from deepspeed import zero
+
+    with zero.GatheredParameters(list(module.parameters())):
+        copied = module.hollow[0]
+        hollow = {name: value.to("meta") for name, value in copied.state_dict().items()}
+        copied.load_state_dict(module.state_dict(), assign=True)
+        yield copied
+        copied.load_state_dict(hollow, assign=True)
 
 
 def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:
     """One step from the gradients summed so far; returns their global norm before clipping, an error if not finite."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # its backward has stepped already
+    if zero_stage(accelerator) is not None:  # its backward has stepped already
         norm = float(model.get_global_grad_norm())
     else:
         norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf")))
@@ -857,7 +967,7 @@ class PolicyAndValue(nn.Module):
         rows, before = episode_rows(queries, responses, pad_id)
         logits = response_logits(self.policy, rows, before, banned)  # (b, W, V)
         entropy = None if torch.is_grad_enabled() else token_entropy(logits, temperature)
-        values = self.value_model.read(states_at(self.value_model.model, rows, before))  # (b, W)
+        values = self.value_model.model.score(states_at(self.value_model.model, rows, before)).squeeze(-1)  # (b, W)
         return token_logprobs(logits, responses, temperature), values, entropy
 
 
@@ -925,13 +1035,22 @@ def ppo_loss(
     return policy_loss, value_loss, torch.stack([x.float() for x in sums])
 
 
+@contextmanager
+def on_device(frozen_model, device, offload: bool):
+    """A frozen model on the device; with `offload` it waits in the machine's memory before and after."""
+    frozen_model.to(device)
+    yield
+    if offload:
+        frozen_model.to("cpu")
+
+
 @torch.no_grad()
 def rollout(accelerator: Accelerator, model, ref_policy, reward_models, queries, keys, tokenizer, banned, args) -> dict:
     """Sample a response to each left-padded query (b, Q) and look at it with every model. Returns responses, logprobs,
     ref_logprobs, values, entropy (b, R), 0 where the position is outside its mask, scores (b, k), and sampling_seconds
     (1,)."""
     pad_id, R = tokenizer.pad_token_id, args.response_length
-    policy = accelerator.unwrap_model(model).policy
+    policy = model.policy
     found = {"responses": torch.full((len(queries), R), pad_id, device=accelerator.device)}
     for key in ("logprobs", "ref_logprobs", "values", "entropy"):
         found[key] = torch.zeros(len(queries), R, device=accelerator.device)
@@ -945,23 +1064,31 @@ def rollout(accelerator: Accelerator, model, ref_policy, reward_models, queries,
     found["sampling_seconds"] = torch.full((1,), time.time() - start, device=accelerator.device)
     response_lengths = (found["responses"] != pad_id).sum(1)
     # grouped anew: rows that sampled alike are now of other lengths
+    batches = []
     for index in micro_batches(query_lengths + response_lengths.cpu(), args.forward_batch_size):
-        query = trim(queries[index].to(accelerator.device), pad_id, "left")
         lengths = response_lengths[index]
         width = min(int(lengths.max()) + 1, R)  # through one past the longest response's EOS
-        response = found["responses"][index, :width]
+        query, response = trim(queries[index].to(accelerator.device), pad_id, "left"), found["responses"][index, :width]
+        batches.append((index, query, response, *episode_masks(lengths, width)))
+    for index, query, response, response_mask, value_mask in batches:
         with accelerator.autocast():
             logprobs, values, entropy = model(query, response, pad_id, banned, args.temperature)
-            ref_logits = response_logits(ref_policy, *episode_rows(query, response, pad_id), banned)
-            ref_logprobs = token_logprobs(ref_logits, response, args.temperature)
-            whole = right_padded(torch.cat([query, response], 1), pad_id)
-            scores = [response_rewards(rm, whole, 0, pad_id) for rm in reward_models]
-        response_mask, value_mask = episode_masks(lengths, width)
+        width = response.shape[1]
         found["logprobs"][index, :width] = logprobs * response_mask
-        found["ref_logprobs"][index, :width] = ref_logprobs * response_mask
         found["entropy"][index, :width] = entropy * response_mask
         found["values"][index, :width] = values * value_mask
-        found["scores"][index] = torch.stack(scores, 1)
+    with on_device(ref_policy, accelerator.device, args.offload):
+        for index, query, response, response_mask, _ in batches:
+            with accelerator.autocast():
+                logits = response_logits(ref_policy, *episode_rows(query, response, pad_id), banned)
+                logprobs = token_logprobs(logits, response, args.temperature)
+            found["ref_logprobs"][index, : response.shape[1]] = logprobs * response_mask
+    for k, reward_model in enumerate(reward_models):
+        with on_device(reward_model, accelerator.device, args.offload):
+            for index, query, response, *_ in batches:
+                rows = right_padded(torch.cat([query, response], 1), pad_id)
+                with accelerator.autocast():
+                    found["scores"][index, k] = response_rewards(reward_model, rows, 0, pad_id)
     return found
 
 
@@ -977,7 +1104,7 @@ def sample_and_score(accelerator: Accelerator, model, reward_models, data, token
     """Sampled summaries of every row of a split, in order: dicts of id, query, response, reference, response_tokens
     (EOS counted), has_eos, score (without PPO's penalty for a missing EOS), reference_score, and the F-measures rouge1,
     rouge2, rougeL (with Porter stemming)."""
-    policy, pad_id, found = accelerator.unwrap_model(model).policy, tokenizer.pad_token_id, []
+    policy, pad_id, found = model.policy, tokenizer.pad_token_id, []
     rouge = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     for index, batch in shares(accelerator, data, args.forward_batch_size, f"sampling {name}"):
         query, keys, scores = batch["query_token"].to(accelerator.device), noise_keys(args.seed, 0, index), []
@@ -1019,9 +1146,10 @@ def main(args: Args):
     args.micro_batch_size = split_batch(mini_batch_size, args.micro_batch_size, world, largest)
     if (args.reward_combination == "uwo") != (args.uwo_lambda is not None):
         fail("--reward-combination uwo needs --uwo-lambda (the ensemble paper's PPO: 0.1), and nothing else takes it")
+    args.offload = args.model == "6.9b" if args.offload is None else args.offload
     args.output_dir = args.output_dir or f"runs/{STAGE}/{name}/{args.seed}"
-    args.sft_model_path = args.sft_model_path or f"runs/sft/{name}/{args.seed}"
-    args.reward_model_paths = args.reward_model_paths or [f"runs/reward/{name}/{args.seed}"]
+    args.sft_model_path = args.sft_model_path or earlier(args, "sft")
+    args.reward_model_paths = args.reward_model_paths or [earlier(args, "reward")]
     args.dataset = args.dataset or ("data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET)
     num_updates = args.total_episodes // args.batch_size
     if num_updates == 0:
@@ -1039,11 +1167,11 @@ def main(args: Args):
     pad_id, eos_id, R = tokenizer.pad_token_id, tokenizer.eos_token_id, args.response_length
     data = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
     train = data["train"].select_columns(["query_token"])
-    policy, ref_policy = load_policy(sft_folder, tokenizer), load_policy(sft_folder, tokenizer)
-    reward_models = [load_reward_model(path, tokenizer) for path in reward_folders]
+    ref_policy = frozen(accelerator, load_policy(sft_folder, tokenizer), args.offload)
+    reward_models = [frozen(accelerator, load_reward_model(path, tokenizer), args.offload) for path in reward_folders]
+    reward_models = nn.ModuleList(reward_models)
+    policy = load_policy(sft_folder, tokenizer)
     value_model = load_reward_model(reward_folders[0], tokenizer)  # Detail 22: all weights, the head included
-    for frozen in (ref_policy, *reward_models):
-        frozen.to(accelerator.device).eval().requires_grad_(False)
     check_head(policy, sft_folder)
     banned = banned_ids(policy, tokenizer).to(accelerator.device)
     folder = open_run(args, accelerator)
@@ -1066,7 +1194,10 @@ def main(args: Args):
         queries = train[order.tolist()]["query_token"]  # (B, Q), the same on every process
         mine = slice(rank * args.batch_size // world, (rank + 1) * args.batch_size // world)
         keys = noise_keys(args.seed, update, list(episodes[mine]))
-        found = rollout(accelerator, model, ref_policy, reward_models, queries[mine], keys, tokenizer, banned, args)
+        with whole(accelerator, model) as module:
+            found = rollout(
+                accelerator, module, ref_policy, reward_models, queries[mine], keys, tokenizer, banned, args
+            )
         # from here on every process holds the whole batch, so that no number depends on how it was split
         found = {key: accelerator.gather(value) for key, value in found.items()}
         responses, logprobs, values = found["responses"], found["logprobs"], found["values"]  # (B, R)
@@ -1156,7 +1287,8 @@ def main(args: Args):
         metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
             fixed = data["validation"].select(range(min(args.eval_rows, len(data["validation"]))))
-            rows = sample_and_score(accelerator, model, reward_models, fixed, tokenizer, args, "validation batch")
+            with whole(accelerator, model) as module, on_device(reward_models, accelerator.device, args.offload):
+                rows = sample_and_score(accelerator, module, reward_models, fixed, tokenizer, args, "validation batch")
             metrics["eval/score"] = sum(row["score"] for row in rows) / len(rows)
         if log:
             log.write(update, metrics)
@@ -1169,6 +1301,7 @@ def main(args: Args):
             columns = zip(*texts, scores.tolist(), kl.tolist(), strict=False)
             rows = [{"query (end)": q[-200:], "response": r, "score": s, "kl": k} for q, r, s, k in columns]
             print_samples(f"samples of update {update}", rows)
+            log.samples("training", rows, update)
         stop = any_caught(accelerator, caught)
         if stop or (args.save_every and update % args.save_every == 0):
             save_checkpoint(accelerator, folder, update, args.keep_checkpoints)
@@ -1177,24 +1310,29 @@ def main(args: Args):
     on_signals(signal.SIG_DFL)
 
     # ---- save, evaluate --------------------------------------------------------------------------
-    state = accelerator.get_state_dict(model)  # on every rank: ZeRO-3 gathers
+    state = accelerator.get_state_dict(model) or {}  # under ZeRO-3 the main process alone gets it
     trained = accelerator.unwrap_model(model)
     parts = ("model", trained.policy, "policy."), ("value_model", trained.value_model.model, "value_model.model.")
     for target, part, prefix in parts:
         own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         save_model(accelerator, part, own, tokenizer, folder / target)
     if args.run_eval:
-        rows = sample_and_score(accelerator, model, reward_models, data["validation"], tokenizer, args, "validation")
+        posts = data["validation"]
+        with whole(accelerator, model) as module, on_device(reward_models, accelerator.device, args.offload):
+            rows = sample_and_score(accelerator, module, reward_models, posts, tokenizer, args, "validation")
         summary = {"split": "validation", "rows": len(rows)} | sample_summary(rows)
         for key in ("score", "reference_score"):
             summary[key] = sum(row[key] for row in rows) / len(rows)
         summary["score_above_reference"] = sum(row["score"] > row["reference_score"] for row in rows) / len(rows)
         if accelerator.is_main_process:
             write_table(folder / "eval" / "samples_validation.csv", rows)
+            log.samples("validation", rows, num_updates)
             write_table(folder / "eval" / "rouge.csv", [summary], "samples")
     if log:
         log.close()
     accelerator.print(f"done in {time.time() - begin:.0f} s: {folder}")
+    if args.push_to_hub and accelerator.is_main_process:
+        push_to_hub(args, folder)
     accelerator.end_training()
 
 

@@ -18,10 +18,15 @@ Deviations from the paper and its code, each on purpose:
 - the rows left over after the last whole batch are not trained on (the authors trained on 92,832 of 92,858 pairs too).
 """
 
+import copy
+import csv
 import json
 import os
+import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -37,7 +42,7 @@ import tyro
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import DistributedType, gather_object, set_seed
 from datasets import DatasetDict, load_dataset, load_from_disk
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors.torch import load_file
@@ -45,6 +50,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 STAGE = "reward"
 # preset: (Hub id, micro-batch size in pairs that fits one 80 GB device)
@@ -60,6 +66,7 @@ PAIR_COLUMNS = [f"query_{side}_token{suffix}" for side in ("chosen", "rejected")
 PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
 # what may differ between a run and its --resume: nothing that changes a number
 FREE_ON_RESUME = "output_dir micro_batch_size forward_batch_size run_eval save_every keep_checkpoints resume track"
+FREE_ON_RESUME += " push_to_hub hub_id hub_revision"
 STOPPED = 75  # exit code of a run that SIGTERM or SIGUSR1 stopped, saved and to be continued with --resume
 
 
@@ -71,6 +78,8 @@ class Args:
     """seed of the head and the data order (paper: 44413, 55513, 66613, 77713)"""
     sft_model_path: str | None = None
     """SFT model: run folder, checkpoint folder or Hub id[@revision]; default runs/sft/{model}/{seed}"""
+    from_released: bool = False
+    """where no path is given, take the paper's released model of this size and seed from the Hub"""
     dataset: str | None = None
     """SFT data, whose reference summaries centre the rewards (Detail 15): folder or Hub id[@revision]; default
     data/tldr/sft if it exists, else the published set"""
@@ -112,6 +121,12 @@ class Args:
     """continue the run in output_dir from its newest checkpoint"""
     track: bool = False
     """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+    push_to_hub: bool = False
+    """at the end, push the run to a branch of --hub-id, with a card (benchmark/push.py)"""
+    hub_id: str | None = None
+    """repository to push to, `owner/name`; needed by --push-to-hub"""
+    hub_revision: str | None = None
+    """branch to push to; default {stage}__{model}__{seed}"""
 
 
 # ---- helpers: launch, arguments, run folder ------------------------------------------------------
@@ -140,19 +155,27 @@ def make_accelerator(mixed_precision: str | None) -> Accelerator:
     """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    gloo = deepspeed and world > 1 and not torch.cuda.is_available()
+    gloo = world > 1 and not torch.accelerator.is_available()  # what accelerate must be told, in one of two ways
     accelerator = Accelerator(
+        cpu=gloo and not deepspeed,
         mixed_precision=mixed_precision or ("bf16" if torch.cuda.is_available() else "no"),
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo else [],
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo and deepspeed else [],
     )
+    unset_hf_deepspeed_config()  # under ZeRO-3 from_pretrained would shard; prepare() does, once a model is complete
     if accelerator.num_processes != world:
         fail(
             f"the launcher started {world} processes but accelerate sees {accelerator.num_processes}: every one would "
-            "train alone. On a CPU launch with ACCELERATE_USE_CPU=true and torchrun --nproc_per_node N"
+            "train alone. Launch with one of benchmark/accelerate/*.yaml"
         )
     if deepspeed != (accelerator.distributed_type == DistributedType.DEEPSPEED):
         fail(f"DeepSpeed was asked for but {accelerator.distributed_type} runs; on a CPU unset ACCELERATE_USE_CPU")
     return accelerator
+
+
+def zero_stage(accelerator: Accelerator) -> int | None:
+    """Stage of DeepSpeed's ZeRO (0 to 3), None without DeepSpeed."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return accelerator.state.deepspeed_plugin.zero_stage
 
 
 def split_batch(batch_size: int, micro_batch_size: int | None, world: int, largest: int) -> int:
@@ -181,11 +204,33 @@ def model_name(model: str) -> str:
     return model if model in PRESETS else Path(model.partition("@")[0]).name
 
 
+def check_hub(args, accelerator: Accelerator):
+    """With --push-to-hub: an error now, and not after the run, where the repository cannot be made or written to."""
+    if args.push_to_hub and not args.hub_id:
+        fail("--push-to-hub needs --hub-id, the repository's owner/name")
+    if args.push_to_hub and accelerator.is_main_process:
+        try:
+            HfApi().create_repo(args.hub_id, exist_ok=True)
+        except Exception as error:
+            fail(f"--hub-id {args.hub_id}: cannot be pushed to ({one_line(error)}). Log in: hf auth login, or HF_TOKEN")
+
+
+def push_to_hub(args, folder: Path):
+    """Push the ended run; called by the main process."""
+    command = [str(Path(__file__).resolve().parent / "benchmark" / "push.py"), str(folder), "--hub-id", args.hub_id]
+    command += ["--hub-revision", args.hub_revision] if args.hub_revision else []
+    if subprocess.run([sys.executable, *command]).returncode:
+        fail(f"not pushed; the run is complete. To push it later: python {shlex.join(command)}")
+
+
 def open_run(args, accelerator: Accelerator) -> Path:
     """Make the run folder and its args.json, or check that --resume continues the same run. Called once everything else
     about the input is known to be good, so that a bad command leaves nothing behind."""
     folder, settings = Path(args.output_dir), asdict(args)
-    saved = folder / "args.json"
+    launch = f"accelerate launch --num_processes {world}" if (world := accelerator.num_processes) > 1 else "python"
+    command = f"{launch} {shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}"
+    saved, known = folder / "args.json", {"stage": STAGE, "command": command}
+    check_hub(args, accelerator)
     if saved.exists() and not args.resume:
         fail(f"{folder} already holds a run: choose another --output-dir, delete it, or continue it with --resume")
     if saved.exists():
@@ -197,16 +242,16 @@ def open_run(args, accelerator: Accelerator) -> Path:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(saved, json.dumps(settings, indent=2) + "\n")
+        write_whole(saved, json.dumps(known | settings, indent=2) + "\n")
     accelerator.wait_for_everyone()
     return folder
 
 
 def checkpoint_kind(accelerator: Accelerator) -> str:
     """What can read a checkpoint: plain and DDP runs any of theirs, DeepSpeed that of its stage and process count."""
-    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+    stage = zero_stage(accelerator)
+    if stage is None:
         return "plain or DDP"
-    stage = accelerator.state.deepspeed_plugin.zero_stage
     return f"DeepSpeed ZeRO-{stage}, {accelerator.num_processes} process(es)"
 
 
@@ -357,6 +402,17 @@ class MetricsLog:
         if self.wandb and update >= self.wandb.starting_step:  # not what its server has from before a kill
             self.wandb.log(metrics, step=update)
 
+    def samples(self, name: str, rows: list[dict], update: int):
+        """The first 64 rows (equal keys) as a table samples/{name} of W&B."""
+        if self.wandb and update >= self.wandb.starting_step:
+            import wandb
+
+            try:
+                table = wandb.Table(dataframe=pandas.DataFrame(rows[:64]))
+                self.wandb.log({f"samples/{name}": table}, step=update)
+            except Exception as error:  # it asks the server for more than scalars do; the table is on disk
+                print(f"W&B did not take the samples ({one_line(error)})", flush=True)
+
     def close(self):
         self.tensorboard.close()
         if self.wandb:
@@ -390,6 +446,19 @@ def progress(accelerator: Accelerator, items, description: str):
 # ---- helpers: data -------------------------------------------------------------------------------
 
 
+def earlier(args, stage: str) -> str:
+    """Where this run's model of an earlier stage is: in the run folder of the same size and seed, or, with
+    --from-released, on the Hub as the paper's id@revision."""
+    if not args.from_released:
+        return f"runs/{stage}/{model_name(args.model)}/{args.seed}"
+    wanted = PRESETS.get(args.model, ("",))[0], stage, str(args.seed)
+    with (Path(__file__).resolve().parent / "benchmark" / "released_checkpoints.csv").open() as file:
+        for row in csv.DictReader(file):
+            if (row["base_model"], row["stage"], row["seed"]) == wanted:
+                return f"{row['hub_repo_id']}@{row['revision']}"
+    fail(f"--from-released: the paper released no {stage} model of size {args.model} and seed {args.seed}")
+
+
 def checkpoint_folder(flag: str, path: str, hint: str = "") -> str:
     """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
     for folder in (Path(path) / "model", Path(path)):
@@ -400,7 +469,7 @@ def checkpoint_folder(flag: str, path: str, hint: str = "") -> str:
         fail(f"{flag} {path}: no checkpoint there (config.json is missing). {hint}")
     files = {"repo_id": name, "revision": revision or None}
     try:
-        folder = snapshot_download(**files, allow_patterns=["*.json", "*.safetensors", "*.txt"])
+        folder = snapshot_download(**files, allow_patterns=["*.json", "*.safetensors", "*.txt"], ignore_patterns="*/*")
         if not [*Path(folder).glob("*.safetensors")]:
             snapshot_download(**files, allow_patterns="pytorch_model*.bin")
         return folder
@@ -594,6 +663,14 @@ def fit_embeddings(model, tokenizer, path: str):
     return model
 
 
+class ScalarHead(nn.Linear):
+    """The head of a reward model, (b, T, d) -> (b, T, 1), in float32 under autocast and in a bfloat16 model, too."""
+
+    def forward(self, hidden):
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), self.weight.float(), self.bias.float())
+
+
 class RewardModel(nn.Module):
     """A transformers sequence classifier with one label that returns its scalar at every position."""
 
@@ -606,12 +683,7 @@ class RewardModel(nn.Module):
         the right alone need no mask: no token of a causal model sees what comes after it. A cache is added to."""
         inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
         hidden = self.model.base_model(input_ids, use_cache=past_key_values is not None, **inputs).last_hidden_state
-        return self.read(hidden)
-
-    def read(self, hidden):
-        """Hidden states (b, T, d) -> reward logits (b, T) in float32, also under autocast."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.model.score(hidden.float()).squeeze(-1)
+        return self.model.score(hidden).squeeze(-1)
 
 
 def new_reward_model(path: str, tokenizer) -> RewardModel:
@@ -624,7 +696,7 @@ def new_reward_model(path: str, tokenizer) -> RewardModel:
         model = AutoModelForSequenceClassification.from_pretrained(path, config=config, **settings)
     fit_embeddings(model, tokenizer, path)
     hidden = model.score.weight.shape[1]
-    model.score = nn.Linear(hidden, 1)
+    model.score = ScalarHead(hidden, 1)
     nn.init.normal_(model.score.weight, std=1 / (hidden + 1) ** 0.5)
     nn.init.zeros_(model.score.bias)
     return RewardModel(model)
@@ -643,7 +715,7 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
         model = AutoModelForSequenceClassification.from_config(
             without_dropout(config), dtype=torch.float32, attn_implementation="sdpa"
         )
-        model.score = nn.Linear(model.score.weight.shape[1], 1)
+        model.score = ScalarHead(model.score.weight.shape[1], 1)
         state = {}
         for file in sorted(Path(path).glob("*.safetensors")):
             state |= load_file(file)
@@ -706,15 +778,39 @@ def prepare(accelerator: Accelerator, model, args):
     optimizer = torch.optim.AdamW(
         parameters, lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
     )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # what it would else default to or take from a loader
-        settings = {"train_micro_batch_size_per_gpu": args.micro_batch_size, "gradient_clipping": args.max_grad_norm}
-        accelerator.state.deepspeed_plugin.deepspeed_config.update(settings | {"gradient_accumulation_steps": 1})
+    stage = zero_stage(accelerator)
+    if stage is not None:  # what DeepSpeed would else default to, or take from a data loader
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config |= {"train_micro_batch_size_per_gpu": args.micro_batch_size, "gradient_clipping": args.max_grad_norm}
+        config |= {"gradient_accumulation_steps": 1, "zero_force_ds_cpu_optimizer": False}  # offloaded, it is torch's
+        config["zero_optimization"] |= {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
+    if stage == 3:  # for whole(): the modules without weights, in a list that hides them from the module
+        empty = {id(weight): nn.Parameter(weight.to("meta")) for weight in model.parameters()}
+        model.hollow = [copy.deepcopy(model, empty)._apply(lambda x: x if x.is_meta else x.to(accelerator.device))]
     return accelerator.prepare(model, optimizer)
+
+
+@contextmanager
+def whole(accelerator: Accelerator, model):
+    """The model with all its weights on every process, for passes without gradient. ZeRO-3 would gather them layer by
+    layer, all processes in step; there it is a copy of its modules around weights that are gathered once."""
+    module = accelerator.unwrap_model(model)
+    if zero_stage(accelerator) != 3:
+        yield module
+        return
+    from deepspeed import zero
+
+    with zero.GatheredParameters(list(module.parameters())):
+        copied = module.hollow[0]
+        hollow = {name: value.to("meta") for name, value in copied.state_dict().items()}
+        copied.load_state_dict(module.state_dict(), assign=True)
+        yield copied
+        copied.load_state_dict(hollow, assign=True)
 
 
 def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:
     """One step from the gradients summed so far; returns their global norm before clipping, an error if not finite."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # its backward has stepped already
+    if zero_stage(accelerator) is not None:  # its backward has stepped already
         norm = float(model.get_global_grad_norm())
     else:
         norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf")))
@@ -816,7 +912,7 @@ def main(args: Args):
     largest = PRESETS.get(args.model, (None, 8))[1]
     args.micro_batch_size = split_batch(args.batch_size, args.micro_batch_size, world, largest)
     args.output_dir = args.output_dir or f"runs/{STAGE}/{name}/{args.seed}"
-    args.sft_model_path = args.sft_model_path or f"runs/sft/{name}/{args.seed}"
+    args.sft_model_path = args.sft_model_path or earlier(args, "sft")
     args.dataset = args.dataset or ("data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET)
     default = "data/tldr/preference" if Path("data/tldr/preference").exists() else PREFERENCE_DATASET
     args.preference_dataset = args.preference_dataset or default
@@ -889,7 +985,8 @@ def main(args: Args):
         }
         metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
-            rows = evaluate_pairs(accelerator, model, data["validation"], args, pad_id, "validation")
+            with whole(accelerator, model) as module:
+                rows = evaluate_pairs(accelerator, module, data["validation"], args, pad_id, "validation")
             metrics["eval/accuracy"] = accuracy_table("validation", rows)[0]["accuracy"]
         if log:
             log.write(update, metrics)
@@ -906,9 +1003,12 @@ def main(args: Args):
     on_signals(signal.SIG_DFL)
 
     # ---- centre (Detail 15), save, look again ----------------------------------------------------
-    rewards = reference_rewards(accelerator, model, references, args, pad_id, left=False)
-    state = {key.removeprefix("model."): value for key, value in accelerator.get_state_dict(model).items()}
-    state["score.bias"] = state["score.bias"] - rewards.mean().item()
+    with whole(accelerator, model) as module:
+        rewards = reference_rewards(accelerator, module, references, args, pad_id, left=False)
+    state = accelerator.get_state_dict(model) or {}  # under ZeRO-3 the main process alone gets it
+    state = {key.removeprefix("model."): value for key, value in state.items()}
+    if state:
+        state["score.bias"] = state["score.bias"].float() - rewards.mean().item()
     save_model(accelerator, accelerator.unwrap_model(model).model, state, tokenizer, folder / "model")
     model = load_reward_model(str(folder / "model"), tokenizer).to(accelerator.device).eval()
     centred = reference_rewards(accelerator, model, references, args, pad_id, left=False)
@@ -935,6 +1035,8 @@ def main(args: Args):
     if log:
         log.close()
     accelerator.print(f"done in {time.time() - begin:.0f} s: {folder}")
+    if args.push_to_hub and accelerator.is_main_process:
+        push_to_hub(args, folder)
     accelerator.end_training()
 
 

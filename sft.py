@@ -15,12 +15,16 @@ Deviations from the paper and its code, each on purpose:
 - samples come from Gumbel-max noise keyed by (seed, update, row, position) instead of each device's own generator.
 """
 
+import copy
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import struct
+import subprocess
+import sys
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -36,12 +40,14 @@ import tyro
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import DistributedType, gather_object, set_seed
 from datasets import DatasetDict, load_dataset, load_from_disk
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rouge_score.rouge_scorer import RougeScorer
+from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 STAGE = "sft"
 # preset: (Hub id, micro-batch size that fits one 80 GB device)
@@ -55,6 +61,7 @@ TOKEN_COLUMNS = ["query_reference_response_token", "query_reference_response_tok
 COLUMNS = ["id", "query", "query_token", "reference_response", *TOKEN_COLUMNS]
 # what may differ between a run and its --resume: nothing that changes a number
 FREE_ON_RESUME = "output_dir micro_batch_size forward_batch_size run_eval save_every keep_checkpoints resume track"
+FREE_ON_RESUME += " push_to_hub hub_id hub_revision"
 STOPPED = 75  # exit code of a run that SIGTERM or SIGUSR1 stopped, saved and to be continued with --resume
 
 
@@ -109,6 +116,12 @@ class Args:
     """continue the run in output_dir from its newest checkpoint"""
     track: bool = False
     """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+    push_to_hub: bool = False
+    """at the end, push the run to a branch of --hub-id, with a card (benchmark/push.py)"""
+    hub_id: str | None = None
+    """repository to push to, `owner/name`; needed by --push-to-hub"""
+    hub_revision: str | None = None
+    """branch to push to; default {stage}__{model}__{seed}"""
 
 
 # ---- helpers: launch, arguments, run folder ------------------------------------------------------
@@ -137,19 +150,27 @@ def make_accelerator(mixed_precision: str | None) -> Accelerator:
     """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    gloo = deepspeed and world > 1 and not torch.cuda.is_available()
+    gloo = world > 1 and not torch.accelerator.is_available()  # what accelerate must be told, in one of two ways
     accelerator = Accelerator(
+        cpu=gloo and not deepspeed,
         mixed_precision=mixed_precision or ("bf16" if torch.cuda.is_available() else "no"),
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo else [],
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo and deepspeed else [],
     )
+    unset_hf_deepspeed_config()  # under ZeRO-3 from_pretrained would shard; prepare() does, once a model is complete
     if accelerator.num_processes != world:
         fail(
             f"the launcher started {world} processes but accelerate sees {accelerator.num_processes}: every one would "
-            "train alone. On a CPU launch with ACCELERATE_USE_CPU=true and torchrun --nproc_per_node N"
+            "train alone. Launch with one of benchmark/accelerate/*.yaml"
         )
     if deepspeed != (accelerator.distributed_type == DistributedType.DEEPSPEED):
         fail(f"DeepSpeed was asked for but {accelerator.distributed_type} runs; on a CPU unset ACCELERATE_USE_CPU")
     return accelerator
+
+
+def zero_stage(accelerator: Accelerator) -> int | None:
+    """Stage of DeepSpeed's ZeRO (0 to 3), None without DeepSpeed."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return accelerator.state.deepspeed_plugin.zero_stage
 
 
 def split_batch(batch_size: int, micro_batch_size: int | None, world: int, largest: int) -> int:
@@ -178,11 +199,33 @@ def model_name(model: str) -> str:
     return model if model in PRESETS else Path(model.partition("@")[0]).name
 
 
+def check_hub(args, accelerator: Accelerator):
+    """With --push-to-hub: an error now, and not after the run, where the repository cannot be made or written to."""
+    if args.push_to_hub and not args.hub_id:
+        fail("--push-to-hub needs --hub-id, the repository's owner/name")
+    if args.push_to_hub and accelerator.is_main_process:
+        try:
+            HfApi().create_repo(args.hub_id, exist_ok=True)
+        except Exception as error:
+            fail(f"--hub-id {args.hub_id}: cannot be pushed to ({one_line(error)}). Log in: hf auth login, or HF_TOKEN")
+
+
+def push_to_hub(args, folder: Path):
+    """Push the ended run; called by the main process."""
+    command = [str(Path(__file__).resolve().parent / "benchmark" / "push.py"), str(folder), "--hub-id", args.hub_id]
+    command += ["--hub-revision", args.hub_revision] if args.hub_revision else []
+    if subprocess.run([sys.executable, *command]).returncode:
+        fail(f"not pushed; the run is complete. To push it later: python {shlex.join(command)}")
+
+
 def open_run(args, accelerator: Accelerator) -> Path:
     """Make the run folder and its args.json, or check that --resume continues the same run. Called once everything else
     about the input is known to be good, so that a bad command leaves nothing behind."""
     folder, settings = Path(args.output_dir), asdict(args)
-    saved = folder / "args.json"
+    launch = f"accelerate launch --num_processes {world}" if (world := accelerator.num_processes) > 1 else "python"
+    command = f"{launch} {shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}"
+    saved, known = folder / "args.json", {"stage": STAGE, "command": command}
+    check_hub(args, accelerator)
     if saved.exists() and not args.resume:
         fail(f"{folder} already holds a run: choose another --output-dir, delete it, or continue it with --resume")
     if saved.exists():
@@ -194,16 +237,16 @@ def open_run(args, accelerator: Accelerator) -> Path:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(saved, json.dumps(settings, indent=2) + "\n")
+        write_whole(saved, json.dumps(known | settings, indent=2) + "\n")
     accelerator.wait_for_everyone()
     return folder
 
 
 def checkpoint_kind(accelerator: Accelerator) -> str:
     """What can read a checkpoint: plain and DDP runs any of theirs, DeepSpeed that of its stage and process count."""
-    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+    stage = zero_stage(accelerator)
+    if stage is None:
         return "plain or DDP"
-    stage = accelerator.state.deepspeed_plugin.zero_stage
     return f"DeepSpeed ZeRO-{stage}, {accelerator.num_processes} process(es)"
 
 
@@ -354,6 +397,17 @@ class MetricsLog:
         if self.wandb and update >= self.wandb.starting_step:  # not what its server has from before a kill
             self.wandb.log(metrics, step=update)
 
+    def samples(self, name: str, rows: list[dict], update: int):
+        """The first 64 rows (equal keys) as a table samples/{name} of W&B."""
+        if self.wandb and update >= self.wandb.starting_step:
+            import wandb
+
+            try:
+                table = wandb.Table(dataframe=pandas.DataFrame(rows[:64]))
+                self.wandb.log({f"samples/{name}": table}, step=update)
+            except Exception as error:  # it asks the server for more than scalars do; the table is on disk
+                print(f"W&B did not take the samples ({one_line(error)})", flush=True)
+
     def close(self):
         self.tensorboard.close()
         if self.wandb:
@@ -397,7 +451,7 @@ def checkpoint_folder(flag: str, path: str, hint: str = "") -> str:
         fail(f"{flag} {path}: no checkpoint there (config.json is missing). {hint}")
     files = {"repo_id": name, "revision": revision or None}
     try:
-        folder = snapshot_download(**files, allow_patterns=["*.json", "*.safetensors", "*.txt"])
+        folder = snapshot_download(**files, allow_patterns=["*.json", "*.safetensors", "*.txt"], ignore_patterns="*/*")
         if not [*Path(folder).glob("*.safetensors")]:
             snapshot_download(**files, allow_patterns="pytorch_model*.bin")
         return folder
@@ -556,15 +610,39 @@ def prepare(accelerator: Accelerator, model, args):
     optimizer = torch.optim.AdamW(
         parameters, lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
     )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # what it would else default to or take from a loader
-        settings = {"train_micro_batch_size_per_gpu": args.micro_batch_size, "gradient_clipping": args.max_grad_norm}
-        accelerator.state.deepspeed_plugin.deepspeed_config.update(settings | {"gradient_accumulation_steps": 1})
+    stage = zero_stage(accelerator)
+    if stage is not None:  # what DeepSpeed would else default to, or take from a data loader
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config |= {"train_micro_batch_size_per_gpu": args.micro_batch_size, "gradient_clipping": args.max_grad_norm}
+        config |= {"gradient_accumulation_steps": 1, "zero_force_ds_cpu_optimizer": False}  # offloaded, it is torch's
+        config["zero_optimization"] |= {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
+    if stage == 3:  # for whole(): the modules without weights, in a list that hides them from the module
+        empty = {id(weight): nn.Parameter(weight.to("meta")) for weight in model.parameters()}
+        model.hollow = [copy.deepcopy(model, empty)._apply(lambda x: x if x.is_meta else x.to(accelerator.device))]
     return accelerator.prepare(model, optimizer)
+
+
+@contextmanager
+def whole(accelerator: Accelerator, model):
+    """The model with all its weights on every process, for passes without gradient. ZeRO-3 would gather them layer by
+    layer, all processes in step; there it is a copy of its modules around weights that are gathered once."""
+    module = accelerator.unwrap_model(model)
+    if zero_stage(accelerator) != 3:
+        yield module
+        return
+    from deepspeed import zero
+
+    with zero.GatheredParameters(list(module.parameters())):
+        copied = module.hollow[0]
+        hollow = {name: value.to("meta") for name, value in copied.state_dict().items()}
+        copied.load_state_dict(module.state_dict(), assign=True)
+        yield copied
+        copied.load_state_dict(hollow, assign=True)
 
 
 def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:
     """One step from the gradients summed so far; returns their global norm before clipping, an error if not finite."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # its backward has stepped already
+    if zero_stage(accelerator) is not None:  # its backward has stepped already
         norm = float(model.get_global_grad_norm())
     else:
         norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf")))
@@ -641,10 +719,10 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
     return F.pad(responses, (0, response_length - responses.shape[1]), value=pad_id)
 
 
-def sample_split(accelerator: Accelerator, model, data, tokenizer, args, name: str) -> list[dict]:
+def sample_split(accelerator: Accelerator, policy, data, tokenizer, args, name: str) -> list[dict]:
     """Sampled summaries of every row of a split, in order: dicts of id, query, response, reference, response_tokens
     (EOS counted), has_eos, and the F-measures rouge1, rouge2, rougeL (with Porter stemming)."""
-    policy, pad_id, found = accelerator.unwrap_model(model), tokenizer.pad_token_id, []
+    pad_id, found = tokenizer.pad_token_id, []
     rouge = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     for index, batch in shares(accelerator, data, args.forward_batch_size, f"sampling {name}"):
         query, keys = batch["query_token"].to(accelerator.device), noise_keys(args.seed, 0, index)
@@ -729,11 +807,12 @@ def main(args: Args):
         fail(f"{args.total_episodes} episodes are less than one batch (--batch-size {args.batch_size})")
     policy = load_policy(base, tokenizer)
     folder = open_run(args, accelerator)
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
     model, optimizer = prepare(accelerator, policy, args)
     first = load_checkpoint(accelerator, folder) if args.resume else 0
     log = MetricsLog(args, folder, first) if accelerator.is_main_process else None
     accelerator.print(
-        f"{STAGE}: {base}, {sum(p.numel() for p in policy.parameters()):,} parameters, {len(train):,} train rows, "
+        f"{STAGE}: {base}, {parameters:,} parameters, {len(train):,} train rows, "
         f"{num_updates:,} updates of {args.batch_size} ({args.total_episodes % args.batch_size} rows left over), "
         f"{world} process(es) x {args.micro_batch_size} rows, {accelerator.device}, {accelerator.mixed_precision}"
     )
@@ -743,7 +822,8 @@ def main(args: Args):
     caught = []
     on_signals(lambda number, _: caught.append(number))  # and no more: the run ends between two updates
     if first == 0:
-        loss = validation_loss(accelerator, model, data["validation"], args, pad_id)
+        with whole(accelerator, model) as module:
+            loss = validation_loss(accelerator, module, data["validation"], args, pad_id)
         accelerator.print(f"validation loss before training: {loss:.4f}")
         if log:
             log.write(0, {"eval/loss": loss})
@@ -782,7 +862,8 @@ def main(args: Args):
         }
         metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
-            metrics["eval/loss"] = validation_loss(accelerator, model, data["validation"], args, pad_id)
+            with whole(accelerator, model) as module:
+                metrics["eval/loss"] = validation_loss(accelerator, module, data["validation"], args, pad_id)
             accelerator.print(f"validation loss after update {update}: {metrics['eval/loss']:.4f}")
         if log:
             log.write(update, metrics)
@@ -798,20 +879,24 @@ def main(args: Args):
     on_signals(signal.SIG_DFL)
 
     # ---- save, evaluate --------------------------------------------------------------------------
-    state = accelerator.get_state_dict(model)  # on every rank: ZeRO-3 gathers
+    state = accelerator.get_state_dict(model)  # called on every rank: ZeRO-3 gathers
     save_model(accelerator, accelerator.unwrap_model(model), state, tokenizer, folder / "model")
     if args.run_eval:
         table = []
         for split in [split for split in ("validation", "test") if split in data]:
-            rows = sample_split(accelerator, model, data[split], tokenizer, args, split)
+            with whole(accelerator, model) as module:
+                rows = sample_split(accelerator, module, data[split], tokenizer, args, split)
             table.append({"split": split, "rows": len(rows)} | sample_summary(rows))
             if accelerator.is_main_process:
                 write_table(folder / "eval" / f"samples_{split}.csv", rows)
+                log.samples(split, rows, num_updates)
         if accelerator.is_main_process:
             write_table(folder / "eval" / "rouge.csv", table, "samples")
     if log:
         log.close()
     accelerator.print(f"done in {time.time() - begin:.0f} s: {folder}")
+    if args.push_to_hub and accelerator.is_main_process:
+        push_to_hub(args, folder)
     accelerator.end_training()
 
 

@@ -76,21 +76,26 @@ def world(tmp_path_factory, worker_id) -> SimpleNamespace:
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: minutes of its own; runs with -m long only")
+    config.addinivalue_line("markers", "slurm: needs Slurm, and minutes; runs with -m slurm only")
 
 
 def pytest_collection_modifyitems(config, items):
     if not config.option.markexpr:
-        long = [item for item in items if item.get_closest_marker("long")]
+        long = [item for item in items if item.get_closest_marker("long") or item.get_closest_marker("slurm")]
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in long]
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The table of the comparisons in test_invariance.py, collected from all test processes."""
+    """Tables of what test_invariance.py and test_deepspeed.py compare, collected from all test processes."""
+    headers = {
+        "invariance": ["run", "split", "lines of metrics", "largest relative difference", "where"],
+        "deepspeed": ["stage", "engine", "mixed precision", "largest difference to float32", "of a loss of"],
+    }
     reports = terminalreporter.getreports("passed")
-    rows = [value for report in reports for name, value in report.user_properties if name == "invariance"]
-    if rows:
-        terminalreporter.section("against 1 process with the whole batch as one micro-batch")
-        header = ["run", "split", "lines of metrics", "largest relative difference", "where"]
-        for row in [header, ["---"] * len(header), *sorted(rows)]:
-            terminalreporter.write_line(f"| {' | '.join(map(str, row))} |")
+    for name, header in headers.items():
+        rows = [value for report in reports for key, value in report.user_properties if key == name]
+        if rows:
+            terminalreporter.section(f"{name}: against 1 process in float32")
+            for row in [header, ["---"] * len(header), *sorted(rows)]:
+                terminalreporter.write_line(f"| {' | '.join(map(str, row))} |")

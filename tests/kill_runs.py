@@ -177,7 +177,7 @@ def wandb_history(path: Path) -> dict[int, dict]:
                 step = record.history.step.num
                 assert step not in found, f"{path}: step {step} twice"
                 items = {x.key or "/".join(x.nested_key): json.loads(x.value_json) for x in record.history.item}
-                found[step] = {key: value for key, value in items.items() if key[0] != "_"}
+                found[step] = {key: value for key, value in items.items() if not key.startswith(("_", "samples/"))}
     return found
 
 

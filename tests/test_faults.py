@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import kill_runs
+import pandas
 import pytest
 import torch
 from conftest import free_port
@@ -347,6 +348,17 @@ def test_a_dead_rank_ends_the_other_and_a_signal_to_one_stops_both(runs, tmp_pat
 
 
 # ---- services that are not there --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "ppo"])
+def test_wandb_gets_a_table_of_samples(runs, stage):
+    assert runs.whole[stage]
+    folder = runs.root / f"{stage}.whole"
+    [file] = folder.glob("wandb/offline-run-*/files/media/table/samples/validation_*.table.json")
+    found, expected = json.loads(file.read_text()), pandas.read_csv(folder / "eval" / "samples_validation.csv")
+    assert found["columns"] == list(expected.columns) and len(found["data"]) == min(64, len(expected))
+    place = found["columns"].index("response")
+    assert [row[place] for row in found["data"]] == expected["response"].fillna("").tolist()[:64]
 
 
 def test_wandb_out_of_reach_costs_nothing(runs, monkeypatch):

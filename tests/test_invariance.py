@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import deepspeed  # noqa: F401
 import pandas
 import pytest
 import torch
@@ -256,28 +257,35 @@ def two_processes(setting):
     begun = setting.args("ppo", "resumed_by_two", **SAVED)
     killed("ppo", begun, "update 3 after its metrics")
     jobs["resumed"] = "ppo", replace(begun, resume=True, micro_batch_size=4)
-    (setting.root / "jobs.json").write_text(json.dumps([(stage, vars(args)) for stage, args in jobs.values()]))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--master_port",
-        str(free_port()),
-    ]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        [*command, __file__, str(setting.root / "jobs.json")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert done.stdout.count("2 process(es)") == len(jobs)
+    output = launch(setting.root, jobs, "cpu")
+    assert output.count("2 process(es)") == len(jobs)
     return {case: Path(args.output_dir) for case, (_, args) in jobs.items()}
+
+
+@pytest.fixture(scope="module", params=["zero2", "zero3", "zero2_offload"])
+def zero(setting, request):
+    """Name of a configuration, and run folders of the stages' runs on two processes under it, by stage."""
+    folder = setting.root / request.param
+    folder.mkdir()
+    stages = ["sft"] if request.param == "zero2_offload" else STAGES
+    jobs = {stage: (stage, setting.args(stage, f"{folder.name}/{stage}", micro_batch_size=2)) for stage in stages}
+    output = launch(folder, jobs, request.param)
+    assert output.count("2 process(es)") == len(jobs)
+    return request.param, {stage: Path(args.output_dir) for stage, (_, args) in jobs.items()}
+
+
+def launch(folder: Path, jobs: dict, config: str) -> str:
+    """Run the jobs (stage, arguments), one after another, in the two processes that accelerate starts from a config of
+    benchmark/accelerate; returns what they print."""
+    (folder / "jobs.json").write_text(json.dumps([(stage, vars(args)) for stage, args in jobs.values()]))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", 2]
+    command += ["--config_file", ROOT / "benchmark" / "accelerate" / f"{config}.yaml"]
+    command += ["--main_process_port", free_port(), __file__, folder / "jobs.json"]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
+    environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -288,6 +296,12 @@ def test_micro_batches_change_nothing(one_process, case, record_property):
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_change_nothing(one_process, two_processes, case, record_property):
     assert_same(case, "2 processes, micro-batches of 2", one_process[case][0], two_processes[case], record_property)
+
+
+def test_zero_changes_nothing(one_process, zero, record_property):
+    name, folders = zero
+    for stage, folder in folders.items():
+        assert_same(stage, f"2 processes, {name}", one_process[stage][0], folder, record_property)
 
 
 def test_without_rounding_both_rewards_stay(setting, monkeypatch):
@@ -357,27 +371,45 @@ def test_more_padding_in_the_data_changes_nothing(setting, world, one_process, t
     assert_same(stage, "more padding in the data", one_process[stage][0], folder, record_property)
 
 
-def count_synchronisations(module) -> list:
-    """From now on a stage's DDP model adds an item to the list returned whenever its gradients have been exchanged."""
-    found, prepare = [], module.prepare
+def watch(module) -> list:
+    """From now on a stage's DDP model adds an item to the list returned whenever its gradients have been exchanged, and
+    what a stage saves is compared with what it trained."""
+    found, engines, prepare, save_model = [], [], module.prepare, module.save_model
 
     def hook(_, bucket):
         if bucket.is_last():
             found.append(1)
         return allreduce_hook(None, bucket)
 
-    def prepare_counted(accelerator, model, args):
+    def prepare_watched(accelerator, model, args):
+        if module.zero_stage(accelerator) == 3:
+            settings = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+            settings["stage3_param_persistence_threshold"] = 0  # by default weights as small as these are not sharded
         model, optimizer = prepare(accelerator, model, args)
-        model.register_comm_hook(None, hook)
+        engines[:] = [model]
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            model.register_comm_hook(None, hook)
+        if module.zero_stage(accelerator) == 3:
+            assert {parameter.numel() for parameter in model.parameters()} == {0}
         return model, optimizer
 
-    module.prepare = prepare_counted
+    def save_and_compare(accelerator, model, state, tokenizer, folder):
+        save_model(accelerator, model, state, tokenizer, folder)
+        trained = accelerator.unwrap_model(engines[0])
+        name = next(name for name, part in trained.named_modules() if part is model)
+        with module.whole(accelerator, engines[0]) as copy:
+            expected = copy.get_submodule(name).state_dict()
+            for key, value in type(model).from_pretrained(folder).state_dict().items():  # without a head's bias
+                assert torch.equal(value, expected[key]), key
+
+    module.prepare, module.save_model = prepare_watched, save_and_compare
     return found
 
 
 if __name__ == "__main__":  # one of the two processes: the runs of a list, one after another
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # spares two minutes of compiling; gloo does it
     destroy, torch.distributed.destroy_process_group = torch.distributed.destroy_process_group, lambda group=None: None
-    counts = {stage: count_synchronisations(module) for stage, module in STAGES.items()}
+    counts = {stage: watch(module) for stage, module in STAGES.items()}
     for name, arguments in json.loads(Path(sys.argv[1]).read_text()):
         counts[name].clear()
         folder = run(name, STAGES[name].Args(**arguments))  # in the one process group: the store serves no second one

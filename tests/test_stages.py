@@ -259,7 +259,8 @@ def test_plain_transformers_scores_are_off_by_the_heads_bias(chain, world):
 
 
 @torch.no_grad()
-def test_the_papers_released_format_loads(chain, world, tmp_path):
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])  # the paper's are .bin
+def test_the_papers_released_format_loads(chain, world, tmp_path, file):
     torch.manual_seed(5)
     tokenizer = sft.load_tokenizer(str(chain.run["sft"] / "model"))
     backbone = AutoModel.from_pretrained(chain.run["sft"] / "model", dtype=torch.float32).eval()
@@ -269,12 +270,21 @@ def test_the_papers_released_format_loads(chain, world, tmp_path):
     state |= {"scalar_head.weight": head, "scalar_head.bias": bias}
     folder = tmp_path / "released"
     tokenizer.save_pretrained(folder)
-    save_file({key: value.contiguous() for key, value in state.items()}, folder / "model.safetensors")
+    save = torch.save if file.endswith(".bin") else save_file
+    save({key: value.contiguous() for key, value in state.items()}, folder / file)
     config = {"base_config": backbone.config.to_dict(), "base_model": "EleutherAI/pythia-1b-deduped", "bias": offset}
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": hidden, "model_type": "scalar"}))
 
+    # the same weights in our own format: the offset is in the head's bias
+    ours = reward.new_reward_model(str(chain.run["sft"] / "model"), tokenizer)
+    ours.model.score.weight.copy_(head)
+    ours.model.score.bias.fill_(0.25 - 0.75)
+    ours.model.save_pretrained(tmp_path / "ours")
+    tokenizer.save_pretrained(tmp_path / "ours")
     for module in (reward, ppo):
         model = module.load_reward_model(str(folder), tokenizer).eval()
+        own = module.load_reward_model(str(tmp_path / "ours"), tokenizer).eval().state_dict()
+        assert all(torch.equal(value, own[key]) for key, value in model.state_dict().items())
         for text in texts(world):
             row = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
             last = backbone(row).last_hidden_state[0, -1].double()

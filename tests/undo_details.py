@@ -211,12 +211,12 @@ PATCHES = r"""
 - nn.init.zeros_(model.score.bias)
 + pass
 11 reward.py: the backbone is random
-- model.score = nn.Linear(hidden, 1)
+- model.score = ScalarHead(hidden, 1)
 + model = AutoModelForSequenceClassification.from_config(config)
 +     model.score = nn.Linear(hidden, 1)
 11 reward.py: not from the SFT run
-- f"runs/sft/{name}/{args.seed}"
-+ f"runs/base/{name}/{args.seed}"
+- earlier(args, "sft")
++ earlier(args, "base")
 
 12 reward.py ppo.py: the first pad anywhere
 - return query_width - 1 + (tokens[:, query_width:] != pad_id).long().cumprod(1).sum(1)
@@ -260,7 +260,7 @@ PATCHES = r"""
 - return trim(tokens.gather(1, (tokens == pad_id).int().argsort(dim=1, stable=True)), pad_id, "right")
 + return tokens
 14 ppo.py: values are read as if rows were padded on the left
-- self.value_model.read(states_at(self.value_model.model, rows, before))
+- self.value_model.model.score(states_at(self.value_model.model, rows, before)).squeeze(-1)
 + self.value_model(rows)[:, -responses.shape[1] :]
 14 ppo.py: states are read as if no columns had gone before
 - (columns - split)[:, :, None]
@@ -360,8 +360,8 @@ PATCHES = r"""
 - scaled = logits.float() / (temperature + 1e-7)
 + scaled = logits.float()
 20 ppo.py: the reference at temperature 1
-- token_logprobs(ref_logits, response, args.temperature)
-+ token_logprobs(ref_logits, response, 1.0)
+- logprobs = token_logprobs(logits, response, args.temperature)
++ logprobs = token_logprobs(logits, response, 1.0)
 20 ppo.py: the policy at temperature 1
 - return token_logprobs(logits, responses, temperature)
 + return token_logprobs(logits, responses, 1.0)
@@ -432,9 +432,8 @@ PATCHES = r"""
 + value_model = load_reward_model(reward_folders[0], tokenizer)
 +     value_model.model.gpt_neox = policy.gpt_neox
 22 ppo.py: trains the reward model itself
-- for frozen in (ref_policy, *reward_models):
-+ reward_models = [value_model]
-+     for frozen in (ref_policy,):
+- check_head(policy, sft_folder)
++ reward_models = nn.ModuleList([value_model])
 22 ppo.py: not saved in value_model/
 - ("value_model", trained.value_model.model,
 + ("value_models", trained.value_model.model,
