@@ -1,0 +1,114 @@
+"""benchmark/plan.py against what transformers, torch and the stages make: parameters, and bytes that are allocated."""
+
+import plan
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
+
+import dpo
+import ppo
+import reward
+import sft
+
+STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}
+WIDTH, LAYERS, VOCAB, PAD = 192, 6, 2000, 0  # small, but with matrices that outweigh what grows with neither
+
+
+def config(width: int, layers: int, heads: int, vocab: int) -> GPTNeoXConfig:
+    shape = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": vocab}
+    return GPTNeoXConfig(**shape, intermediate_size=4 * width, rotary_pct=0.25, pad_token_id=PAD, num_labels=1)
+
+
+@pytest.mark.parametrize(("model", "billions"), [("1b", 1.012), ("2.8b", 2.775), ("6.9b", 6.857)])
+def test_parameters_are_those_of_pythia(model, billions):
+    with torch.device("meta"):
+        language = GPTNeoXForCausalLM(config(*plan.SHAPES[model])).num_parameters()
+        scalar = GPTNeoXForSequenceClassification(config(*plan.SHAPES[model])).num_parameters() + 1  # the head's bias
+    width, layers, _, vocab = plan.SHAPES[model]
+    assert round(language / 1e9, 3) == billions
+    counts = {stage: plan.parameters(stage, width, layers, vocab, 3) for stage in STAGES}
+    assert counts["sft"] == counts["dpo"] == (language, 0) and counts["reward"] == (scalar, 0)
+    assert counts["ppo"] == (language + scalar, language + 3 * scalar)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_batches_are_those_of_the_scripts(stage):
+    args, presets = STAGES[stage].Args(), STAGES[stage].PRESETS
+    batch, items, largest = plan.STAGES[stage]
+    assert batch == args.batch_size and largest == {size: rows for size, (_, rows) in presets.items()}
+    assert items == (args.total_episodes or items)
+    assert stage != "ppo" or (plan.RESPONSE, plan.FORWARD_ROWS) == (args.response_length, args.forward_batch_size)
+
+
+def tokens(*shape) -> torch.Tensor:
+    return torch.randint(1, VOCAB, shape)
+
+
+def losses(stage: str):
+    """The modules and a call of a stage's forward pass on four long rows, and the passes and logits that this makes:
+    [(rows, columns, prefix)], columns with logits."""
+    language = GPTNeoXForCausalLM(config(WIDTH, LAYERS, 4, VOCAB))
+    classifier = GPTNeoXForSequenceClassification(config(WIDTH, LAYERS, 4, VOCAB))
+    classifier.score = torch.nn.Linear(WIDTH, 1)
+    value = reward.RewardModel(classifier)
+    pairs = {"query": tokens(4, 257), "chosen": tokens(4, 60), "rejected": tokens(4, 52)}  # 256 columns go first
+    if stage == "sft":
+        batch = {"query_reference_response_token": tokens(4, 320)}
+        return language, lambda: sft.loss_and_count(language, batch, "all", PAD, "cpu")[0], [(4, 320, 0)], 320
+    if stage == "reward":
+        return value, lambda: reward.pair_rewards(value, *pairs.values(), PAD)[0].sum(), [(4, 384, 256)], 0
+    if stage == "dpo":
+        pairs |= {"chosen_start": torch.zeros(4), "rejected_start": torch.zeros(4)}
+        pairs = {key: value.long() for key, value in pairs.items()}
+        return language, lambda: sum(dpo.pair_logprobs(language, pairs, PAD)).sum(), [(4, 384, 256)], 128
+    both = ppo.PolicyAndValue(language, value)
+    queries, responses, banned = tokens(4, 257), tokens(4, 53), torch.zeros(VOCAB, dtype=torch.bool)
+
+    def loss():
+        logprobs, values, _ = both(queries, responses, PAD, banned, 0.7)
+        return logprobs.sum() + values.sum()
+
+    return both, loss, [(4, 320, 256)] * 2, 53
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_activations_and_logits_are_what_a_pass_allocates(stage):
+    model, loss, passes, columns = losses(stage)
+    for parameter in model.parameters():  # gradients are counted apart
+        parameter.grad = torch.zeros_like(parameter)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        loss().backward()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
+    expected = plan.activation_bytes(passes, WIDTH, LAYERS, 4) + plan.logit_bytes(stage, 4, columns, VOCAB)
+    assert expected == pytest.approx(peak, rel=0.07)
+    assert plan.logit_bytes(stage, 4, columns, VOCAB) > 0.1 * expected or stage in ("reward", "ppo")
+
+
+def test_states_of_a_plain_run_are_what_torch_allocates():
+    model = GPTNeoXForCausalLM(config(WIDTH, LAYERS, 4, VOCAB))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(tokens(1, 4)).logits.sum().backward()
+    optimizer.step()
+    weights = sum(x.nbytes for x in model.parameters())
+    adam = sum(x.nbytes for state in optimizer.state.values() for x in state.values())
+    expected = plan.state_bytes(model.num_parameters(), 1, 0, 32, offload_optimizer=False)
+    assert expected["buckets"] == 0 and weights == expected["weights"]
+    assert sum(x.grad.nbytes for x in model.parameters()) == expected["gradients"]
+    assert adam == pytest.approx(expected["optimizer"], rel=1e-3)  # and counts of steps
+
+
+def test_what_fits_and_what_does_not(capsys):
+    plan.main(plan.Args("ppo", model="6.9b"))
+    said = capsys.readouterr().out
+    assert "batch of 512 = 8 x 32 micro-batches of 2" in said and "GB fits 80 GB" in said
+    plan.main(plan.Args("ppo", model="6.9b", offload=False))
+    assert "GB does NOT fit 80 GB; largest micro-batch: none" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="does not split over 7 processes; nearest: 126 or 133"):
+        plan.main(plan.Args("sft", gpus=7))
+    with pytest.raises(SystemExit, match="which stage"):
+        plan.main(plan.Args())
