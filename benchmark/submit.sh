@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# The whole study on Slurm: data, then SFT, reward model, PPO (without and with whitened rewards) and DPO, three sizes,
+# four seeds. A seed's next stage starts when its stage before has ended well, whatever became of the other seeds.
+#
+#   bash benchmark/submit.sh               submit; prints the jobs
+#   bash benchmark/submit.sh --dry-run     print every command instead: benchmark/commands.md
+#
+# From the environment, in place of the paper's: SIZES, SEEDS, STAGES; CONFIG, PROCESSES (of a machine) and RESOURCES
+# (flags for sbatch); FLAGS_tldr_dataset, FLAGS_sft, FLAGS_reward, FLAGS_ppo, FLAGS_dpo (further flags of a script).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+read -ra sizes <<<"${SIZES:-1b 2.8b 6.9b}"
+read -ra seeds <<<"${SEEDS:-44413 55513 66613 77713}"
+read -ra stages <<<"${STAGES:-tldr_dataset sft reward ppo ppo_whiten dpo}"
+config=${CONFIG:-benchmark/accelerate/zero2.yaml}
+processes=${PROCESSES:-8}
+[[ $# == 0 || $* == --dry-run ]] || { echo "error: $*: submit.sh takes --dry-run or nothing" >&2 && exit 1; }
+dry_run=${1:+yes}
+
+# what a task takes of the cluster. The time is several times that of benchmark/results/plan.md, which knows arithmetic
+# alone; the memory of a machine holds the states that 8 processes load and save: 4 bytes a weight, each its own copy
+resources() { # stage, size
+    case ${2:-}/$1 in
+        /tldr_dataset) echo --cpus-per-task=4 --mem=32G --time=2:00:00 ;;
+        1b/ppo*) echo --gpus-per-node=8 --cpus-per-gpu=4 --mem=250G --time=12:00:00 ;;
+        1b/*) echo --gpus-per-node=8 --cpus-per-gpu=4 --mem=250G --time=2:00:00 ;;
+        2.8b/ppo*) echo --gpus-per-node=8 --cpus-per-gpu=4 --mem=500G --time=24:00:00 ;;
+        2.8b/*) echo --gpus-per-node=8 --cpus-per-gpu=4 --mem=500G --time=4:00:00 ;;
+        6.9b/ppo*) echo --gpus-per-node=8 --cpus-per-gpu=4 --mem=1000G --time=48:00:00 ;;
+        6.9b/*) echo --gpus-per-node=8 --cpus-per-gpu=4 --mem=1000G --time=8:00:00 ;;
+        *) echo --cpus-per-task=2 --time=4:00:00 ;;
+    esac
+}
+
+arguments() { # stage, size -> script and flags, {seed} for the seed
+    local script=${1%_whiten}
+    local further=FLAGS_$script whiten="--whiten-rewards --output-dir runs/ppo_whiten/${2##*/}/{seed}"
+    [[ $1 == ppo_whiten ]] || whiten=
+    echo "$script.py --model $2 --seed {seed} --run-eval --save-every 100 $whiten ${!further:-}"
+}
+
+submit() { # flags for sbatch..., the batch script and its arguments -> job id, or its name in a dry run
+    if [[ -z $dry_run ]]; then
+        sbatch --parsable "$@" && return
+        exit 1
+    fi
+    echo "sbatch ${*@Q}" >>"$dry"
+    for word in "$@"; do [[ $word != --job-name=* ]] || echo "<${word#*=}>"; done
+}
+
+dry=$(mktemp)
+trap 'rm -f "$dry"' EXIT
+if [[ -z $dry_run ]]; then
+    source quickstart/setup.sh requirements.txt
+    mkdir -p logs # where Slurm writes what a task prints; without the folder it runs none
+fi
+declare -A job before=([reward]=sft [dpo]=sft [ppo]=reward [ppo_whiten]=reward)
+[[ -z $dry_run ]] || printf '%s\n\n' '# Commands' 'Every run of the study, as `bash benchmark/submit.sh --dry-run` prints it.'
+for stage in "${stages[@]}"; do
+    [[ -z $dry_run ]] || printf '## %s\n\n```bash\n' "$stage"
+    if [[ $stage == tldr_dataset ]]; then
+        read -ra flags <<<"--output-dir data/tldr ${FLAGS_tldr_dataset:-}"
+        read -ra takes <<<"${RESOURCES:-$(resources "$stage")}"
+        job[$stage]=$(
+            submit --job-name="$stage" --output=logs/%x_%j.out "${takes[@]}" benchmark/tldr_dataset.sbatch "${flags[@]}"
+        )
+        [[ -z $dry_run ]] && echo "${job[tldr_dataset]} tldr_dataset" || echo "python tldr_dataset.py ${flags[*]}"
+    else
+        for size in "${sizes[@]}"; do
+            name=${size##*/} after=()
+            earlier=${job[${before[$stage]:-}_$name]:-}
+            [[ -z $earlier ]] || after=(--dependency="aftercorr:$earlier")
+            [[ $stage != sft || -z ${job[tldr_dataset]:-} ]] || after=(--dependency="afterok:${job[tldr_dataset]}")
+            read -ra flags <<<"$(arguments "$stage" "$size")"
+            read -ra takes <<<"${RESOURCES:-$(resources "$stage" "$size")}"
+            job[${stage}_$name]=$(
+                submit --job-name="${stage}_$name" --array="0-$((${#seeds[@]} - 1))" --output=logs/%x_%A_%a.out \
+                    "${takes[@]}" "${after[@]}" benchmark/stage.sbatch "$config" "$processes" "${seeds[*]}" "${flags[@]}"
+            )
+            [[ -n $dry_run ]] || echo "${job[${stage}_$name]} ${stage}_$name"
+            for seed in "${seeds[@]}"; do
+                [[ -z $dry_run ]] || echo "accelerate launch --config_file $config ${flags[*]//\{seed\}/$seed}"
+            done
+        done
+    fi
+    [[ -z $dry_run ]] || printf '```\n\n'
+done
+[[ -z $dry_run ]] || printf '## Slurm\n\n```bash\n%s\n```\n' "$(cat "$dry")"
