@@ -39,7 +39,7 @@ import pyarrow.parquet
 import tyro
 from datasets import Dataset, DatasetDict, Features, List, Value, disable_progress_bars, load_dataset
 from datasets import get_dataset_config_names as config_names
-from huggingface_hub import DatasetCard, HfApi
+from huggingface_hub import DatasetCard, HfApi, hf_hub_download
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
@@ -81,6 +81,8 @@ class Args:
     """repository of the SFT data set, `owner/name`; needed by --push-to-hub"""
     hub_id_preference: str = ""
     """repository of the preference data set, `owner/name`; needed by --push-to-hub"""
+    hub_revision: str = "main"
+    """branch of both to push to, made if it is not there"""
 
 
 TLDR_TEMPLATE = "SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"  # Detail 2: no trailing space
@@ -597,18 +599,20 @@ def main(args: Args):
         for name, repository in (("sft", args.hub_id_sft), ("preference", args.hub_id_preference)):
             folder = output_dir / name
             try:
-                DatasetDict.load_from_disk(str(folder)).push_to_hub(repository)
-                card = DatasetCard.load(repository)
+                DatasetDict.load_from_disk(str(folder)).push_to_hub(repository, revision=args.hub_revision)
+                pushed = {"repo_id": repository, "repo_type": "dataset", "revision": args.hub_revision}
+                card = DatasetCard.load(hf_hub_download(filename="README.md", **pushed))
                 card.text = (folder / "README.md").read_text(encoding="utf-8")
                 readme = {"path_or_fileobj": str(card).encode(), "path_in_repo": "README.md"}
-                HfApi().upload_file(**readme, repo_id=repository, repo_type="dataset")
+                HfApi().upload_file(**readme, **pushed)
             except Exception as error:  # of many kinds; the data are safe on disk
-                later = f"from datasets import load_from_disk; load_from_disk('{folder}').push_to_hub('{repository}')"
+                where = f"'{repository}', revision='{args.hub_revision}'"
+                later = f"from datasets import load_from_disk; load_from_disk('{folder}').push_to_hub({where})"
                 fail(
                     f"the push to {repository} failed ({one_line(error)}). "
                     f'The data are complete in {output_dir}; to push them later: python -c "{later}"'
                 )
-            console.print(f"pushed {name} to {repository}")
+            console.print(f"pushed {name} to {repository}@{args.hub_revision}")
 
 
 if __name__ == "__main__":

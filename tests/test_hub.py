@@ -43,8 +43,8 @@ def hub(world, tmp_path_factory):
 
     raw = ["--sft-dataset", world.raw / "posts", "--preference-dataset", world.raw / "comparisons"]
     run("tldr_dataset", *raw, "--tokenizer", world.tokenizer, "--push-to-hub", "--output-dir", root / "tldr",
-        "--hub-id-sft", "me/tldr", "--hub-id-preference", "me/tldr-preference")  # fmt: skip
-    data, pairs = ["--dataset", "me/tldr"], ["--preference-dataset", "me/tldr-preference@main"]
+        "--hub-id-sft", "me/tldr", "--hub-id-preference", "me/tldr-preference", "--hub-revision", "v1")  # fmt: skip
+    data, pairs = ["--dataset", "me/tldr@v1"], ["--preference-dataset", "me/tldr-preference@v1"]
     run("sft", "--model", world.model, *data, *RUN, "--run-eval", *push("sft"), "--hub-revision", "first")
     sft = ["--model", "nano-xs", "--sft-model-path", "me/nano-sft@first"]
     rows = [flag for flag in RUN if flag not in ("--response-length", "8")]
@@ -105,7 +105,7 @@ def test_the_card_says_how_the_model_was_made(hub, stage):
 
 def test_data_cards_keep_their_head_and_get_our_text(hub):
     for repository, name in (("me/tldr", "sft"), ("me/tldr-preference", "preference")):
-        card = hub.file(f"datasets/{repository}", "main", "README.md").decode()
+        card = hub.file(f"datasets/{repository}", "v1", "README.md").decode()
         assert card.startswith("---\n") and "dataset_info" in card and "- split: validation" in card
         assert (hub.root / "tldr" / name / "README.md").read_text().strip() in card
 
@@ -128,7 +128,7 @@ def test_a_stage_started_from_the_pushed_weights(hub):
 
 
 def test_a_repository_that_cannot_be_written_to_is_an_error_before_the_run(hub, world):
-    flags = ["--model", world.model, "--dataset", "me/tldr", "--output-dir", "refused", *RUN, "--push-to-hub"]
+    flags = ["--model", world.model, "--dataset", "me/tldr@v1", "--output-dir", "refused", *RUN, "--push-to-hub"]
     command = [sys.executable, str(ROOT / "sft.py"), *map(str, flags)]
     told = {"cwd": hub.root, "capture_output": True, "text": True}
     done = subprocess.run(command, env=hub.environment, **told)

@@ -1,5 +1,6 @@
 """A run is a function of its hyperparameters and seed: not of processes, micro-batches, padding or interruptions."""
 
+import gc
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import deepspeed  # noqa: F401
 import pandas
+import plan
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -304,6 +306,19 @@ def test_zero_changes_nothing(one_process, zero, record_property):
         assert_same(stage, f"2 processes, {name}", one_process[stage][0], folder, record_property)
 
 
+def test_zero_holds_the_bytes_that_the_plan_says(zero, world):
+    name, folders = zero
+    parameters = AutoModelForCausalLM.from_pretrained(world.model).num_parameters()
+    expected = plan.state_bytes(parameters, 2, int(name[4]), 32, offload_optimizer=False)
+    kept = expected["weights"] + expected["optimizer"]
+    kept += expected["gradients"] + expected["buckets"] if name == "zero3" else 0  # ZeRO-2 frees them at a step
+    for rank in (0, 1):
+        found = int((folders["sft"] / f"bytes_{rank}").read_text())
+        if name == "zero3":  # the bucket would hide the rest
+            found, kept = found - 4 * 5e8, kept - 4 * 5e8
+        assert found == pytest.approx(kept, rel=0.05), rank
+
+
 def test_without_rounding_both_rewards_stay(setting, monkeypatch):
     """At 50 times the learning rate of the comparison above, where in float32 the rewards of a pair drift together by
     5e-5 between micro-batches of 8 and 2 while their margin stays: in float64 none of it is left."""
@@ -371,20 +386,29 @@ def test_more_padding_in_the_data_changes_nothing(setting, world, one_process, t
     assert_same(stage, "more padding in the data", one_process[stage][0], folder, record_property)
 
 
-def watch(module) -> list:
-    """From now on a stage's DDP model adds an item to the list returned whenever its gradients have been exchanged, and
-    what a stage saves is compared with what it trained."""
-    found, engines, prepare, save_model = [], [], module.prepare, module.save_model
+def live_bytes() -> int:
+    """Bytes of all tensors that Python knows of, those that share memory counted once."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and not x.is_meta]
+    tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def watch(module) -> SimpleNamespace:
+    """From now on what a stage saves is compared with what it trained. Returns .exchanges, which a DDP model increases
+    whenever its gradients have been exchanged, and .bytes, what model and optimizer held after the last step."""
+    found, engines = SimpleNamespace(exchanges=0, bytes=0), []
+    prepare, save_model, optimizer_step = module.prepare, module.save_model, module.optimizer_step
 
     def hook(_, bucket):
-        if bucket.is_last():
-            found.append(1)
+        found.exchanges += bucket.is_last()
         return allreduce_hook(None, bucket)
 
     def prepare_watched(accelerator, model, args):
         if module.zero_stage(accelerator) == 3:
             settings = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
             settings["stage3_param_persistence_threshold"] = 0  # by default weights as small as these are not sharded
+        found.before = live_bytes() - sum(parameter.nbytes for parameter in model.parameters())
         model, optimizer = prepare(accelerator, model, args)
         engines[:] = [model]
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -402,16 +426,22 @@ def watch(module) -> list:
             for key, value in type(model).from_pretrained(folder).state_dict().items():  # without a head's bias
                 assert torch.equal(value, expected[key]), key
 
-    module.prepare, module.save_model = prepare_watched, save_and_compare
+    def step_and_count(accelerator, model, *args):
+        norm = optimizer_step(accelerator, model, *args)
+        found.bytes = live_bytes() - found.before
+        return norm
+
+    module.prepare, module.save_model, module.optimizer_step = prepare_watched, save_and_compare, step_and_count
     return found
 
 
 if __name__ == "__main__":  # one of the two processes: the runs of a list, one after another
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # spares two minutes of compiling; gloo does it
     destroy, torch.distributed.destroy_process_group = torch.distributed.destroy_process_group, lambda group=None: None
-    counts = {stage: watch(module) for stage, module in STAGES.items()}
+    watched = {stage: watch(module) for stage, module in STAGES.items()}
     for name, arguments in json.loads(Path(sys.argv[1]).read_text()):
-        counts[name].clear()
+        watched[name].exchanges = 0
         folder = run(name, STAGES[name].Args(**arguments))  # in the one process group: the store serves no second one
-        (folder / "synchronisations").write_text(str(len(counts[name])))
+        (folder / "synchronisations").write_text(str(watched[name].exchanges))
+        (folder / f"bytes_{os.environ['RANK']}").write_text(str(watched[name].bytes))
     destroy()

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM
 
@@ -89,15 +90,17 @@ def test_other_weights_or_rows_have_other_keys(arguments, world, tmp_path):
 def test_another_precision_or_another_text_of_the_script_has_another_key(world, tmp_path, monkeypatch):
     rows = load_from_disk(str(world.preference_dataset))["validation"].with_format("torch")
 
-    def key(device: str = "cpu", precision: str = "no") -> str:
-        accelerator = SimpleNamespace(device=torch.device(device), mixed_precision=precision)
-        return dpo.reference_key(accelerator, str(world.model), rows)
+    def key(device: str = "cpu", precision: str = "no", zero: int | None = None) -> str:
+        kind = DistributedType.DEEPSPEED if zero else DistributedType.NO
+        state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=zero))
+        settings = {"device": torch.device(device), "mixed_precision": precision, "state": state}
+        return dpo.reference_key(SimpleNamespace(distributed_type=kind, **settings), str(world.model), rows)
 
-    keys = [key(), key("cuda"), key(precision="bf16")]
-    assert key() == keys[0]
+    keys = [key(), key("cuda"), key(precision="bf16"), key(precision="bf16", zero=2)]
+    assert key() == keys[0] and key(precision="bf16", zero=3) == keys[3]
     (tmp_path / "dpo.py").write_text("another")
     monkeypatch.setattr(dpo, "__file__", str(tmp_path / "dpo.py"))
-    assert len({*keys, key()}) == 4
+    assert len({*keys, key()}) == 5
 
 
 def test_a_difference_of_rounding_is_no_hit(arguments, tmp_path):

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from conftest import make_world
 from kill_runs import metrics, weights
+from test_invariance import assert_same_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES, SEEDS = ("nano-xs", "nano-s"), ("1", "2")
@@ -61,7 +62,8 @@ def study(root: Path) -> tuple[Path, dict]:
         shutil.copy(ROOT / name, checkout / name)
     nano.main(nano.Args(tokenizer=str(world.tokenizer), size="s", output_dir=str(root / "world" / "nano-s")))
     raw, run = world.raw, "--batch-size 8 --save-every 2 --total-episodes"
-    environment = os.environ | {
+    os.environ |= {
+        "DS_ACCELERATOR": "cpu",
         "VIRTUAL_ENV": sys.prefix,
         "OMP_NUM_THREADS": "1",
         "MASTER": "127.0.0.1",  # nobody resolves the names of machines that are pretended
@@ -80,7 +82,7 @@ def study(root: Path) -> tuple[Path, dict]:
     blocked = checkout / "runs" / "reward" / "nano-s" / "2"
     blocked.parent.mkdir(parents=True)
     blocked.write_text("a file where the run needs a folder")
-    print(subprocess.run(["bash", "benchmark/submit.sh"], cwd=checkout, env=environment, **SAID).stdout)
+    print(subprocess.run(["bash", "benchmark/submit.sh"], cwd=checkout, **SAID).stdout)
     preempted, began, shown = False, time.time(), ""
     while not all(state in ENDED for state, _ in jobs().values()):
         assert time.time() - began < 1500, jobs()
@@ -134,3 +136,18 @@ def test_a_preempted_run_continues_to_the_same_end(cluster):
     subprocess.run([*command, *flags.split()], cwd=checkout, **SAID)
     assert metrics(run / "1") == metrics(undisturbed) and weights(run / "1") == weights(undisturbed)
     assert metrics(run / "2") != metrics(undisturbed)
+
+
+def test_zero3_over_two_machines(cluster):
+    checkout, _ = cluster
+    environment = os.environ | {"STAGES": "sft", "SEEDS": "3", "CONFIG": "benchmark/accelerate/zero3.yaml"}
+    environment["SIZES"] = os.environ["SIZES"].split()[0]
+    subprocess.run(["bash", "benchmark/submit.sh"], cwd=checkout, env=environment, check=True)
+    while subprocess.run(["squeue", "-h"], **SAID).stdout:  # pending or running
+        time.sleep(3)
+    [log] = [x for x in (checkout / "logs").glob("sft_nano-xs_*_0.out") if "runs/sft/nano-xs/3" in x.read_text()]
+    assert "2 process(es)" in log.read_text()
+    plain = checkout / "one_process"
+    command = [sys.executable, "sft.py", "--model", environment["SIZES"], "--seed", "3", "--output-dir", str(plain)]
+    subprocess.run([*command, *os.environ["FLAGS_sft"].split(), "--run-eval"], cwd=checkout, **SAID)
+    assert_same_metrics(plain, checkout / "runs" / "sft" / "nano-xs" / "3")

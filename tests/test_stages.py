@@ -186,7 +186,8 @@ def test_run_folder(chain, world, stage):
     expected = {"model", "metrics.jsonl", "args.json", "tensorboard", "eval"}
     assert names == expected | ({"value_model"} if stage == "ppo" else set())
     args = json.loads((folder / "args.json").read_text())
-    assert set(args) == {*vars(STAGES[stage].Args())} and args["seed"] == SEED and args["micro_batch_size"] == 8
+    assert set(args) == {*vars(STAGES[stage].Args()), "stage", "command"} and args["stage"] == stage
+    assert args["seed"] == SEED and args["micro_batch_size"] == 8 and args["command"].startswith("python ")
     assert Path(args["output_dir"]) == Path("runs") / stage / chain.name / str(SEED)
 
     updates = [line["update"] for line in lines(folder)]

@@ -582,7 +582,9 @@ def test_push_without_a_hub_keeps_the_data_and_says_so(folder, monkeypatch):
     monkeypatch.setattr(DatasetDict, "push_to_hub", refuse)
     with pytest.raises(SystemExit, match="no route to the Hub") as error:
         main(arguments(folder, push_to_hub=True, hub_id_sft="me/a", hub_id_preference="me/b"))
-    assert f"complete in {folder}/out" in error.value.code and "push_to_hub('me/a')" in error.value.code
+    assert (
+        f"complete in {folder}/out" in error.value.code and "push_to_hub('me/a', revision='main')" in error.value.code
+    )
     assert len(load_from_disk(str(folder / "out/sft"))["train"]) == 6
 
 
