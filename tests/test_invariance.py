@@ -284,7 +284,7 @@ def launch(folder: Path, jobs: dict, config: str) -> str:
     command += ["--config_file", ROOT / "benchmark" / "accelerate" / f"{config}.yaml"]
     command += ["--main_process_port", free_port(), __file__, folder / "jobs.json"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
-    environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmark'}"}
     done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
@@ -308,15 +308,17 @@ def test_zero_changes_nothing(one_process, zero, record_property):
 
 def test_zero_holds_the_bytes_that_the_plan_says(zero, world):
     name, folders = zero
+    if name == "zero2_offload":
+        pytest.skip("on a CPU there is no other memory to offload to")
     parameters = AutoModelForCausalLM.from_pretrained(world.model).num_parameters()
     expected = plan.state_bytes(parameters, 2, int(name[4]), 32, offload_optimizer=False)
-    kept = expected["weights"] + expected["optimizer"]
-    kept += expected["gradients"] + expected["buckets"] if name == "zero3" else 0  # ZeRO-2 frees them at a step
+    bucket = 4 * 500_000_000 if name == "zero3" else 0
+    assert expected.pop("buckets") == 4 * 500_000_000
+    if name == "zero2":  # which frees its gradients and its bucket at each step
+        expected.pop("gradients")
     for rank in (0, 1):
         found = int((folders["sft"] / f"bytes_{rank}").read_text())
-        if name == "zero3":  # the bucket would hide the rest
-            found, kept = found - 4 * 5e8, kept - 4 * 5e8
-        assert found == pytest.approx(kept, rel=0.05), rank
+        assert found - bucket == pytest.approx(sum(expected.values()), rel=0.05)
 
 
 def test_without_rounding_both_rewards_stay(setting, monkeypatch):
