@@ -1,0 +1,340 @@
+"""Win rate of a run's sampled summaries: against the references, or against another run's of the same posts.
+
+    python eval/judge.py runs/ppo/1b/44413 --judge gpt-3.5-turbo                    # any OpenAI-compatible endpoint
+    python eval/judge.py runs/ppo/1b/44413 --judge local --base-url http://localhost:8000/v1 --against runs/sft/1b/44413
+    python eval/judge.py runs/quickstart/.../44413 --judge quickstart/truth.py:score    # a function of post and summary
+
+The prompt is the paper's (appendix B). The order of the two summaries is drawn per example from the seed; with
+--both-orders both are asked, and a judge that changes its mind with the order has seen a tie. An answer whose last word
+is not one of A and B in the form asked for counts as invalid and in no win rate. Every answer is appended to a JSON
+Lines file as it comes, under a hash of judge and prompt: what is there is not asked again. The key comes from
+OPENAI_API_KEY.
+
+Reads eval/samples_validation.csv of a run, or any CSV file with its columns id, query, response, reference. Writes
+judge_NAME.csv (a row per example), judge_NAME.md (the tables that it prints) and judge_NAME.jsonl (the answers) beside
+it.
+"""
+
+import asyncio
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import re
+from dataclasses import dataclass
+from math import exp, log
+from pathlib import Path
+from typing import Annotated
+
+import numpy
+import pandas
+import tyro
+from openai import AsyncOpenAI, OpenAIError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+# appendix B
+PROMPT = """Which of the following summaries does a better job of summarizing the most \\
+important points in the given forum post, without including unimportant or \\
+irrelevant details? Judge based on accuracy, coverage, and coherence.
+
+Post:
+{post}
+
+Summary A:
+{a}
+
+Summary B:
+{b}
+
+FIRST provide a one-sentence comparison of the two summaries, explaining which \\
+you prefer and why. SECOND, on a new line, state only "A" or "B" to indicate your \\
+choice. Your response should use the format:
+Comparison: <one-sentence comparison and explanation>
+Preferred: <"A" or "B">"""
+PROMPT = PROMPT.replace("\\\n", "")
+COLUMNS = ["id", "query", "response", "reference"]
+ANSWER_TOKENS = 60  # of an answer, for the estimate
+BINS = [-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0]  # edges of log(summary length / reference length), figure 12
+
+
+@dataclass
+class Args:
+    samples: Annotated[str, tyro.conf.Positional]
+    """run folder, or a CSV file with the columns id, query, response and reference"""
+    judge: str
+    """name of the endpoint's model, or path.py:function that scores (post, summary)"""
+    against: str | None = None
+    """run folder or CSV file whose responses take the references' place"""
+    base_url: str | None = None
+    """address of the endpoint; default OpenAI's, or OPENAI_BASE_URL"""
+    rows: int | None = None
+    """the first so many examples; default: all"""
+    seed: int = 1
+    """of the orders and of the bootstrap"""
+    both_orders: bool = False
+    """ask for each example in both orders"""
+    temperature: float = 0.0
+    """of the judge"""
+    concurrency: int = 8
+    """requests under way at once"""
+    retries: int = 6
+    """of a request after 429, 5xx, a time-out or a lost connection, with growing pauses"""
+    timeout: float = 60.0
+    """seconds until a request counts as lost"""
+    input_price: float | None = None
+    """dollars per million tokens of prompts, for the estimate"""
+    output_price: float | None = None
+    """dollars per million tokens of answers, for the estimate"""
+    name: str | None = None
+    """NAME in what is written; default: the judge's, and of what the run is held against"""
+
+
+def fail(message: str):
+    """End the process with one clear message on standard error and exit code 1."""
+    raise SystemExit(f"error: {message}")
+
+
+def one_line(error: Exception) -> str:
+    """Kind and first line of an exception."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+# ---- examples ----------------------------------------------------------------------------------------------------
+
+
+def samples_file(path: str) -> Path:
+    """The CSV file of samples that a run folder or a path names."""
+    for file in (Path(path) / "eval" / "samples_validation.csv", Path(path)):
+        if file.is_file():
+            return file
+    fail(f"{path}: neither a CSV file nor a run folder with eval/samples_validation.csv (made by --run-eval)")
+
+
+def read_samples(path: str) -> pandas.DataFrame:
+    """Its rows with text in COLUMNS, by id; an error names what is missing."""
+    file = samples_file(path)
+    frame = pandas.read_csv(file, keep_default_na=False, dtype=dict.fromkeys(COLUMNS, str))
+    if missing := [column for column in COLUMNS if column not in frame]:
+        fail(f"{file}: no columns {missing}; it has {list(frame.columns)}")
+    if frame.empty or frame["id"].duplicated().any():
+        fail(f"{file}: " + ("no rows" if frame.empty else f"id {frame['id'][frame['id'].duplicated()].iloc[0]} twice"))
+    return frame[COLUMNS]
+
+
+def read_examples(args: Args) -> pandas.DataFrame:
+    """Columns id, query, summary, other (the reference, or what the run in --against said of the same post)."""
+    frame = read_samples(args.samples).rename(columns={"response": "summary", "reference": "other"})
+    if args.against:
+        theirs = read_samples(args.against).set_index("id")
+        if missing := [i for i in frame["id"] if i not in theirs.index]:
+            fail(f"--against {args.against}: {len(missing)} of {len(frame)} ids are not there, {missing[0]} the first")
+        theirs = theirs.loc[frame["id"]]
+        if (theirs["query"].to_numpy() != frame["query"].to_numpy()).any():
+            fail(f"--against {args.against}: the same ids are of other posts")
+        frame["other"] = theirs["response"].to_numpy()
+    return frame.head(args.rows) if args.rows else frame
+
+
+def first_is_a(seed: int, identity: str) -> bool:
+    """Whether the summary is A and the other B, drawn for an example."""
+    return random.Random(f"{seed} {identity}").random() < 0.5
+
+
+# ---- judges ------------------------------------------------------------------------------------------------------
+
+
+def verdict(answer: str) -> str | None:
+    """A or B as the last line of an answer says in the form asked for, `Preferred: A`; else None, never a guess."""
+    lines = [line.strip() for line in answer.strip().splitlines() if line.strip()]
+    found = [re.fullmatch(r"Preferred:\s*\"?([AB])\"?\.?", line) for line in lines]
+    return found[-1][1] if lines and found[-1] and sum(map(bool, found)) == 1 else None
+
+
+def key(args: Args, prompt: str) -> str:
+    """What an answer is kept under: a hash of the judge and the whole question."""
+    return hashlib.blake2b(f"{args.judge}\n{args.temperature}\n{prompt}".encode(), digest_size=16).hexdigest()
+
+
+def read_answers(file: Path) -> dict[str, str]:
+    """{key: answer} of the lines that were written whole."""
+    found = {}
+    for line in file.read_text().splitlines(keepends=True) if file.exists() else []:
+        if line.endswith("\n"):
+            row = json.loads(line)
+            found[row["key"]] = row["answer"]
+    return found
+
+
+async def ask(args: Args, prompts: list[str], file: Path, known: dict[str, str]) -> list[str]:
+    """Ask for what is not known, several at once; each answer goes into the file as it comes. Returns the errors."""
+    wanted = {key(args, prompt): prompt for prompt in prompts if key(args, prompt) not in known}
+    gate, failed = asyncio.Semaphore(args.concurrency), []
+    settings = {"base_url": args.base_url, "max_retries": args.retries, "timeout": args.timeout}
+    client = AsyncOpenAI(**settings, api_key=os.environ.get("OPENAI_API_KEY", "none" if args.base_url else None))
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")]
+    columns += [TimeElapsedColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as bar, file.open("a") as answers:
+        task = bar.add_task(args.judge, total=len(wanted), rate="")
+
+        async def one(name: str, prompt: str):
+            async with gate:
+                try:
+                    said = await client.chat.completions.create(
+                        model=args.judge,
+                        messages=[{"role": "user", "content": prompt}],
+                        temperature=args.temperature,
+                    )
+                    known[name] = said.choices[0].message.content or ""
+                except (OpenAIError, ValueError, TypeError, IndexError, AttributeError) as error:  # nothing to keep
+                    failed.append(one_line(error))
+                    return
+            row = {"key": name, "answer": known[name], "usage": said.usage.model_dump() if said.usage else None}
+            answers.write(json.dumps(row) + "\n")
+            answers.flush()
+            bar.update(task, advance=1, rate=f"{bar.tasks[0].speed or 0:.2f}/s")
+
+        await asyncio.gather(*(one(name, prompt) for name, prompt in wanted.items()))
+    return failed
+
+
+def by_endpoint(args: Args, frame: pandas.DataFrame, file: Path) -> list[list[float | None]]:
+    """Per example and order asked: 1 where the summary is preferred, 0 where the other, None where the answer is no
+    answer."""
+    orders = [[first, not first] if args.both_orders else [first] for first in map_orders(args, frame)]
+    prompts = [
+        [PROMPT.format(post=q, a=s if first else o, b=o if first else s) for first in wanted]
+        for (q, s, o), wanted in zip(frame[["query", "summary", "other"]].to_numpy(), orders, strict=True)
+    ]
+    known, flat = read_answers(file), [prompt for pair in prompts for prompt in pair]
+    print(estimate(args, [prompt for prompt in flat if key(args, prompt) not in known], len(flat)))
+    if failed := asyncio.run(ask(args, flat, file, known)):
+        fail(
+            f"{len(failed)} of {len(flat)} requests got no answer, the first: {failed[0]}. The others are in {file}: "
+            "the same command asks for what is missing"
+        )
+    verdicts = [[verdict(known[key(args, prompt)]) for prompt in pair] for pair in prompts]
+    return [
+        [None if said is None else float((said == "A") == first) for said, first in zip(row, wanted, strict=True)]
+        for row, wanted in zip(verdicts, orders, strict=True)
+    ]
+
+
+def map_orders(args: Args, frame: pandas.DataFrame) -> list[bool]:
+    return [first_is_a(args.seed, identity) for identity in frame["id"]]
+
+
+def estimate(args: Args, prompts: list[str], total: int) -> str:
+    """What the requests will cost, by four characters a token, and take, by two seconds an answer."""
+    tokens, answers = sum(map(len, prompts)) / 4, ANSWER_TOKENS * len(prompts)
+    text = (
+        f"{len(prompts):,} of {total:,} questions to ask {args.judge}: about {tokens:,.0f} tokens in, {answers:,} out, "
+    )
+    text += f"{2 * len(prompts) / args.concurrency / 60:.1f} minutes at 2 s an answer"
+    if args.input_price is not None and args.output_price is not None:
+        text += f", ${(tokens * args.input_price + answers * args.output_price) / 1e6:.2f}"
+    return text
+
+
+def by_function(args: Args, frame: pandas.DataFrame) -> list[list[float | None]]:
+    """Per example: 1, 0.5 or 0 as a function of post and summary scores the summary above, as or below the other."""
+    path, _, name = args.judge.rpartition(":")
+    try:
+        spec = importlib.util.spec_from_file_location("judge_function", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        score = getattr(module, name)
+    except Exception as error:
+        fail(f"--judge {args.judge}: no function there ({one_line(error)})")
+    rows = frame[["query", "summary", "other"]].to_numpy()
+    differences = [score(query, summary) - score(query, other) for query, summary, other in rows]
+    return [[0.5 + 0.5 * ((x > 0) - (x < 0))] for x in differences]
+
+
+# ---- what it comes to --------------------------------------------------------------------------------------------
+
+
+def bootstrap(values: numpy.ndarray, seed: int, draws: int = 10_000) -> tuple[float, float]:
+    """Ends of the 95 % percentile interval of the mean of `values` (n,)."""
+    generator = numpy.random.default_rng(seed)
+    means = [values[generator.integers(len(values), size=len(values))].mean() for _ in range(draws)]
+    low, high = numpy.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def length_controlled(wins: numpy.ndarray, ratios: numpy.ndarray) -> tuple[float, float]:
+    """(win rate at equal length, slope) of the logistic regression of wins (n,) in [0, 1] on log length ratios (n,), by
+    Newton's method; a ridge of 1e-6 keeps it finite where the lengths tell all wins apart."""
+    design, weights = numpy.stack([numpy.ones_like(ratios), ratios], 1), numpy.zeros(2)
+    for _ in range(100):
+        chances = 1 / (1 + numpy.exp(-numpy.clip(design @ weights, -30, 30)))
+        gradient = design.T @ (wins - chances) - 1e-6 * weights
+        curvature = (design * (chances * (1 - chances))[:, None]).T @ design + 1e-6 * numpy.eye(2)
+        step = numpy.linalg.solve(curvature, gradient)
+        weights = weights + step / max(1.0, numpy.abs(step).max())
+        if numpy.abs(step).max() < 1e-10:
+            break
+    return 1 / (1 + exp(-weights[0])), float(weights[1])
+
+
+def length_ratio(summary: str, other: str) -> float:
+    """log(summary length / reference length) in words, an empty text counted as one word (figure 12)."""
+    return log(max(len(summary.split()), 1) / max(len(other.split()), 1))
+
+
+def summarise(frame: pandas.DataFrame, seed: int) -> tuple[dict, list[dict]]:
+    """Win rate with its interval, invalid answers, ties, length control; and the win rate by length ratio."""
+    valid = frame.dropna(subset="win")
+    if valid.empty:
+        fail("not one valid answer: read the answers, the judge does not keep to the form")
+    wins, ratios = valid["win"].to_numpy(float), valid["length_ratio"].to_numpy(float)
+    low, high = bootstrap(wins, seed)
+    controlled, slope = length_controlled(wins, ratios)
+    summary = {"examples": len(frame), "invalid": len(frame) - len(valid), "ties": int((wins == 0.5).sum())}
+    summary |= {"win_rate": wins.mean(), "win_rate_low": low, "win_rate_high": high}
+    summary |= {"length_controlled_win_rate": controlled, "log_odds_per_log_ratio": slope}
+    summary |= {"mean_length_ratio": ratios.mean()}
+    edges = [-numpy.inf, *BINS, numpy.inf]
+    bins = []
+    for start, end in zip(edges, edges[1:], strict=False):
+        inside = wins[(ratios >= start) & (ratios < end)]
+        if len(inside):
+            deviation = inside.std(ddof=1) / len(inside) ** 0.5 if len(inside) > 1 else numpy.nan
+            bins.append({"from": start, "to": end, "examples": len(inside), "win_rate": inside.mean(), "se": deviation})
+    return summary, bins
+
+
+def markdown(rows: list[dict]) -> str:
+    """A Markdown table of rows with equal keys."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def main(args: Args):
+    file = samples_file(args.samples)
+    frame = read_examples(args)
+    against = f"_vs_{Path(args.against).parent.name}_{Path(args.against).name}" if args.against else ""
+    stem = file.with_name(f"judge_{args.name or re.sub('[^A-Za-z0-9.-]+', '-', args.judge) + against}")
+    function = re.fullmatch(r".+\.py:\w+", args.judge)
+    wins = by_function(args, frame) if function else by_endpoint(args, frame, Path(f"{stem}.jsonl"))
+    frame["summary_is_a"] = map_orders(args, frame)
+    # both orders: an example counts where both answers are valid, half where they contradict each other
+    frame["win"] = [None if None in row else sum(row) / len(row) for row in wins]
+    frame["length_ratio"] = [length_ratio(a, b) for a, b in zip(frame["summary"], frame["other"], strict=True)]
+    summary, bins = summarise(frame, args.seed)
+    said = [
+        first == (row[0] == 1) for first, row in zip(frame["summary_is_a"], wins, strict=True) if row[0] is not None
+    ]
+    if not function:
+        summary["share_of_a"] = sum(said) / len(said)  # a judge without a liking for a place: 0.5
+    text = f"# {args.samples} against {args.against or 'the references'}, judged by {args.judge}\n\n"
+    text += markdown([summary]) + "\n## by log(summary length / reference length), in words\n\n" + markdown(bins)
+    frame.drop(columns="query").to_csv(f"{stem}.csv", index=False)
+    Path(f"{stem}.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

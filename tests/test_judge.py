@@ -1,0 +1,306 @@
+"""eval/judge.py against a server on the loopback that answers like the API, misbehaves like it, and counts."""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import judge
+import numpy
+import pandas
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Endpoint:
+    """A judge that prefers the summary with more words (Summary A where both have as many): .url, .asked (Counter of
+    prompts that got an answer), .trouble (what goes wrong before, drawn per request)."""
+
+    def __init__(self, trouble: tuple[str, ...] = (), pause: float = 0.0):
+        endpoint = self
+        self.asked, self.requests, self.random, self.lock = Counter(), Counter(), random.Random(1), threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_):
+                pass
+
+            def send(self, code: int, body: bytes, claimed: int | None = None, **headers):
+                self.send_response(code)
+                headers |= {"Content-Type": "application/json", "Content-Length": str(claimed or len(body))}
+                for key, value in headers.items():
+                    self.send_header(key.replace("_", "-"), value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def do_POST(self):
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                prompt = request["messages"][0]["content"]
+                with endpoint.lock:
+                    kind = endpoint.random.choice(["fine", *trouble])
+                    endpoint.requests[kind] += 1
+                time.sleep(pause)
+                if kind == "429":
+                    return self.send(429, b'{"error": {"message": "slow down"}}', retry_after_ms="10")
+                if kind == "500":
+                    return self.send(500, b"oops", retry_after_ms="10")
+                if kind == "time-out":
+                    return time.sleep(1.5)
+                text = f"Comparison: one has more.\nPreferred: {endpoint.prefers(prompt)}"
+                choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+                answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+                answer["usage"] = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+                body = json.dumps(answer).encode()
+                if kind == "half":
+                    self.send(200, body[: len(body) // 2], claimed=len(body), retry_after_ms="10")
+                    self.close_connection = True
+                    return None
+                if kind == "malformed":
+                    return self.send(200, body[:-9])
+                with endpoint.lock:
+                    endpoint.asked[prompt] += 1
+                return self.send(200, body)
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    @staticmethod
+    def prefers(prompt: str) -> str:
+        _, _, rest = prompt.partition("\n\nSummary A:\n")
+        a, _, rest = rest.partition("\n\nSummary B:\n")
+        b = rest.partition("\n\nFIRST provide")[0]
+        return 'C, both are "good"' if "unsure" in a + b else "A" if len(a.split()) >= len(b.split()) else "B"
+
+
+@pytest.fixture
+def endpoint(request):
+    found = Endpoint(**getattr(request, "param", {}))
+    yield found
+    found.http.shutdown()
+    found.http.server_close()
+
+
+def write_samples(path: Path, lengths: list[tuple[int, int]]) -> Path:
+    """Examples whose summary and reference have so many words."""
+    rows = [
+        {
+            "id": f"v{i}",
+            "query": f"POST {i}: x\n\nTL;DR:",
+            "response": " ".join("s" * m),
+            "reference": " ".join("r" * n),
+        }
+        for i, (m, n) in enumerate(lengths)
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pandas.DataFrame(rows).to_csv(path, index=False)
+    return path
+
+
+def read(path: Path) -> pandas.DataFrame:
+    return pandas.read_csv(path, keep_default_na=False, na_values={"win": ""})
+
+
+LENGTHS = [(1 + i % 7, 1 + (i * 3) % 5) for i in range(40)]
+WINS = [float(m > n) for m, n in LENGTHS]  # of equal lengths: that of the order drawn, below
+
+
+def test_the_paper_s_prompt_and_the_win_rate(endpoint, tmp_path, capsys):
+    file = write_samples(tmp_path / "run" / "eval" / "samples_validation.csv", LENGTHS)
+    args = judge.Args(str(tmp_path / "run"), "m", base_url=endpoint.url, input_price=2.0, output_price=8.0)
+    judge.main(args)
+    found = read(file.with_name("judge_m.csv"))
+    first = [judge.first_is_a(1, f"v{i}") for i in range(40)]
+    assert 10 < sum(first) < 30 and found["summary_is_a"].tolist() == first
+    wins = [float(m > n or (m == n and a)) for (m, n), a in zip(LENGTHS, first, strict=True)]
+    assert found["win"].tolist() == wins
+    prompt = next(prompt for prompt in endpoint.asked if "POST 3:" in prompt)
+    a, b = ("s s s s", "r r r r r")[:: 1 if first[3] else -1]
+    assert prompt.splitlines() == [
+        "Which of the following summaries does a better job of summarizing the most important points in the given "
+        "forum post, without including unimportant or irrelevant details? Judge based on accuracy, coverage, and "
+        "coherence.",
+        *["", "Post:", "POST 3: x", "", "TL;DR:", "", "Summary A:", a, "", "Summary B:", b, ""],
+        "FIRST provide a one-sentence comparison of the two summaries, explaining which you prefer and why. SECOND, on "
+        'a new line, state only "A" or "B" to indicate your choice. Your response should use the format:',
+        "Comparison: <one-sentence comparison and explanation>",
+        'Preferred: <"A" or "B">',
+    ]
+    said = capsys.readouterr().out
+    assert "40 of 40 questions to ask m" in said and "minutes at 2 s an answer, $0.0" in said
+    assert f"| {sum(wins) / 40:.4g} |" in file.with_name("judge_m.md").read_text()
+    judge.main(args)  # a finished one costs nothing
+    assert "0 of 40 questions" in capsys.readouterr().out and set(endpoint.asked.values()) == {1}
+
+
+def test_both_orders_show_what_the_place_decides(endpoint, tmp_path):
+    file = write_samples(tmp_path / "samples.csv", LENGTHS)
+    judge.main(judge.Args(str(file), "m", base_url=endpoint.url, both_orders=True))
+    expected = [0.5 if m == n else float(m > n) for m, n in LENGTHS]
+    assert read(tmp_path / "judge_m.csv")["win"].tolist() == expected and 0.5 in expected
+    assert len(endpoint.asked) == 80
+
+
+def test_an_answer_that_is_none_is_counted_and_never_guessed(endpoint, tmp_path, capsys):
+    file = write_samples(tmp_path / "samples.csv", LENGTHS[:10])
+    frame = pandas.read_csv(file)
+    frame.loc[[2, 5], "response"] = "unsure"
+    frame.to_csv(file, index=False)
+    judge.main(judge.Args(str(file), "m", base_url=endpoint.url))
+    wins = read(tmp_path / "judge_m.csv")["win"]
+    assert wins.isna().tolist() == [i in (2, 5) for i in range(10)]
+    assert "| 10 | 2 |" in capsys.readouterr().out
+    for text, expected in (
+        ("Comparison: A is good.\nPreferred: A", "A"),
+        ('Comparison: x\nPreferred: "B"', "B"),
+        ("Comparison: x\n\nPreferred:  B.\n", "B"),
+        ("Comparison: I prefer A", None),
+        ("A", None),
+        ("Preferred: A or B", None),
+        ("Preferred: a", None),
+        ("Preferred: A\nPreferred: B", None),
+        ("Preferred: A\nbut B is shorter", None),
+        ("", None),
+    ):
+        assert judge.verdict(text) == expected, text
+
+
+TROUBLE = {"trouble": ("429", "500", "time-out", "half"), "pause": 0.0}
+
+
+@pytest.mark.parametrize("endpoint", [TROUBLE], indirect=True)
+def test_trouble_on_the_way_is_tried_again(endpoint, tmp_path):
+    file = write_samples(tmp_path / "samples.csv", LENGTHS[:16])
+    judge.main(judge.Args(str(file), "m", base_url=endpoint.url, timeout=0.5, retries=30))
+    assert all(endpoint.requests[kind] for kind in TROUBLE["trouble"])
+    assert len(endpoint.asked) == 16 and read(tmp_path / "judge_m.csv")["win"].notna().all()
+
+
+@pytest.mark.parametrize("endpoint", [{"trouble": ("malformed", "500")}], indirect=True)
+def test_what_got_no_answer_is_asked_by_the_next_run(endpoint, tmp_path):
+    file = write_samples(tmp_path / "samples.csv", LENGTHS[:16])
+    args = judge.Args(str(file), "m", base_url=endpoint.url, retries=0)
+    for _ in range(40):
+        try:
+            judge.main(args)
+            break
+        except SystemExit as error:
+            assert "of 16 requests got no answer" in str(error) and not (tmp_path / "judge_m.csv").exists()
+    assert set(endpoint.asked.values()) == {1} and len(endpoint.asked) == 16
+    assert read(tmp_path / "judge_m.csv")["win"].notna().all()
+
+
+@pytest.mark.parametrize("endpoint", [{"pause": 0.05}], indirect=True)
+def test_killed_three_times_and_continued(endpoint, tmp_path):
+    file = write_samples(tmp_path / "samples.csv", [(1 + i % 7, 1 + (i * 3) % 5) for i in range(120)])
+    command = [sys.executable, str(ROOT / "eval" / "judge.py"), str(file), "--judge", "m", "--base-url", endpoint.url]
+    answers, kept = tmp_path / "judge_m.jsonl", 0
+    for _ in range(3):
+        run = subprocess.Popen([*command, "--concurrency", "4"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        until = time.monotonic() + 60
+        while not answers.exists() or len(answers.read_text().splitlines()) < kept + 15:
+            assert run.poll() is None and time.monotonic() < until, run.communicate()[0].decode()
+            time.sleep(0.01)
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait()
+        kept = len(answers.read_text().splitlines())
+    assert kept < 120
+    with answers.open("a") as cut:
+        cut.write('{"key": "half a li')  # as a kill amid a write leaves it
+    keys = [json.loads(line)["key"] for line in answers.read_text().splitlines()[:kept]]
+    done = subprocess.run([*command, "--concurrency", "4"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"{120 - kept} of 120 questions to ask" in done.stdout
+    assert sum(endpoint.asked.values()) <= 120 + 3 * 4  # but for those under way at a kill
+    assert len({*keys}) == kept
+    rows = read(tmp_path / "judge_m.csv")
+    undisturbed = write_samples(tmp_path / "whole" / "samples.csv", [(1 + i % 7, 1 + (i * 3) % 5) for i in range(120)])
+    judge.main(judge.Args(str(undisturbed), "m", base_url=endpoint.url))
+    pandas.testing.assert_frame_equal(rows, read(tmp_path / "whole" / "judge_m.csv"))
+
+
+def test_one_run_against_another(tmp_path):
+    ours = write_samples(tmp_path / "ppo" / "eval" / "samples_validation.csv", [(3, 9), (2, 9), (1, 9)])
+    write_samples(tmp_path / "sft" / "eval" / "samples_validation.csv", [(1, 5), (2, 5), (3, 5)])
+    (tmp_path / "words.py").write_text("def score(post, summary):\n    return len(summary.split())\n")
+    args = judge.Args(str(tmp_path / "ppo"), f"{tmp_path}/words.py:score", against=str(tmp_path / "sft"), name="x")
+    judge.main(args)
+    assert read(ours.with_name("judge_x.csv"))["win"].tolist() == [1.0, 0.5, 0.0]
+    with pytest.raises(SystemExit, match="1 of 3 ids are not there, v2 the first"):
+        write_samples(tmp_path / "sft" / "eval" / "samples_validation.csv", [(1, 5), (2, 5)])
+        judge.main(args)
+
+
+def test_bad_input_is_named(tmp_path):
+    with pytest.raises(SystemExit, match="neither a CSV file nor a run folder"):
+        judge.main(judge.Args(str(tmp_path), "m"))
+    (tmp_path / "x.csv").write_text("id,query\n1,2\n")
+    with pytest.raises(SystemExit, match=r"no columns \['response', 'reference'\]"):
+        judge.main(judge.Args(str(tmp_path / "x.csv"), "m"))
+    file = write_samples(tmp_path / "samples.csv", [(1, 2)])
+    with pytest.raises(SystemExit, match="no function there"):
+        judge.main(judge.Args(str(file), "nowhere.py:score"))
+
+
+# ---- what it comes to -------------------------------------------------------------------------------------------
+
+
+def test_bootstrap_interval_is_that_of_the_binomial():
+    wins = numpy.array([1.0] * 60 + [0.0] * 40)
+    low, high = judge.bootstrap(wins, 1)
+    chances = [math.comb(100, k) * 0.6**k * 0.4 ** (100 - k) for k in range(101)]
+    below = numpy.cumsum(chances)
+    assert low == pytest.approx(numpy.searchsorted(below, 0.025) / 100, abs=0.0101)
+    assert high == pytest.approx(numpy.searchsorted(below, 0.975) / 100, abs=0.0101)
+    assert judge.bootstrap(wins, 1) == (low, high) and low < 0.6 < high
+
+
+def test_length_control_by_hand_and_by_another_optimiser():
+    # two lengths of the same distance: the logistic regression goes through both groups' log-odds, 3:1 and 1:4
+    ratios, wins = numpy.array([1.0] * 4 + [-1.0] * 5), numpy.array([1, 1, 1, 0] + [1, 0, 0, 0, 0], float)
+    middle = (math.log(3) + math.log(1 / 4)) / 2
+    controlled, slope = judge.length_controlled(wins, ratios)
+    assert controlled == pytest.approx(1 / (1 + math.exp(-middle)), abs=1e-5)
+    assert slope == pytest.approx((math.log(3) - math.log(1 / 4)) / 2, abs=1e-5)
+    generator = numpy.random.default_rng(2)
+    ratios = generator.normal(0.3, 0.6, 300)
+    wins = numpy.where(generator.random(300) < 0.1, 0.5, generator.random(300) < 1 / (1 + numpy.exp(-ratios - 0.4)))
+
+    weights = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=500, tolerance_grad=1e-12, tolerance_change=1e-14)
+
+    def loss():
+        optimizer.zero_grad()
+        logits = weights[0] + weights[1] * torch.tensor(ratios)
+        total = torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.tensor(wins).double())
+        total.backward()
+        return total
+
+    optimizer.step(loss)
+    expected = weights.tolist()
+    controlled, slope = judge.length_controlled(wins, ratios)
+    assert controlled == pytest.approx(1 / (1 + math.exp(-expected[0])), abs=1e-5)
+    assert slope == pytest.approx(expected[1], abs=1e-4)
+    assert judge.length_controlled(numpy.array([0.0, 1.0]), numpy.array([-1.0, 1.0]))[0] == pytest.approx(0.5)
+
+
+def test_bins_of_the_length_ratio():
+    frame = pandas.DataFrame({"win": [1, 0, 1, 0.5, None], "length_ratio": [-2.0, 0.0, 0.1, 0.25, 3.0]})
+    summary, bins = judge.summarise(frame, 1)
+    assert summary["examples"] == 5 and summary["invalid"] == 1 and summary["ties"] == 1
+    assert summary["win_rate"] == pytest.approx(2.5 / 4)
+    found = [(row["from"], row["to"], row["examples"], row["win_rate"]) for row in bins]
+    assert found == [(-math.inf, -1.0, 1, 1.0), (0.0, 0.25, 2, 0.5), (0.25, 0.5, 1, 0.5)]
+    assert judge.length_ratio("a b c d", "x y") == pytest.approx(math.log(2)) and judge.length_ratio("", "x") == 0
