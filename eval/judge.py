@@ -315,7 +315,7 @@ def markdown(rows: list[dict]) -> str:
 def main(args: Args):
     file = samples_file(args.samples)
     frame = read_examples(args)
-    against = f"_vs_{Path(args.against).parent.name}_{Path(args.against).name}" if args.against else ""
+    against = f"_vs_{'_'.join(Path(args.against).parts[-3:])}" if args.against else ""  # stage, model, seed
     stem = file.with_name(f"judge_{args.name or re.sub('[^A-Za-z0-9.-]+', '-', args.judge) + against}")
     function = re.fullmatch(r".+\.py:\w+", args.judge)
     wins = by_function(args, frame) if function else by_endpoint(args, frame, Path(f"{stem}.jsonl"))

@@ -48,7 +48,7 @@ class Endpoint:
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 prompt = request["messages"][0]["content"]
                 with endpoint.lock:
-                    kind = endpoint.random.choice(["fine", *trouble])
+                    kind = endpoint.random.choice([*["fine"] * 4, *trouble])
                     endpoint.requests[kind] += 1
                 time.sleep(pause)
                 if kind == "429":
@@ -56,7 +56,7 @@ class Endpoint:
                 if kind == "500":
                     return self.send(500, b"oops", retry_after_ms="10")
                 if kind == "time-out":
-                    return time.sleep(1.5)
+                    return time.sleep(0.8)
                 text = f"Comparison: one has more.\nPreferred: {endpoint.prefers(prompt)}"
                 choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
                 answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
@@ -183,7 +183,7 @@ TROUBLE = {"trouble": ("429", "500", "time-out", "half"), "pause": 0.0}
 @pytest.mark.parametrize("endpoint", [TROUBLE], indirect=True)
 def test_trouble_on_the_way_is_tried_again(endpoint, tmp_path):
     file = write_samples(tmp_path / "samples.csv", LENGTHS[:16])
-    judge.main(judge.Args(str(file), "m", base_url=endpoint.url, timeout=0.5, retries=30))
+    judge.main(judge.Args(str(file), "m", base_url=endpoint.url, timeout=0.4, retries=30))
     assert all(endpoint.requests[kind] for kind in TROUBLE["trouble"])
     assert len(endpoint.asked) == 16 and read(tmp_path / "judge_m.csv")["win"].notna().all()
 
