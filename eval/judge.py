@@ -283,7 +283,7 @@ def length_ratio(summary: str, other: str) -> float:
     return log(max(len(summary.split()), 1) / max(len(other.split()), 1))
 
 
-def summarise(frame: pandas.DataFrame, seed: int) -> tuple[dict, list[dict]]:
+def win_rates(frame: pandas.DataFrame, seed: int) -> tuple[dict, list[dict]]:
     """Win rate with its interval, invalid answers, ties, length control; and the win rate by length ratio."""
     valid = frame.dropna(subset="win")
     if valid.empty:
@@ -323,7 +323,7 @@ def main(args: Args):
     # both orders: an example counts where both answers are valid, half where they contradict each other
     frame["win"] = [None if None in row else sum(row) / len(row) for row in wins]
     frame["length_ratio"] = [length_ratio(a, b) for a, b in zip(frame["summary"], frame["other"], strict=True)]
-    summary, bins = summarise(frame, args.seed)
+    summary, bins = win_rates(frame, args.seed)
     said = [
         first == (row[0] == 1) for first, row in zip(frame["summary_is_a"], wins, strict=True) if row[0] is not None
     ]

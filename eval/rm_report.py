@@ -139,7 +139,7 @@ def draw_accuracies(rows: list[dict], path: str):
     figure.savefig(path, dpi=120)
 
 
-def agreement(pairs: dict, judged: pandas.DataFrame) -> dict[tuple[str, int], tuple[int, float]]:
+def judge_agreement(pairs: dict, judged: pandas.DataFrame) -> dict[tuple[str, int], tuple[int, float]]:
     """{(model, seed): (pairs, share of them that reward model and judge decide alike)} over the judge's valid answers
     without ties; `id` in judged is the row of the split."""
     judged = judged[pandas.to_numeric(judged["win"], errors="coerce").isin([0.0, 1.0])]
@@ -209,7 +209,7 @@ def main(args: Args):
     text += f"\n## Accuracy on {args.split} (figure 8)\n\n" + markdown(compared)
 
     if args.judged:
-        found = agreement(pairs, pandas.read_csv(args.judged))
+        found = judge_agreement(pairs, pandas.read_csv(args.judged))
         rows = [{"model": m, "seed": s, "pairs": n, "agreement": share} for (m, s), (n, share) in found.items()]
         pandas.DataFrame(rows).to_csv(f"{args.output}_agreement.csv", index=False)
         text += "\n## Agreement with the judge (Detail 17; figure 7, left)\n\n" + markdown(rows)

@@ -298,7 +298,7 @@ def test_length_control_by_hand_and_by_another_optimiser():
 
 def test_bins_of_the_length_ratio():
     frame = pandas.DataFrame({"win": [1, 0, 1, 0.5, None], "length_ratio": [-2.0, 0.0, 0.1, 0.25, 3.0]})
-    summary, bins = judge.summarise(frame, 1)
+    summary, bins = judge.win_rates(frame, 1)
     assert summary["examples"] == 5 and summary["invalid"] == 1 and summary["ties"] == 1
     assert summary["win_rate"] == pytest.approx(2.5 / 4)
     found = [(row["from"], row["to"], row["examples"], row["win_rate"]) for row in bins]
