@@ -117,6 +117,8 @@ def start(stage: str, args, log: Path | None = None) -> int:
                 trace(STAGES[stage], log)
             AcceleratorState._reset_state(True)
             STAGES[stage].main(args)
+            if "wandb" in sys.modules:  # as at a normal exit: its service writes the file to its end
+                sys.modules["wandb"].teardown()
             if log:
                 with log.open("a") as file:
                     file.write(f"end {time.monotonic():.6f} training\n")
