@@ -514,7 +514,7 @@ def checkpoint_folder(flag: str, path: str, hint: str = "") -> str:
     if Path(path).exists() or name.count("/") > 1 or name.startswith((".", "/")):
         fail(f"{flag} {path}: no checkpoint there (config.json is missing). {hint}")
     files = {"repo_id": name, "revision": revision or None}
-    try:
+    try:  # of a PPO run the policy, not the value model in a folder beside it
         folder = snapshot_download(**files, allow_patterns=["*.json", "*.safetensors", "*.txt"], ignore_patterns="*/*")
         if not [*Path(folder).glob("*.safetensors")]:
             snapshot_download(**files, allow_patterns="pytorch_model*.bin")

@@ -12,10 +12,7 @@ from types import SimpleNamespace
 import loopback_hub
 import pandas
 import pytest
-import torch
 from safetensors.torch import load_file
-
-import reward
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = "--batch-size 8 --total-episodes 16 --response-length 8 --seed 3".split()
@@ -122,9 +119,6 @@ def test_a_stage_started_from_the_pushed_weights(hub):
         steps = 8 * 3e-6 * 1.1  # two updates of four steps of Adam, each at most about the learning rate
         assert found.keys() == expected.keys()
         assert 0 < max((found[key] - expected[key]).abs().max().item() for key in found) <= steps
-    assert torch.equal(
-        scalar["score.bias"], reward.load_file(runs / "reward/nano-xs/3/model/model.safetensors")["score.bias"]
-    )
 
 
 def test_a_repository_that_cannot_be_written_to_is_an_error_before_the_run(hub, world):

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import deepspeed  # noqa: F401
 import pandas
 import plan
 import pytest
@@ -438,6 +437,8 @@ def watch(module) -> SimpleNamespace:
 
 
 if __name__ == "__main__":  # one of the two processes: the runs of a list, one after another
+    import deepspeed  # noqa: F401
+
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # spares two minutes of compiling; gloo does it
     destroy, torch.distributed.destroy_process_group = torch.distributed.destroy_process_group, lambda group=None: None
     watched = {stage: watch(module) for stage, module in STAGES.items()}

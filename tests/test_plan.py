@@ -37,8 +37,9 @@ def test_batches_are_those_of_the_scripts(stage):
     args, presets = STAGES[stage].Args(), STAGES[stage].PRESETS
     batch, items, largest = plan.STAGES[stage]
     assert batch == args.batch_size and largest == {size: rows for size, (_, rows) in presets.items()}
-    assert items == (args.total_episodes or items)
-    assert stage != "ppo" or (plan.RESPONSE, plan.FORWARD_ROWS) == (args.response_length, args.forward_batch_size)
+    if stage == "ppo":  # the others go over their data once
+        assert items == args.total_episodes
+        assert (plan.RESPONSE, plan.FORWARD_ROWS) == (args.response_length, args.forward_batch_size)
 
 
 def tokens(*shape) -> torch.Tensor:

@@ -23,6 +23,7 @@ from test_invariance import assert_same_metrics
 ROOT = Path(__file__).resolve().parents[1]
 SIZES, SEEDS = ("nano-xs", "nano-s"), ("1", "2")
 ENDED = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL OUT_OF_MEMORY".split()
+SAID = {"capture_output": True, "text": True, "check": True}
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.skipif(not shutil.which("slurmctld") or os.getuid() != 0, reason="no Slurm here, or not root"),
@@ -34,9 +35,6 @@ def jobs() -> dict[str, tuple[str, str]]:
     found = subprocess.run(["squeue", "-h", "-a", "-t", "all", "-r", "-o", "%j|%a|%K|%T|%r|%E"], **SAID).stdout
     rows = [line.split("|") for line in found.splitlines()]
     return {name if task == "N/A" else f"{name} {task}": (state, reason) for name, _, task, state, reason, _ in rows}
-
-
-SAID = {"capture_output": True, "text": True, "check": True}
 
 
 @pytest.fixture(scope="module")
