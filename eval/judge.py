@@ -1,18 +1,19 @@
-"""Win rate of a run's sampled summaries: against the references, or against another run's of the same posts.
+"""Win rate of runs' sampled summaries: against the references, or against another run's of the same posts.
 
-    python eval/judge.py runs/ppo/1b/44413 --judge gpt-3.5-turbo                    # any OpenAI-compatible endpoint
+    python eval/judge.py runs/ppo/1b/* --judge gpt-3.5-turbo                        # any OpenAI-compatible endpoint
     python eval/judge.py runs/ppo/1b/44413 --judge local --base-url http://localhost:8000/v1 --against runs/sft/1b/44413
+    python eval/judge.py runs/ppo/1b/44413 --judge runs/reward/6.9b/44413           # a reward model
     python eval/judge.py runs/quickstart/.../44413 --judge quickstart/truth.py:score    # a function of post and summary
 
 The prompt is the paper's (appendix B). The order of the two summaries is drawn per example from the seed; with
 --both-orders both are asked, and a judge that changes its mind with the order has seen a tie. An answer whose last word
 is not one of A and B in the form asked for counts as invalid and in no win rate. Every answer is appended to a JSON
 Lines file as it comes, under a hash of judge and prompt: what is there is not asked again. The key comes from
-OPENAI_API_KEY.
+OPENAI_API_KEY. A reward model scores post and summary as text, closed by EOS; neither it nor a function knows an order.
 
 Reads eval/samples_validation.csv of a run, or any CSV file with its columns id, query, response, reference. Writes
 judge_NAME.csv (a row per example), judge_NAME.md (the tables that it prints) and judge_NAME.jsonl (the answers) beside
-it.
+it; of another file than samples_validation.csv, judge_NAME_of_FILE.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ import json
 import os
 import random
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import exp, log
 from pathlib import Path
@@ -29,10 +31,16 @@ from typing import Annotated
 
 import numpy
 import pandas
+import torch
+import torch.nn.functional as F
 import tyro
+from huggingface_hub import snapshot_download
 from openai import AsyncOpenAI, OpenAIError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 # appendix B
 PROMPT = """Which of the following summaries does a better job of summarizing the most \\
@@ -61,10 +69,11 @@ BINS = [-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0]  # edges of log(summary length /
 
 @dataclass
 class Args:
-    samples: Annotated[str, tyro.conf.Positional]
-    """run folder, or a CSV file with the columns id, query, response and reference"""
+    samples: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """run folders, or CSV files with the columns id, query, response and reference"""
     judge: str
-    """name of the endpoint's model, or path.py:function that scores (post, summary)"""
+    """name of the endpoint's model; or path.py:function that scores (post, summary); or, without --base-url, a reward
+    model: its folder, or id@revision"""
     against: str | None = None
     """run folder or CSV file whose responses take the references' place"""
     base_url: str | None = None
@@ -101,6 +110,15 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
+@contextmanager
+def reading(what: str):
+    """Around the reading of `what`: a damaged file, or code where there should be data, ends the run with a message."""
+    try:
+        yield
+    except Exception as error:  # of as many kinds as there are formats
+        fail(f"{what} cannot be read ({one_line(error)})")
+
+
 # ---- examples ----------------------------------------------------------------------------------------------------
 
 
@@ -123,9 +141,9 @@ def read_samples(path: str) -> pandas.DataFrame:
     return frame[COLUMNS]
 
 
-def read_examples(args: Args) -> pandas.DataFrame:
+def read_examples(args: Args, samples: str) -> pandas.DataFrame:
     """Columns id, query, summary, other (the reference, or what the run in --against said of the same post)."""
-    frame = read_samples(args.samples).rename(columns={"response": "summary", "reference": "other"})
+    frame = read_samples(samples).rename(columns={"response": "summary", "reference": "other"})
     if args.against:
         theirs = read_samples(args.against).set_index("id")
         if missing := [i for i in frame["id"] if i not in theirs.index]:
@@ -237,19 +255,162 @@ def estimate(args: Args, prompts: list[str], total: int) -> str:
     return text
 
 
-def by_function(args: Args, frame: pandas.DataFrame) -> list[list[float | None]]:
-    """Per example: 1, 0.5 or 0 as a function of post and summary scores the summary above, as or below the other."""
-    path, _, name = args.judge.rpartition(":")
+def load_function(judge: str):
+    """The function that path.py:function names."""
+    path, _, name = judge.rpartition(":")
     try:
         spec = importlib.util.spec_from_file_location("judge_function", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        score = getattr(module, name)
+        return getattr(module, name)
     except Exception as error:
-        fail(f"--judge {args.judge}: no function there ({one_line(error)})")
-    rows = frame[["query", "summary", "other"]].to_numpy()
-    differences = [score(query, summary) - score(query, other) for query, summary, other in rows]
+        fail(f"--judge {judge}: no function there ({one_line(error)})")
+
+
+def checkpoint_folder(flag: str, path: str, hint: str = "") -> str:
+    """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
+    for folder in (Path(path) / "model", Path(path)):
+        if (folder / "config.json").exists():
+            return str(folder)
+    name, _, revision = path.partition("@")
+    if Path(path).exists() or name.count("/") > 1 or name.startswith((".", "/")):
+        fail(f"{flag} {path}: no checkpoint there (config.json is missing). {hint}")
+    files = {"repo_id": name, "revision": revision or None}
+    try:  # of a PPO run the policy, not the value model in a folder beside it
+        folder = snapshot_download(**files, allow_patterns=["*.json", "*.safetensors", "*.txt"], ignore_patterns="*/*")
+        if not [*Path(folder).glob("*.safetensors")]:
+            snapshot_download(**files, allow_patterns="pytorch_model*.bin")
+        return folder
+    except Exception as error:
+        fail(f"{flag} {path}: no checkpoint folder and not reachable on the Hub ({type(error).__name__}). {hint}")
+
+
+def load_tokenizer(path: str):
+    """The tokenizer of a checkpoint folder, with `[PAD]` added (Detail 3: never EOS)."""
+    if not [*Path(path).glob("tokenizer*"), *Path(path).glob("vocab*")]:  # transformers would make an empty one
+        fail(f"{path}: no tokenizer files there; copy those that the model was trained with into the folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        fail(f"{path}: no tokenizer found there ({one_line(error)})")
+    if tokenizer.eos_token_id is None:
+        fail(f"{path}: its tokenizer has no EOS token, so that no response could end")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def without_dropout(config):
+    """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
+    for field, value in config.to_dict().items():
+        if "drop" in field and isinstance(value, (int, float)):
+            setattr(config, field, 0.0)
+    return config
+
+
+class ScalarHead(nn.Linear):
+    """The head of a reward model, (b, T, d) -> (b, T, 1), in float32 under autocast and in a bfloat16 model, too."""
+
+    def forward(self, hidden):
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), self.weight.float(), self.bias.float())
+
+
+class RewardModel(nn.Module):
+    """A transformers sequence classifier with one label that returns its scalar at every position."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None):
+        """(b, T), (b, T) or (b, 1, T, earlier + T), (b, T) -> reward logits (b, T) in float32. Rows that are padded on
+        the right alone need no mask: no token of a causal model sees what comes after it. A cache is added to."""
+        inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
+        hidden = self.model.base_model(input_ids, use_cache=past_key_values is not None, **inputs).last_hidden_state
+        return self.model.score(hidden).squeeze(-1)
+
+
+def load_reward_model(path: str, tokenizer) -> RewardModel:
+    """A trained reward model in float32 without dropout, from a checkpoint folder of ours (head bias in `score.bias`)
+    or of the paper's released format (`lm_backbone.*`, `scalar_head.*`, and `config.bias`, which is subtracted)."""
+    with reading(f"the reward model in {path}"):
+        settings = json.loads((Path(path) / "config.json").read_text())
+        if released := "base_config" in settings:
+            config = AutoConfig.for_model(**settings["base_config"])
+        else:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+        model = AutoModelForSequenceClassification.from_config(
+            without_dropout(config), dtype=torch.float32, attn_implementation="sdpa"
+        )
+        model.score = ScalarHead(model.score.weight.shape[1], 1)
+        state = {}
+        for file in sorted(Path(path).glob("*.safetensors")):
+            state |= load_file(file)
+        for file in [] if state else sorted(Path(path).glob("pytorch_model*.bin")):  # as the paper's were released
+            state |= torch.load(file, map_location="cpu", weights_only=True)  # numbers, never code
+    if released:
+        base = model.base_model_prefix
+        state = {key.replace("lm_backbone.", f"{base}.").replace("scalar_head.", "score."): state[key] for key in state}
+        state["score.bias"] = state["score.bias"] - settings.get("bias", 0.0)
+    missing = model.load_state_dict(state, strict=False).missing_keys
+    if missing:
+        fail(f"{path}: not a reward model, these weights are missing: {missing[:4]}; reward.py makes one")
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer):
+        fail(
+            f"{path}: {rows} embeddings do not fit the tokenizer of {len(tokenizer)} ids: a reward model of another one"
+        )
+    return RewardModel(model)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of plain text: nothing added, and text that spells a special token stays text."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+
+
+@torch.no_grad()
+def model_scores(judge: str, texts: list[tuple[str, str]], size: int = 16) -> list[float]:
+    """Rewards of (query, summary) pairs, each as the tokens of the query, then of the summary and EOS."""
+    folder = checkpoint_folder("--judge", judge)
+    tokenizer = load_tokenizer(folder)
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    model, scores = load_reward_model(folder, tokenizer).to(device).eval(), [0.0] * len(texts)
+    # a summary begins with a space, as in training, whether its column kept it or not
+    rows = [encode(tokenizer, q) + encode(tokenizer, f" {s.strip()}") + [tokenizer.eos_token_id] for q, s in texts]
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        for start in bar.track(range(0, len(order), size), description=judge):
+            index = order[start : start + size]
+            ends = torch.tensor([len(rows[i]) - 1 for i in index])
+            tokens = torch.tensor(
+                [rows[i] + [tokenizer.pad_token_id] * (int(ends[0]) + 1 - len(rows[i])) for i in index]
+            )
+            found = model(tokens.to(device)).cpu().gather(1, ends[:, None]).squeeze(1)  # Detail 12: at EOS
+            for i, score in zip(index, found.tolist(), strict=True):
+                scores[i] = score
+    return scores
+
+
+def by_scores(args: Args, kind: str, frame: pandas.DataFrame) -> list[list[float | None]]:
+    """Per example: 1, 0.5 or 0 as a reward model, or a function of post and summary, scores the summary above, as or
+    below the other."""
+    texts = [*zip(frame["query"], frame["summary"], strict=True), *zip(frame["query"], frame["other"], strict=True)]
+    if kind == "function":
+        score = load_function(args.judge)
+        scores = [score(query, summary) for query, summary in texts]
+    else:
+        scores = model_scores(args.judge, texts)
+    differences = [mine - others for mine, others in zip(scores[: len(frame)], scores[len(frame) :], strict=True)]
     return [[0.5 + 0.5 * ((x > 0) - (x < 0))] for x in differences]
+
+
+def judge_kind(args: Args) -> str:
+    """`function`, `reward model` or `endpoint`, by what --judge names."""
+    if re.fullmatch(r".+\.py:\w+", args.judge):
+        return "function"
+    return "reward model" if not args.base_url and (Path(args.judge).is_dir() or "@" in args.judge) else "endpoint"
 
 
 # ---- what it comes to --------------------------------------------------------------------------------------------
@@ -312,13 +473,14 @@ def markdown(rows: list[dict]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
-def main(args: Args):
-    file = samples_file(args.samples)
-    frame = read_examples(args)
+def judge_samples(args: Args, samples: str) -> dict:
+    """Judge one run's samples, write its files and print its tables; returns the numbers of its whole."""
+    file, kind = samples_file(samples), judge_kind(args)
+    frame = read_examples(args, samples)
     against = f"_vs_{'_'.join(Path(args.against).parts[-3:])}" if args.against else ""  # stage, model, seed
-    stem = file.with_name(f"judge_{args.name or re.sub('[^A-Za-z0-9.-]+', '-', args.judge) + against}")
-    function = re.fullmatch(r".+\.py:\w+", args.judge)
-    wins = by_function(args, frame) if function else by_endpoint(args, frame, Path(f"{stem}.jsonl"))
+    of = "" if file.stem == "samples_validation" else f"_of_{file.stem}"
+    stem = file.with_name(f"judge_{args.name or re.sub('[^A-Za-z0-9.-]+', '-', args.judge) + against}{of}")
+    wins = by_endpoint(args, frame, Path(f"{stem}.jsonl")) if kind == "endpoint" else by_scores(args, kind, frame)
     frame["summary_is_a"] = map_orders(args, frame)
     # both orders: an example counts where both answers are valid, half where they contradict each other
     frame["win"] = [None if None in row else sum(row) / len(row) for row in wins]
@@ -327,13 +489,22 @@ def main(args: Args):
     said = [
         first == (row[0] == 1) for first, row in zip(frame["summary_is_a"], wins, strict=True) if row[0] is not None
     ]
-    if not function:
+    if kind == "endpoint":
         summary["share_of_a"] = sum(said) / len(said)  # a judge without a liking for a place: 0.5
-    text = f"# {args.samples} against {args.against or 'the references'}, judged by {args.judge}\n\n"
+    text = f"# {samples} against {args.against or 'the references'}, judged by {args.judge}\n\n"
     text += markdown([summary]) + "\n## by log(summary length / reference length), in words\n\n" + markdown(bins)
     frame.drop(columns="query").to_csv(f"{stem}.csv", index=False)
     Path(f"{stem}.md").write_text(text)
     print(text)
+    return summary
+
+
+def main(args: Args):
+    for samples in args.samples:  # an error in one now, and not after the requests of those before it
+        read_examples(args, samples)
+    found = [{"samples": samples} | judge_samples(args, samples) for samples in args.samples]
+    if len(found) > 1:
+        print(f"# all, judged by {args.judge}\n\n{markdown(found)}")
 
 
 if __name__ == "__main__":

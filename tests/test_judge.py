@@ -18,6 +18,9 @@ import numpy
 import pandas
 import pytest
 import torch
+from datasets import load_from_disk
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -119,7 +122,7 @@ WINS = [float(m > n) for m, n in LENGTHS]  # of equal lengths: that of the order
 
 def test_the_paper_s_prompt_and_the_win_rate(endpoint, tmp_path, capsys):
     file = write_samples(tmp_path / "run" / "eval" / "samples_validation.csv", LENGTHS)
-    args = judge.Args(str(tmp_path / "run"), "m", base_url=endpoint.url, input_price=2.0, output_price=8.0)
+    args = judge.Args((str(tmp_path / "run"),), "m", base_url=endpoint.url, input_price=2.0, output_price=8.0)
     judge.main(args)
     found = read(file.with_name("judge_m.csv"))
     first = [judge.first_is_a(1, f"v{i}") for i in range(40)]
@@ -146,19 +149,19 @@ def test_the_paper_s_prompt_and_the_win_rate(endpoint, tmp_path, capsys):
 
 
 def test_both_orders_show_what_the_place_decides(endpoint, tmp_path):
-    file = write_samples(tmp_path / "samples.csv", LENGTHS)
-    judge.main(judge.Args(str(file), "m", base_url=endpoint.url, both_orders=True))
+    file = write_samples(tmp_path / "samples_validation.csv", LENGTHS)
+    judge.main(judge.Args((str(file),), "m", base_url=endpoint.url, both_orders=True))
     expected = [0.5 if m == n else float(m > n) for m, n in LENGTHS]
     assert read(tmp_path / "judge_m.csv")["win"].tolist() == expected and 0.5 in expected
     assert len(endpoint.asked) == 80
 
 
 def test_an_answer_that_is_none_is_counted_and_never_guessed(endpoint, tmp_path, capsys):
-    file = write_samples(tmp_path / "samples.csv", LENGTHS[:10])
+    file = write_samples(tmp_path / "samples_validation.csv", LENGTHS[:10])
     frame = pandas.read_csv(file)
     frame.loc[[2, 5], "response"] = "unsure"
     frame.to_csv(file, index=False)
-    judge.main(judge.Args(str(file), "m", base_url=endpoint.url))
+    judge.main(judge.Args((str(file),), "m", base_url=endpoint.url))
     wins = read(tmp_path / "judge_m.csv")["win"]
     assert wins.isna().tolist() == [i in (2, 5) for i in range(10)]
     assert "| 10 | 2 |" in capsys.readouterr().out
@@ -182,16 +185,16 @@ TROUBLE = {"trouble": ("429", "500", "time-out", "half"), "pause": 0.0}
 
 @pytest.mark.parametrize("endpoint", [TROUBLE], indirect=True)
 def test_trouble_on_the_way_is_tried_again(endpoint, tmp_path):
-    file = write_samples(tmp_path / "samples.csv", LENGTHS[:16])
-    judge.main(judge.Args(str(file), "m", base_url=endpoint.url, timeout=0.4, retries=30))
+    file = write_samples(tmp_path / "samples_validation.csv", LENGTHS[:16])
+    judge.main(judge.Args((str(file),), "m", base_url=endpoint.url, timeout=0.4, retries=30))
     assert all(endpoint.requests[kind] for kind in TROUBLE["trouble"])
     assert len(endpoint.asked) == 16 and read(tmp_path / "judge_m.csv")["win"].notna().all()
 
 
 @pytest.mark.parametrize("endpoint", [{"trouble": ("malformed", "500")}], indirect=True)
 def test_what_got_no_answer_is_asked_by_the_next_run(endpoint, tmp_path):
-    file = write_samples(tmp_path / "samples.csv", LENGTHS[:16])
-    args = judge.Args(str(file), "m", base_url=endpoint.url, retries=0)
+    file = write_samples(tmp_path / "samples_validation.csv", LENGTHS[:16])
+    args = judge.Args((str(file),), "m", base_url=endpoint.url, retries=0)
     for _ in range(40):
         try:
             judge.main(args)
@@ -204,7 +207,7 @@ def test_what_got_no_answer_is_asked_by_the_next_run(endpoint, tmp_path):
 
 @pytest.mark.parametrize("endpoint", [{"pause": 0.05}], indirect=True)
 def test_killed_three_times_and_continued(endpoint, tmp_path):
-    file = write_samples(tmp_path / "samples.csv", [(1 + i % 7, 1 + (i * 3) % 5) for i in range(120)])
+    file = write_samples(tmp_path / "samples_validation.csv", [(1 + i % 7, 1 + (i * 3) % 5) for i in range(120)])
     command = [sys.executable, str(ROOT / "eval" / "judge.py"), str(file), "--judge", "m", "--base-url", endpoint.url]
     answers, kept = tmp_path / "judge_m.jsonl", 0
     for _ in range(3):
@@ -226,8 +229,10 @@ def test_killed_three_times_and_continued(endpoint, tmp_path):
     assert sum(endpoint.asked.values()) <= 120 + 3 * 4  # but for those under way at a kill
     assert len({*keys}) == kept
     rows = read(tmp_path / "judge_m.csv")
-    undisturbed = write_samples(tmp_path / "whole" / "samples.csv", [(1 + i % 7, 1 + (i * 3) % 5) for i in range(120)])
-    judge.main(judge.Args(str(undisturbed), "m", base_url=endpoint.url))
+    undisturbed = write_samples(
+        tmp_path / "whole" / "samples_validation.csv", [(1 + i % 7, 1 + (i * 3) % 5) for i in range(120)]
+    )
+    judge.main(judge.Args((str(undisturbed),), "m", base_url=endpoint.url))
     pandas.testing.assert_frame_equal(rows, read(tmp_path / "whole" / "judge_m.csv"))
 
 
@@ -235,7 +240,7 @@ def test_one_run_against_another(tmp_path):
     ours = write_samples(tmp_path / "ppo" / "eval" / "samples_validation.csv", [(3, 9), (2, 9), (1, 9)])
     write_samples(tmp_path / "sft" / "eval" / "samples_validation.csv", [(1, 5), (2, 5), (3, 5)])
     (tmp_path / "words.py").write_text("def score(post, summary):\n    return len(summary.split())\n")
-    args = judge.Args(str(tmp_path / "ppo"), f"{tmp_path}/words.py:score", against=str(tmp_path / "sft"), name="x")
+    args = judge.Args((str(tmp_path / "ppo"),), f"{tmp_path}/words.py:score", against=str(tmp_path / "sft"), name="x")
     judge.main(args)
     assert read(ours.with_name("judge_x.csv"))["win"].tolist() == [1.0, 0.5, 0.0]
     with pytest.raises(SystemExit, match="1 of 3 ids are not there, v2 the first"):
@@ -243,15 +248,54 @@ def test_one_run_against_another(tmp_path):
         judge.main(args)
 
 
+def test_a_reward_model_s_verdicts_are_those_of_its_rewards(world, tmp_path, capsys):
+    """Rewards of the stored tokens of query and summary, each row alone, by plain transformers, whose constant bias is
+    the same for both; two runs in one call."""
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_pretrained(world.model, num_labels=1, dtype=torch.float32).eval()
+    model.config.pad_token_id = None  # the last token, and one row at a time
+    model.score.weight.data.mul_(50)
+    folder = tmp_path / "reward" / "model"
+    model.save_pretrained(folder)
+    state = load_file(folder / "model.safetensors") | {"score.bias": torch.tensor([3.0])}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    AutoTokenizer.from_pretrained(world.dataset.parents[1] / "raw" / "tokenizer").save_pretrained(folder)
+    data, rewards = load_from_disk(world.preference_dataset)["validation"], []
+    for row in data:
+        for side in ("chosen", "rejected"):
+            tokens = torch.tensor([row["query_token"][-row["query_token_len"] :] + row[f"{side}_token"]])
+            tokens = tokens[:, : row["query_token_len"] + row[f"{side}_token_len"]]
+            with torch.no_grad():
+                rewards.append(model(tokens).logits.item())
+    wins = [float(chosen > rejected) for chosen, rejected in zip(rewards[::2], rewards[1::2], strict=True)]
+    texts = [[text.removesuffix("<|endoftext|>") for text in data[side]] for side in ("chosen", "rejected")]
+    frame = pandas.DataFrame({"id": range(len(data)), "query": data["query"], "response": texts[0]})
+    frame["reference"] = [text.strip() for text in texts[1]]  # without the space, as a file from elsewhere may be
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    frame.rename(columns={"response": "reference", "reference": "response"}).to_csv(tmp_path / "b.csv", index=False)
+    flat = [(row["query"], row[side].strip()) for row in frame.to_dict("records") for side in ("response", "reference")]
+    found = judge.model_scores(str(tmp_path / "reward"), flat)
+    assert found == pytest.approx([reward + 3 for reward in rewards], rel=1e-4, abs=1e-4)
+    files = str(tmp_path / "a.csv"), str(tmp_path / "b.csv")
+    judge.main(judge.Args(files, str(tmp_path / "reward"), name="rm", seed=2))
+    assert 3 < sum(wins) < len(wins) - 3
+    assert read(tmp_path / "judge_rm_of_a.csv")["win"].tolist() == wins
+    assert read(tmp_path / "judge_rm_of_b.csv")["win"].tolist() == [1 - win for win in wins]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {tmp_path}")]
+    assert [float(line.split("|")[5]) for line in lines] == pytest.approx(
+        [numpy.mean(wins), 1 - numpy.mean(wins)], abs=1e-3
+    )
+
+
 def test_bad_input_is_named(tmp_path):
     with pytest.raises(SystemExit, match="neither a CSV file nor a run folder"):
-        judge.main(judge.Args(str(tmp_path), "m"))
+        judge.main(judge.Args((str(tmp_path),), "m"))
     (tmp_path / "x.csv").write_text("id,query\n1,2\n")
     with pytest.raises(SystemExit, match=r"no columns \['response', 'reference'\]"):
-        judge.main(judge.Args(str(tmp_path / "x.csv"), "m"))
-    file = write_samples(tmp_path / "samples.csv", [(1, 2)])
+        judge.main(judge.Args((str(tmp_path / "x.csv"),), "m"))
+    file = write_samples(tmp_path / "samples_validation.csv", [(1, 2)])
     with pytest.raises(SystemExit, match="no function there"):
-        judge.main(judge.Args(str(file), "nowhere.py:score"))
+        judge.main(judge.Args((str(file),), "nowhere.py:score"))
 
 
 # ---- what it comes to -------------------------------------------------------------------------------------------
