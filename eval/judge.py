@@ -444,6 +444,18 @@ def length_ratio(summary: str, other: str) -> float:
     return log(max(len(summary.split()), 1) / max(len(other.split()), 1))
 
 
+def length_bins(wins: numpy.ndarray, ratios: numpy.ndarray) -> list[dict]:
+    """Win rate and its standard error in each bin of log length ratios that has any: wins, ratios (n,) (figure 12)."""
+    edges = [-numpy.inf, *BINS, numpy.inf]
+    bins = []
+    for start, end in zip(edges, edges[1:], strict=False):
+        inside = wins[(ratios >= start) & (ratios < end)]
+        if len(inside):
+            deviation = inside.std(ddof=1) / len(inside) ** 0.5 if len(inside) > 1 else numpy.nan
+            bins.append({"from": start, "to": end, "examples": len(inside), "win_rate": inside.mean(), "se": deviation})
+    return bins
+
+
 def win_rates(frame: pandas.DataFrame, seed: int) -> tuple[dict, list[dict]]:
     """Win rate with its interval, invalid answers, ties, length control; and the win rate by length ratio."""
     valid = frame.dropna(subset="win")
@@ -456,14 +468,7 @@ def win_rates(frame: pandas.DataFrame, seed: int) -> tuple[dict, list[dict]]:
     summary |= {"win_rate": wins.mean(), "win_rate_low": low, "win_rate_high": high}
     summary |= {"length_controlled_win_rate": controlled, "log_odds_per_log_ratio": slope}
     summary |= {"mean_length_ratio": ratios.mean()}
-    edges = [-numpy.inf, *BINS, numpy.inf]
-    bins = []
-    for start, end in zip(edges, edges[1:], strict=False):
-        inside = wins[(ratios >= start) & (ratios < end)]
-        if len(inside):
-            deviation = inside.std(ddof=1) / len(inside) ** 0.5 if len(inside) > 1 else numpy.nan
-            bins.append({"from": start, "to": end, "examples": len(inside), "win_rate": inside.mean(), "se": deviation})
-    return summary, bins
+    return summary, length_bins(wins, ratios)
 
 
 def markdown(rows: list[dict]) -> str:

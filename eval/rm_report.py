@@ -5,9 +5,9 @@
 
 Reads {runs}/reward/{model}/{seed}/eval (accuracy.csv, pairs_{split}.csv, reference_rewards.csv; made by --run-eval) and
 {runs}/dpo/... where there is any. Writes OUTPUT_table_5.csv (mean and sample standard deviation over seeds),
-OUTPUT_calibration.csv and .png (figure 7, right: accuracy by score difference, with the expected calibration error),
-OUTPUT_dpo.csv and .png (figure 8: accuracy of the reward model and of DPO's implicit reward), and OUTPUT.md with the
-tables. A run that is not there is named.
+OUTPUT_calibration.csv (figure 7, right: accuracy by score difference, with the expected calibration error),
+OUTPUT_dpo.csv (figure 8: accuracy of the reward model and of DPO's implicit reward), and OUTPUT.md with the tables;
+figures.py draws them. A run that is not there is named.
 
 --judged FILE adds the agreement with a judge (figure 7, left; Detail 17): judge.py's judge_NAME.csv of the pairs that
 --write-pairs wrote from the preference data, chosen in the summary's and rejected in the reference's place.
@@ -21,7 +21,6 @@ import numpy
 import pandas
 import tyro
 from datasets import load_from_disk
-from matplotlib.figure import Figure
 
 # the paper's table 5: accuracy on the validation split, in sample
 PAPER = {"1b": "0.628 ± 0.002", "2.8b": "0.669 ± 0.003", "6.9b": "0.689 ± 0.004"}
@@ -111,34 +110,6 @@ def calibration(differences: numpy.ndarray, bins: int) -> tuple[list[dict], floa
     return rows, float(error)
 
 
-def draw_calibration(curves: dict[str, list[dict]], errors: dict[str, str], path: str):
-    figure = Figure(figsize=(5, 4), layout="constrained")
-    panel = figure.subplots()
-    most = max(row["difference"] for rows in curves.values() for row in rows)
-    x = numpy.linspace(0, most, 100)
-    panel.plot(x, 1 / (1 + numpy.exp(-x)), color="black", label="1 / (1 + exp(-difference))")
-    for model, rows in curves.items():
-        points = [(row["difference"], row["accuracy"]) for row in rows]
-        panel.plot(*zip(*points, strict=True), marker=".", label=f"{model}, ECE {errors[model]}")
-    panel.set(xlabel="score difference", ylabel="accuracy", title="Calibration of the reward models (figure 7)")
-    panel.legend()
-    figure.savefig(path, dpi=120)
-
-
-def draw_accuracies(rows: list[dict], path: str):
-    figure = Figure(figsize=(5, 4), layout="constrained")
-    panel = figure.subplots()
-    names = list(dict.fromkeys(row["model"] for row in rows))
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        mine = [row for row in rows if row["kind"] == kind]
-        x = [names.index(row["model"]) for row in mine]
-        panel.errorbar(x, [row["mean"] for row in mine], yerr=[row["sd"] for row in mine], marker="o", label=kind)
-    panel.set(xticks=range(len(names)), xticklabels=names, ylabel="accuracy")
-    panel.set(title="Reward model and DPO's implicit reward (figure 8)")
-    panel.legend()
-    figure.savefig(path, dpi=120)
-
-
 def judge_agreement(pairs: dict, judged: pandas.DataFrame) -> dict[tuple[str, int], tuple[int, float]]:
     """{(model, seed): (pairs, share of them that reward model and judge decide alike)} over the judge's valid answers
     without ties; `id` in judged is the row of the split."""
@@ -192,7 +163,6 @@ def main(args: Args):
     shown = {m: mean_and_deviation([x for k, x in errors.items() if k[0] == m]) for m in models}
     rows = [{"model": m} | row for m in models for row in curves[m]]
     pandas.DataFrame(rows).to_csv(f"{args.output}_calibration.csv", index=False)
-    draw_calibration(curves, shown, f"{args.output}_calibration.png")
     text += "\n## Expected calibration error (Detail 18)\n\n" + markdown([shown])
 
     compared = []
@@ -205,7 +175,6 @@ def main(args: Args):
                     {"kind": kind, "model": m, "seeds": len(hits), "mean": float(numpy.mean(hits)), "sd": sd}
                 )
     pandas.DataFrame(compared).to_csv(f"{args.output}_dpo.csv", index=False)
-    draw_accuracies(compared, f"{args.output}_dpo.png")
     text += f"\n## Accuracy on {args.split} (figure 8)\n\n" + markdown(compared)
 
     if args.judged:
