@@ -17,7 +17,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import exp
 from pathlib import Path
@@ -118,7 +118,7 @@ def wandb_metrics(project: str, stage: str, model: str, seed: int) -> list[dict]
     return list(found.scan_history()) if found else []
 
 
-def read_metrics(args: Args, stage: str, model: str, seed: int) -> list[dict]:
+def run_metrics(args: Args, stage: str, model: str, seed: int) -> list[dict]:
     """The metrics of a run, a dict per update: metrics.jsonl, or else W&B's; [] where there are neither."""
     file = run_folder(args, stage, model, seed) / "metrics.jsonl"
     if file.exists():
@@ -137,10 +137,16 @@ def moving_mean(values: list[float], window: int) -> list[float]:
     return [mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
-def mean_and_sd(values) -> tuple[float, float]:
+def mean_and_sd(values: Iterable[float]) -> tuple[float, float]:
     """Mean and sample standard deviation (n - 1); 0 for a single value."""
     values = list(values)
     return mean(values), stdev(values) if len(values) > 1 else 0.0
+
+
+def mean_and_deviation(values) -> str:
+    """`mean ± sample standard deviation`, the latter with two values or more."""
+    values = numpy.asarray(values, float)
+    return f"{values.mean():.3f}" + (f" ± {values.std(ddof=1):.3f}" if len(values) > 1 else "")
 
 
 def length_controlled(wins: numpy.ndarray, ratios: numpy.ndarray) -> tuple[float, float]:
@@ -180,7 +186,7 @@ def markdown(rows: list[dict]) -> str:
 # ---- helpers: panels -------------------------------------------------------------------------------------------------
 
 
-def curves(metrics: dict, stage: str, args: Args, key: str, title: str) -> Panel:
+def curves_panel(metrics: dict, stage: str, args: Args, key: str, title: str) -> Panel:
     """A metric over episodes, a line per model: the moving mean over a twentieth of the updates, at up to POINTS."""
     rows, window = [], 1
     for model in args.models:
@@ -199,7 +205,9 @@ def curves(metrics: dict, stage: str, args: Args, key: str, title: str) -> Panel
     return Panel(title, "curves", f"episodes{note}", key, rows)
 
 
-def sizes(title: str, ylabel: str, values: dict[str, dict[tuple[str, int], float]], args: Args, *paper: str) -> Panel:
+def sizes_panel(
+    title: str, ylabel: str, values: dict[str, dict[tuple[str, int], float]], args: Args, *paper: str
+) -> Panel:
     """{series: {(model, seed): value}} over models, with the paper's numbers of these names where the models match."""
     rows = [
         {"series": series, "x": model, "seed": seed, "y": y}
@@ -220,7 +228,7 @@ def bins_panel(judged: dict, args: Args, model: str, seed: int) -> Panel:
         if (stage, model, seed) in judged:
             frame = judged[stage, model, seed]
             for found in length_bins(frame["win"].to_numpy(), frame["length_ratio"].to_numpy()):
-                start, end = max(found["from"], -1.5), min(found["to"], 1.5)  # the outer bins, which have no end
+                start, end = max(found["from"], -1.5), min(found["to"], 1.5)  # the outer bins have no end
                 row = {"series": STAGES[stage], "x": (start + end) / 2, "y": found["win_rate"]}
                 rows.append(row | {"sd": found["se"], "n": found["examples"]})
     return Panel(f"{model}, seed {seed}", "steps", "log(summary / reference length)", "win rate", rows)
@@ -419,31 +427,31 @@ def make_figures(args: Args, folders: dict, metrics: dict, judged: dict) -> dict
         "figure_1": (
             "Win rate against the references",
             1,
-            [sizes("", "win rate", rates(("sft", "dpo", "ppo")), args, "best PPO win rate")],
+            [sizes_panel("", "win rate", rates(("sft", "dpo", "ppo")), args, "best PPO win rate")],
         ),
         "figure_4": (
             "SFT",
             2,
             [
-                curves(metrics, "sft", args, "loss/train", "training loss"),
-                sizes("ROUGE-L, validation", "F-measure", rouge, args),
+                curves_panel(metrics, "sft", args, "loss/train", "training loss"),
+                sizes_panel("ROUGE-L, validation", "F-measure", rouge, args),
             ],
         ),
         "figure_5": (
             "Reward model",
             2,
             [
-                curves(metrics, "reward", args, "accuracy/train", "training accuracy"),
-                curves(metrics, "reward", args, "loss/train", "training loss"),
-                curves(metrics, "reward", args, "rewards/chosen", "reward of the chosen response"),
-                sizes("accuracy", "accuracy", accuracies, args, *(f"RM accuracy, {data}" for data in kinds)),
+                curves_panel(metrics, "reward", args, "accuracy/train", "training accuracy"),
+                curves_panel(metrics, "reward", args, "loss/train", "training loss"),
+                curves_panel(metrics, "reward", args, "rewards/chosen", "reward of the chosen response"),
+                sizes_panel("accuracy", "accuracy", accuracies, args, *(f"RM accuracy, {data}" for data in kinds)),
             ],
         ),
         "figure_7": (
             "Reward models: agreement with the judge, calibration",
             2,
             [
-                sizes("agreement with the judge", "share of pairs", agreement, args, "agreement with the judge"),
+                sizes_panel("agreement with the judge", "share of pairs", agreement, args, "agreement with the judge"),
                 Panel(
                     "calibration",
                     "steps",
@@ -457,10 +465,10 @@ def make_figures(args: Args, folders: dict, metrics: dict, judged: dict) -> dict
             "DPO's implicit reward model",
             2,
             [
-                curves(metrics, "dpo", args, "accuracy/train", "training accuracy"),
-                curves(metrics, "dpo", args, "loss/train", "training loss"),
-                curves(metrics, "dpo", args, "rewards/chosen", "implicit reward of the chosen response"),
-                sizes(f"accuracy, {args.split}", "accuracy", both, args),
+                curves_panel(metrics, "dpo", args, "accuracy/train", "training accuracy"),
+                curves_panel(metrics, "dpo", args, "loss/train", "training loss"),
+                curves_panel(metrics, "dpo", args, "rewards/chosen", "implicit reward of the chosen response"),
+                sizes_panel(f"accuracy, {args.split}", "accuracy", both, args),
             ],
         ),
         "figure_9": (
@@ -475,17 +483,17 @@ def make_figures(args: Args, folders: dict, metrics: dict, judged: dict) -> dict
             "PPO",
             2,
             [
-                curves(metrics, "ppo", args, "objective/rlhf_reward", "RLHF reward"),
-                curves(metrics, "ppo", args, "objective/kl", "KL, summed over tokens"),
-                curves(metrics, "ppo", args, "objective/score", "score"),
-                curves(metrics, "ppo", args, "response/length", "response length (tokens)"),
+                curves_panel(metrics, "ppo", args, "objective/rlhf_reward", "RLHF reward"),
+                curves_panel(metrics, "ppo", args, "objective/kl", "KL, summed over tokens"),
+                curves_panel(metrics, "ppo", args, "objective/score", "score"),
+                curves_panel(metrics, "ppo", args, "response/length", "response length (tokens)"),
             ],
         ),
         "figure_11": (
             "PPO with and without whitened rewards",
             2,
             [
-                sizes("", "win rate", rates(("ppo", "ppo_whiten")), args),
+                sizes_panel("", "win rate", rates(("ppo", "ppo_whiten")), args),
                 Panel("", "points", "mean summary length (tokens)", "win rate", against_tokens(("ppo", "ppo_whiten"))),
             ],
         ),
@@ -525,13 +533,10 @@ def policies_table(args: Args, folders: dict, judged: dict) -> list[dict]:
             }
             if seeds:
                 row = {"stage": STAGES[stage], "model": model, "seeds": len(seeds)}
-                rows.append(row | {name: shown(values) for name, values in columns.items()})
+                rows.append(
+                    row | {name: mean_and_deviation(values) if values else "" for name, values in columns.items()}
+                )
     return rows
-
-
-def shown(values) -> str:
-    """`mean ± sample standard deviation`, the latter with two values or more; nothing where there are none."""
-    return " ± ".join(f"{x:.3f}" for x in mean_and_sd(values)[: len(values)]) if values else ""
 
 
 def paper_table(args: Args, figures: dict) -> list[dict]:
@@ -547,16 +552,17 @@ def paper_table(args: Args, figures: dict) -> list[dict]:
         for model in (model for model in args.models if model in PAPER[name]):
             found = [x for x in figures[figure][2][panel].rows if x["series"] == series and x["x"] == model]
             values = [row["y"] for row in found]
-            ours = f"{max(values):.3f}" if values and name.startswith("best") else shown(values)
+            values = [max(values)] if values and name.startswith("best") else values
+            ours = mean_and_deviation(values) if values else "no runs"
             paper = " ± ".join(f"{x:.3f}" for x in PAPER[name][model] if x is not None)
-            rows.append({"": name, "model": model, "paper": paper, "ours": ours or "no runs", "seeds": len(values)})
+            rows.append({"": name, "model": model, "paper": paper, "ours": ours, "seeds": len(found)})
     return rows
 
 
 def main(args: Args):
     keys = [(stage, model, seed) for stage in STAGES for model in args.models for seed in args.seeds]
     folders = {key: run_folder(args, *key) for key in keys if (run_folder(args, *key) / "args.json").exists()}
-    metrics = {key: read_metrics(args, *key) for key in keys}
+    metrics = {key: run_metrics(args, *key) for key in keys}
     if not folders and not any(metrics.values()):
         fail(f"{args.runs}: no runs of {', '.join(args.models)} there ({{stage}}/{{model}}/{{seed}})")
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The paper's scaling experiment at laptop size: the whole pipeline for every size and seed, then a table and figures.
+"""The paper's scaling experiment at laptop size: the whole pipeline for every size and seed, then a table.
 
     python quickstart/scaling.py                    # three sizes x four seeds -> benchmark/results/nano
     python quickstart/scaling.py --sizes s --seeds 1 --posts-seeds 2 3 --output-dir benchmark/results/nano_posts
@@ -13,11 +13,11 @@ runs are finished; one of other runs in the same folder is replaced.
 OUTPUT_DIR/  runs.csv      posts_seed, size, seed, row, metric, value: the reports of all runs below one another
              table.md      mean ± sample standard deviation over seeds, gains from size to size, each run and its checks
              times.csv     seconds of each stage, summed over the runs of a size
-             figure_*.png  the paper's figures 1, 4, 5 and 10, of the first posts seed
+
+The paper's figures of these runs are made by eval/figures.py, with the command that is printed last.
 """
 
 import csv
-import json
 import os
 import platform
 import shlex
@@ -32,13 +32,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Literal, NamedTuple
 
-import matplotlib
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = ("xs", "s", "m")  # small to large
@@ -73,13 +69,13 @@ class Args:
     seeds: tuple[int, ...] = (44413, 55513, 66613, 77713)
     """seeds of the stages; the default is the paper's four"""
     posts_seeds: tuple[int, ...] = (1,)
-    """seeds of the generated posts and comparisons; each has its own section of the table, the first has the figures"""
+    """seeds of the generated posts and comparisons; each has its own section of the table"""
     jobs: int = 2
     """runs side by side, each with OMP_NUM_THREADS = cores / jobs"""
     runs: str = "runs/quickstart"
     """folder of the runs, below the repository; run.sh writes to the default only: another holds finished runs"""
     output_dir: str = "benchmark/results/nano"
-    """folder for table and figures, below the repository; files from before are replaced"""
+    """folder for the table, below the repository; files from before are replaced"""
     dry_run: bool = False
     """print the commands that would run, and nothing else"""
 
@@ -195,57 +191,6 @@ def markdown_lines(header: list[str], rows: list[list]) -> list[str]:
     return ["", *(f"| {' | '.join(map(str, row))} |" for row in (header, ["---"] * len(header), *rows))]
 
 
-def moving_mean(values: list[float], window: int) -> list[float]:
-    """Mean of each value and the window - 1 before it, as far as there are any."""
-    return [mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
-
-
-def read_curves(folders: list[Path], key: str) -> tuple[list[int], list[float], list[float], int]:
-    """Episodes, mean and standard deviation over runs of the moving mean of a metric, and the window of that mean:
-    a twentieth of the updates."""
-    curves = []
-    for folder in folders:
-        if not (folder / "metrics.jsonl").exists():
-            fail(f"no metrics.jsonl in {folder}: the figures need the run folders beside the reports")
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        curves.append({line["episode"]: line[key] for line in lines if key in line})
-    window = max(1, len(curves[0]) // 20)
-    smooth = [dict(zip(curve, moving_mean(list(curve.values()), window), strict=True)) for curve in curves]
-    episodes = sorted(set.intersection(*map(set, smooth)))
-    points = [mean_and_sd(curve[episode] for curve in smooth) for episode in episodes]
-    return episodes, [center for center, _ in points], [spread for _, spread in points], window
-
-
-# ---- helpers: drawing -----------------------------------------------------------------------------------------------
-
-
-def draw_curves(axis, stage_folder: Path, sizes: list[str], seeds: tuple[int, ...], key: str):
-    """A metric over episodes: a line per size (mean over seeds) in a band of one standard deviation."""
-    for size in sizes:
-        folders = [stage_folder / f"nano-{size}" / str(seed) for seed in seeds]
-        episodes, center, spread, window = read_curves(folders, key)
-        color = f"C{SIZES.index(size)}"
-        axis.plot(episodes, center, color=color, label=size)
-        edges = [[m + sign * s for m, s in zip(center, spread, strict=True)] for sign in (-1, 1)]
-        axis.fill_between(episodes, *edges, color=color, alpha=0.2, linewidth=0)
-    axis.set(title=key + (f"\nmoving mean over {window} updates" if window > 1 else ""), xlabel="episodes")
-    axis.locator_params(axis="x", nbins=6)
-    axis.legend()
-
-
-def draw_sizes(axis, lines: dict[str, list[list[float]]], sizes: list[str], title: str):
-    """Quantities over sizes: {name: [values of the seeds] of each size} as mean, standard deviation and points."""
-    for i, (name, groups) in enumerate(lines.items()):
-        x = [place + 0.08 * (i - (len(lines) - 1) / 2) for place in range(len(sizes))]  # side by side, not on top
-        centers, spreads = zip(*map(mean_and_sd, groups), strict=True)
-        axis.errorbar(x, centers, spreads, color=f"C{i + 3}", marker="o", capsize=3, label=name)
-        for place, values in zip(x, groups, strict=True):
-            axis.plot([place + 0.03] * len(values), values, ".", color=f"C{i + 3}", alpha=0.4)
-    axis.set(title=title, xlabel="size", xlim=(-0.5, len(sizes) - 0.5))
-    axis.set_xticks(range(len(sizes)), sizes)
-    axis.legend()
-
-
 def main(args: Args):
     # ---- arguments --------------------------------------------------------------------------------------------------
     for flag in ("sizes", "seeds", "posts_seeds"):
@@ -347,38 +292,9 @@ def main(args: Args):
     write_csv(output_dir / "runs.csv", ["posts_seed", "size", "seed", "row", "metric", "value"], long)
     rows = [[*key, len(args.seeds), f"{total:.1f}"] for key, total in seconds.items()]
     write_csv(output_dir / "times.csv", ["posts_seed", "size", "stage", "runs", "seconds"], rows)
-
-    # ---- figures ----------------------------------------------------------------------------------------------------
-    posts = args.posts_seeds[0]
-    folder = runs_folder / f"posts-{posts}"
-    figures = {}  # file name, what it shows -> figure
-    figures["figure_1", "win rate against the reference"], axis = plt.subplots(figsize=(7.5, 4.5))
-    draw_sizes(axis, {x: over_seeds(f"{x} win_rate", posts) for x in ("SFT", "DPO", "PPO")}, sizes, "")
-    for name, style in (("near_perfect", "--"), ("copied_title", ":")):
-        axis.axhline(mean(sum(over_seeds(f"{name} win_rate", posts), [])), color="gray", linestyle=style, label=name)
-    axis.set(ylim=(0, 1))
-    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-
-    figures["figure_4", "SFT"], axes = plt.subplots(1, 2, figsize=(9, 4))
-    draw_curves(axes[0], folder / "sft", sizes, args.seeds, "loss/train")
-    draw_sizes(axes[1], {"SFT": over_seeds("SFT rougeL", posts)}, sizes, "ROUGE-L, validation")
-
-    figures["figure_5", "reward model"], axes = plt.subplots(2, 2, figsize=(9, 6.5))
-    for axis, key in zip(axes.flat, ("accuracy/train", "loss/train", "rewards/chosen"), strict=False):
-        draw_curves(axis, folder / "reward", sizes, args.seeds, key)
-    accuracy = {f"{x} labels": over_seeds(f"reward accuracy_{x}", posts) for x in ("clean", "noisy")}
-    draw_sizes(axes[1, 1], accuracy, sizes, "accuracy, validation")
-
-    figures["figure_10", "PPO"], axes = plt.subplots(2, 2, figsize=(9, 6.5))
-    keys = ("objective/rlhf_reward", "objective/kl", "objective/score", "response/length")
-    for axis, key in zip(axes.flat, keys, strict=True):
-        draw_curves(axis, folder / "ppo", sizes, args.seeds, key)
-
-    for (name, title), figure in figures.items():
-        figure.suptitle(f"{title}, posts seed {posts}: mean ± standard deviation of {len(args.seeds)} seeds", size=10)
-        figure.tight_layout()
-        figure.savefig(output_dir / f"{name}.png", dpi=75)
-        plt.close(figure)
+    command = ["python", "eval/figures.py", "--models", *(f"nano-{size}" for size in sizes), "--seeds", *args.seeds]
+    command += ["--runs", f"{args.runs}/posts-{args.posts_seeds[0]}", "--judge", "quickstart/truth.py:score"]
+    print(f"\nfigures: {shlex.join(map(str, [*command, '--output-dir', args.output_dir]))}")
 
 
 if __name__ == "__main__":

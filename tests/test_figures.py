@@ -130,7 +130,7 @@ def test_learning_curves(drawn, number, stage):
 
 def test_a_long_curve_is_a_moving_mean_at_few_points():
     lines = [{"episode": 2 * u, "k": float(u % 7)} for u in range(1, 1001)]
-    rows = figures.curves({("sft", "m", 1): lines}, "sft", figures.Args(("m",), (1,)), "k", "t").rows
+    rows = figures.curves_panel({("sft", "m", 1): lines}, "sft", figures.Args(("m",), (1,)), "k", "t").rows
     assert len(rows) == figures.POINTS and rows[0] | {"y": 0} == {"series": "m", "x": 2, "y": 0, "sd": 0.0, "n": 1}
     assert rows[-1]["x"] == 2000 and rows[-1]["y"] == pytest.approx(sum(u % 7 for u in range(951, 1001)) / 50)
     row = rows[1]  # before there are 50 updates, of those that there are
@@ -139,7 +139,7 @@ def test_a_long_curve_is_a_moving_mean_at_few_points():
 
 def test_curves_of_runs_of_different_length_end_with_the_shorter():
     runs = {("sft", "m", seed): [{"episode": u, "k": 1.0 * seed} for u in range(1, n)] for seed, n in ((1, 4), (2, 9))}
-    rows = figures.curves(runs | {("sft", "m", 3): []}, "sft", figures.Args(("m",), (1, 2, 3)), "k", "t").rows
+    rows = figures.curves_panel(runs | {("sft", "m", 3): []}, "sft", figures.Args(("m",), (1, 2, 3)), "k", "t").rows
     assert [(row["x"], row["y"], row["n"]) for row in rows] == [(1, 1.5, 2), (2, 1.5, 2), (3, 1.5, 2)]
 
 
@@ -262,14 +262,14 @@ def test_curves_from_wandb(monkeypatch, tmp_path):
 
     monkeypatch.setattr("wandb.Api", Api)
     args = figures.Args(runs=str(tmp_path), wandb="me/study")
-    assert figures.read_metrics(args, "ppo_whiten", "6.9b", 2) == [{"update": 1, "episode": 8, "loss/train": 2.0}]
-    assert figures.read_metrics(args, "sft", "6.9b", 2) == []
+    assert figures.run_metrics(args, "ppo_whiten", "6.9b", 2) == [{"update": 1, "episode": 8, "loss/train": 2.0}]
+    assert figures.run_metrics(args, "sft", "6.9b", 2) == []
     assert asked == [
         ("me/study", {"display_name": "ppo__6.9b__2", "config.whiten_rewards": True}, "-created_at"),
         ("me/study", {"display_name": "sft__6.9b__2"}, "-created_at"),
     ]
     make_run(tmp_path, "sft", "6.9b", 2)  # what is here is not asked for
-    assert len(figures.read_metrics(args, "sft", "6.9b", 2)) == 3 and len(asked) == 2
+    assert len(figures.run_metrics(args, "sft", "6.9b", 2)) == 3 and len(asked) == 2
 
 
 def test_no_runs_at_all_is_an_error(tmp_path):

@@ -1,9 +1,9 @@
-"""quickstart/scaling.py: what it runs and in which order, what it does when a run fails, its table and its figures."""
+"""quickstart/scaling.py: what it runs and in which order, what it does when a run fails, its table."""
 
 import csv
 import importlib.util
-import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -11,11 +11,13 @@ import sys
 import time
 from pathlib import Path
 
+import figures
 import pytest
+import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# run.sh of the tests: notes how it was called, and "runs" by copying a report and metrics made beforehand
+# run.sh of the tests: notes how it was called, and "runs" by copying a report made beforehand
 STAND_IN = """#!/usr/bin/env bash
 name=data
 while (($#)); do
@@ -35,7 +37,7 @@ echo "begin $name $OMP_NUM_THREADS $PWD" >>calls
 if [[ -e behave ]]; then source behave; fi
 echo "end $name" >>calls
 [[ $name != */data ]] || exit 0
-mkdir -p runs/quickstart/posts-$posts/{report,sft,reward,ppo}/nano-$size # cp alone would race with another one
+mkdir -p runs/quickstart/posts-$posts/report/nano-$size # cp alone would race with another one
 cp -r "ready/$name/." runs/quickstart/posts-$posts
 """
 POLICIES = {"rougeL": 0.3, "truth": 0.5, "win_rate": 0.5, "win_rate_low": 0.4, "win_rate_high": 0.6, "words": 20}
@@ -47,8 +49,6 @@ REPORT = {
     **{row: {f"accuracy_{x}": 0.7 for x in ("noisy", "clean", "noisy_cnndm", "clean_cnndm")}
        for row in ("reward", "dpo_implicit")},
 }  # fmt: skip
-KEYS = ["loss/train", "accuracy/train", "rewards/chosen", "response/length"]
-KEYS += ["objective/rlhf_reward", "objective/kl", "objective/score"]
 
 
 class Clone:
@@ -77,12 +77,6 @@ class Clone:
         folder.mkdir(parents=True)
         (folder / "table.csv").write_text("row,metric,value\n" + "".join(lines))
         (folder / "times.csv").write_text("stage,seconds\nsft,10.25\nreward,20\nppo,100\ndpo,5\n")
-        for stage in ("sft", "reward", "ppo"):
-            run = ready / stage / f"nano-{size}" / str(seed)
-            run.mkdir(parents=True)
-            metrics = [{"update": i, "episode": 32 * i} | dict.fromkeys(KEYS, i + seed) for i in range(1, 41)]
-            metrics.append({"update": 40, "episode": 1280, "eval/loss": 1})
-            (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
 
     def prepare_all(self, sizes=("xs", "s"), seeds=(1, 2), posts_seeds=(1,)):
         for posts in posts_seeds:
@@ -106,13 +100,6 @@ class Clone:
 @pytest.fixture
 def clone(tmp_path) -> Clone:
     return Clone(tmp_path)
-
-
-@pytest.fixture
-def no_pictures(monkeypatch):
-    """Figures are made and not rendered, which takes a second."""
-    for name in ("savefig", "tight_layout"):
-        monkeypatch.setattr(f"matplotlib.figure.Figure.{name}", lambda *_, **__: None)
 
 
 def cells(text: str, *names) -> list[str]:
@@ -145,7 +132,7 @@ def test_dry_run_prints_the_commands_in_order_and_does_nothing(clone, capsys):
     assert all(flag in (ROOT / "quickstart/run.sh").read_text() for flag in flags)
 
 
-def test_data_first_then_runs_side_by_side_each_with_its_share_of_the_cores(clone, no_pictures, monkeypatch):
+def test_data_first_then_runs_side_by_side_each_with_its_share_of_the_cores(clone, monkeypatch):
     clone.prepare_all(("xs", "s", "m"), (1, 2), (1, 2))
     # the data take a while, and a run waits for a second one: 3 begin lines are the two data and a run
     wait = "for i in {1..100}; do (($(grep -c begin calls) > 3)) && break; sleep 0.1; done; sleep 0.3"
@@ -183,13 +170,17 @@ def test_finished_runs_are_not_started_again_and_unfinished_are(clone, capsys):
     clone.main(jobs=1)  # nothing is left to run; the same is written
     assert clone.calls() == []
     assert {path.name: path.read_bytes() for path in clone.output.iterdir()} == written
-    assert sorted(written) == [*(f"figure_{i}.png" for i in (1, 10, 4, 5)), "runs.csv", "table.md", "times.csv"]
+    assert sorted(written) == ["runs.csv", "table.md", "times.csv"]
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("figures: python eval/figures.py"))
+    asked = {"models": ("nano-xs", "nano-s"), "seeds": (1, 2), "runs": "runs/quickstart/posts-1"}
+    asked |= {"judge": "quickstart/truth.py:score", "output_dir": "benchmark/results/nano"}
+    assert tyro.cli(figures.Args, args=command) == figures.Args(**asked)
 
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
 
 
-def test_a_failing_run_stops_no_other_and_there_is_no_table(clone, no_pictures):
+def test_a_failing_run_stops_no_other_and_there_is_no_table(clone):
     clone.prepare_all()
     (clone.root / "behave").write_text('if [[ $name == 1/s-1 ]]; then seq -f "line %g" 50; exit 3; fi\n')
     with pytest.raises(SystemExit) as error:
@@ -323,7 +314,7 @@ def test_numbers(clone, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["scaling.py", "--seeds", "1", "2", "3"])
     clone.main(("m", "xs", "s"), (1, 2, 3), posts_seeds=(1, 4))
     text = (clone.output / "table.md").read_text(encoding="utf-8")
-    assert capsys.readouterr().out == text
+    assert capsys.readouterr().out.partition("\nfigures: ")[0] == text
     assert text.startswith("`python quickstart/scaling.py --seeds 1 2 3`\n") and "cores, 2 runs side by side" in text
     first, second = text.split("## Posts seed ")[1:]
     assert first[0] == "1" and second[0] == "4"
@@ -367,80 +358,9 @@ def test_numbers(clone, capsys, monkeypatch):
     expected = [[p, size, x, "3", stages[x]] for p in "14" for size in ("xs", "s", "m") for x in stages]
     assert rows == expected
 
-    for name in ("figure_1", "figure_4", "figure_5", "figure_10"):
-        assert 5_000 < (clone.output / f"{name}.png").stat().st_size < 120_000, name
 
-
-def test_one_size_and_one_seed_have_no_deviation_and_no_gain(clone, no_pictures):
+def test_one_size_and_one_seed_have_no_deviation_and_no_gain(clone):
     clone.prepare("s", 1, SFT__rougeL=0.25)
     clone.main(("s",), (1,))
     text = (clone.output / "table.md").read_text(encoding="utf-8")
     assert cells(text, "SFT rougeL") == ["0.250"] and "| s (n = 1) |" in text and "gain" not in text
-
-
-# ---- figures --------------------------------------------------------------------------------------------------------
-
-
-def test_moving_mean(clone):
-    assert clone.scaling.moving_mean([1, 2, 6, 3, 0], 3) == [1, 1.5, 3, 11 / 3, 3]
-    assert clone.scaling.moving_mean([1, 2, 6], 1) == [1, 2, 6]
-
-
-def test_curves(clone):
-    clone.prepare("xs", 1)
-    clone.prepare("xs", 4)  # its values are 3 higher everywhere: sample sd 3 / sqrt(2)
-    folders = [clone.root / f"ready/1/xs-{seed}/sft/nano-xs/{seed}" for seed in (1, 4)]
-    lines = (folders[1] / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folders[1] / "metrics.jsonl").write_text("".join(lines[:30]))  # one that is shorter: the episodes of both count
-    episodes, center, spread, window = clone.scaling.read_curves(folders, "loss/train")
-    assert window == 2 and episodes == [32 * i for i in range(1, 31)]
-    assert center == pytest.approx([3.5, *(i + 2.0 for i in range(2, 31))])
-    assert spread == pytest.approx([3 / 2**0.5] * 30)
-    with pytest.raises(SystemExit, match="^error: no metrics.jsonl in .*nowhere"):
-        clone.scaling.read_curves([clone.root / "nowhere"], "loss/train")
-
-
-def test_drawn_points(clone):
-    clone.prepare_all(("xs", "m"), (1, 4))
-    for size in ("xs", "m"):
-        for seed in (1, 4):
-            shutil.copytree(clone.root / f"ready/1/{size}-{seed}/ppo", clone.root / "ppo", dirs_exist_ok=True)
-    axis = clone.scaling.plt.figure().add_subplot()
-    clone.scaling.draw_curves(axis, clone.root / "ppo", ["xs", "m"], (1, 4), "objective/kl")
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["xs", "m"]
-    assert axis.get_title() == "objective/kl\nmoving mean over 2 updates"
-    assert list(axis.lines[0].get_ydata()[:2]) == [3.5, 4]
-    band = axis.collections[0].get_datalim(axis.transData).get_points()[:, 1]
-    assert list(band) == pytest.approx([3.5 - 3 / 2**0.5, 42 + 3 / 2**0.5])
-
-    axis = clone.scaling.plt.figure().add_subplot()
-    clone.scaling.draw_sizes(axis, {"SFT": [[1, 3], [5, 5]], "PPO": [[6, 8], [9, 9]]}, ["xs", "m"], "rate")
-    means = [container.lines[0].get_ydata() for container in axis.containers]
-    assert [list(line) for line in means] == [[2, 5], [7, 9]]
-    bars = axis.containers[0].lines[2][0].get_segments()
-    assert [list(bar[:, 1]) for bar in bars] == [pytest.approx([2 - 2**0.5, 2 + 2**0.5]), [5, 5]]
-    points = [list(line.get_ydata()) for line in axis.lines if line.get_marker() == "."]
-    assert points == [[1, 3], [5, 5], [6, 8], [9, 9]]
-    assert [label.get_text() for label in axis.get_xticklabels()] == ["xs", "m"]
-    clone.scaling.plt.close("all")
-
-
-@pytest.mark.filterwarnings("ignore:No artists with labels")
-def test_panels_of_the_figures_show_the_first_posts_seed(clone, no_pictures, monkeypatch):
-    clone.prepare("s", 1, posts=1)
-    rates = {"SFT__win_rate": 0.1, "DPO__win_rate": 0.2, "PPO__win_rate": 0.3, "SFT__rougeL": 0.4}
-    rates |= {"reward__accuracy_clean": 0.6, "reward__accuracy_noisy": 0.7}
-    clone.prepare("s", 1, posts=2, near_perfect__win_rate=0.8, copied_title__win_rate=0.05, **rates)
-    curves, points, lines = [], [], []
-    monkeypatch.setattr(
-        clone.scaling, "draw_curves", lambda axis, folder, sizes, seeds, key: curves.append((folder, key))
-    )
-    monkeypatch.setattr(clone.scaling, "draw_sizes", lambda axis, values, sizes, title: points.append(values))
-    monkeypatch.setattr("matplotlib.axes.Axes.axhline", lambda axis, y, **style: lines.append((style["label"], y)))
-    clone.main(("s",), (1,), posts_seeds=(2, 1))
-    keys = {"sft": KEYS[:1], "reward": ["accuracy/train", "loss/train", "rewards/chosen"]}
-    keys["ppo"] = ["objective/rlhf_reward", "objective/kl", "objective/score", "response/length"]
-    assert curves == [(clone.runs / "posts-2" / stage, key) for stage in keys for key in keys[stage]]
-    assert points[0] == {"SFT": [[0.1]], "DPO": [[0.2]], "PPO": [[0.3]]}
-    assert points[1:] == [{"SFT": [[0.4]]}, {"clean labels": [[0.6]], "noisy labels": [[0.7]]}]
-    assert lines == [("near_perfect", 0.8), ("copied_title", 0.05)]
