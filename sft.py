@@ -264,7 +264,7 @@ def open_evaluation(args, accelerator: Accelerator) -> Path:
     saved = Path(args.output_dir, "args.json")
     if saved.exists() and saved.parent.resolve() == Path(args.eval_only).resolve():
         with reading(str(saved)):
-            if json.loads(saved.read_text())["stage"] == STAGE:
+            if json.loads(saved.read_text()).get("stage", STAGE) == STAGE:  # older runs do not tell
                 return saved.parent
     return open_run(args, accelerator)
 

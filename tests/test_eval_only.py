@@ -111,6 +111,19 @@ def test_a_finished_run_gives_its_tables_again(trained, nothing_trains, tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"new"} | ({"reference_logprobs"} if stage == "dpo" else set())
 
 
+def test_a_run_whose_args_do_not_tell_its_stage(trained, tmp_path):
+    """As those of earlier versions of the scripts: it gets its tables anew as any other."""
+    folder = tmp_path / "old"
+    shutil.copytree(trained.run["sft"], folder)
+    args = json.loads((folder / "args.json").read_text())
+    (folder / "args.json").write_text(json.dumps({key: args[key] for key in args if key != "stage"}))
+    before = files(folder)
+    for name in TABLES["sft"]:
+        (folder / "eval" / name).unlink()
+    run("sft", **trained.flags["sft"], eval_only=str(folder))
+    assert files(folder) == before
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_another_checkpoint_gives_other_tables(trained, tmp_path, stage):
     """A little noise on the weights of the head, or the model that the run began from: no table of rows is the same."""
