@@ -4,6 +4,7 @@
 One process:    python dpo.py --model nano-xs --batch-size 32 --learning-rate 3e-4 --run-eval
 N processes:    torchrun --nproc_per_node 8 dpo.py --model 1b --seed 44413 --run-eval
 Paper scale:    accelerate launch --multi_gpu --num_processes 8 dpo.py --model 6.9b --seed 44413 --run-eval
+No training:    python dpo.py --model nano-xs --eval-only runs/dpo/nano-xs/44413
 
 Starts from the SFT model of the same name and seed, which stays as the reference. The run folder (default
 runs/dpo/{model}/{seed}) holds model/ (a plain transformers checkpoint), metrics.jsonl, args.json, TensorBoard files,
@@ -130,6 +131,9 @@ class Args:
     """updates between validation accuracies; 0: after the last update only"""
     run_eval: bool = False
     """after training, write table 5 for the implicit reward and sample a summary for every validation and test post"""
+    eval_only: str | None = None
+    """evaluate this checkpoint (run folder, checkpoint folder or Hub id[@revision]) against --sft-model-path as
+    --run-eval does, and train nothing; output_dir: by default its own run folder, or runs/dpo/{its name}/{seed}"""
     response_length: int = 53
     """tokens sampled at most (Detail 4)"""
     eval_temperature: float = 0.01
@@ -266,6 +270,29 @@ def open_run(args, accelerator: Accelerator) -> Path:
         write_whole(saved, json.dumps(known | settings, indent=2) + "\n")
     accelerator.wait_for_everyone()
     return folder
+
+
+def settle_eval_only(args):
+    """With --eval-only: what --run-eval does and no more, by default in the run folder that holds the checkpoint."""
+    if args.eval_only is None:
+        return
+    if not args.eval_only:
+        fail("--eval-only is empty: it takes a run folder, a checkpoint folder or a Hub id[@revision]")
+    if args.resume or args.push_to_hub or args.track:
+        fail("--eval-only trains nothing: it goes without --resume, --push-to-hub and --track")
+    own, new = args.eval_only, f"runs/{STAGE}/{model_name(args.eval_only)}/{args.seed}"
+    args.output_dir = args.output_dir or (own if Path(own, "args.json").exists() else new)
+    args.run_eval = True
+
+
+def open_evaluation(args, accelerator: Accelerator) -> Path:
+    """The run folder that --eval-only names, of which eval/ alone is written, or a new one, as open_run makes it."""
+    saved = Path(args.output_dir, "args.json")
+    if saved.exists() and saved.parent.resolve() == Path(args.eval_only).resolve():
+        with reading(str(saved)):
+            if json.loads(saved.read_text()).get("stage", STAGE) == STAGE:  # older runs do not tell
+                return saved.parent
+    return open_run(args, accelerator)
 
 
 def checkpoint_kind(accelerator: Accelerator) -> str:
@@ -992,10 +1019,31 @@ def evaluate_implicit(accelerator: Accelerator, model, reference, data, args, pa
     return in_order(found)
 
 
+def evaluate_dpo(accelerator: Accelerator, policy, reference, data, posts, tokenizer, args, folder: Path) -> dict:
+    """Write eval/: the implicit rewards of every pair outside train and table 5 of them, a sampled summary of every
+    validation and test post and their ROUGE. Returns the samples of each split."""
+    pad_id, accuracies, samples, rouge = tokenizer.pad_token_id, [], {}, []
+    for split in [split for split in data if split != "train"]:
+        rows = evaluate_implicit(accelerator, policy, reference[split], data[split], args, pad_id, split)
+        accuracies += accuracy_table(split, rows)
+        if accelerator.is_main_process:
+            write_table(folder / "eval" / f"pairs_{split}.csv", rows)
+    for split in [split for split in ("validation", "test") if split in posts]:
+        samples[split] = rows = sample_split(accelerator, policy, posts[split], tokenizer, args, split)
+        rouge.append({"split": split, "rows": len(rows)} | sample_summary(rows))
+        if accelerator.is_main_process:
+            write_table(folder / "eval" / f"samples_{split}.csv", rows)
+    if accelerator.is_main_process:
+        write_table(folder / "eval" / "accuracy.csv", accuracies, "accuracy of the implicit reward (figure 8)")
+        write_table(folder / "eval" / "rouge.csv", rouge, "samples")
+    return samples
+
+
 def main(args: Args):
     # ---- setup -----------------------------------------------------------------------------------
     accelerator = make_accelerator(args.mixed_precision)
     set_seed(args.seed)
+    settle_eval_only(args)
     world, name = accelerator.num_processes, model_name(args.model)
     largest = PRESETS.get(args.model, (None, 8))[1]
     args.micro_batch_size = split_batch(args.batch_size, args.micro_batch_size, world, largest)
@@ -1013,6 +1061,17 @@ def main(args: Args):
     pad_id = tokenizer.pad_token_id
     posts = load_splits("--dataset", args.dataset, COLUMNS, tokenizer) if args.run_eval else {}
     data = load_splits("--preference-dataset", args.preference_dataset, PREFERENCE_COLUMNS, tokenizer)
+    splits = {split: data[split] for split in data if split == "validation" or (args.run_eval and split != "train")}
+    if args.eval_only:
+        path = checkpoint_folder("--eval-only", args.eval_only)
+        if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+            fail(f"--eval-only {args.eval_only}: a model of another tokenizer than {sft_folder}")
+        policy = load_policy(path, tokenizer)
+        folder = open_evaluation(args, accelerator)
+        reference = reference_logprobs(accelerator, sft_folder, tokenizer, splits, args)
+        evaluate_dpo(accelerator, frozen(accelerator, policy), reference, data, posts, tokenizer, args, folder)
+        accelerator.print(f"evaluated {path} against {sft_folder}: {folder / 'eval'}")
+        return accelerator.end_training()
     train = data["train"].select_columns(PAIR_COLUMNS)
     if args.total_episodes is None:
         args.total_episodes = int(args.num_train_epochs * len(train))
@@ -1025,7 +1084,6 @@ def main(args: Args):
     start = time.time()
     order = data_order(len(train), args.seed, 0, num_updates * args.batch_size)
     used = order.unique()  # (n,) rows
-    splits = {split: data[split] for split in data if split == "validation" or (args.run_eval and split != "train")}
     splits = {"train": train.select(used.tolist())} | splits
     reference = reference_logprobs(accelerator, sft_folder, tokenizer, splits, args)
     train_reference = torch.full((len(train), 2), torch.nan)
@@ -1102,23 +1160,11 @@ def main(args: Args):
     state = accelerator.get_state_dict(model)  # called on every rank: ZeRO-3 gathers
     save_model(accelerator, accelerator.unwrap_model(model), state, tokenizer, folder / "model")
     if args.run_eval:
-        accuracies, rouge = [], []
-        for split in [split for split in data if split != "train"]:
-            with whole(accelerator, model) as module:
-                rows = evaluate_implicit(accelerator, module, reference[split], data[split], args, pad_id, split)
-            accuracies += accuracy_table(split, rows)
-            if accelerator.is_main_process:
-                write_table(folder / "eval" / f"pairs_{split}.csv", rows)
-        for split in [split for split in ("validation", "test") if split in posts]:
-            with whole(accelerator, model) as module:
-                rows = sample_split(accelerator, module, posts[split], tokenizer, args, split)
-            rouge.append({"split": split, "rows": len(rows)} | sample_summary(rows))
-            if accelerator.is_main_process:
-                write_table(folder / "eval" / f"samples_{split}.csv", rows)
+        with whole(accelerator, model) as module:
+            samples = evaluate_dpo(accelerator, module, reference, data, posts, tokenizer, args, folder)
+        if log:
+            for split, rows in samples.items():
                 log.samples(split, rows, num_updates)
-        if accelerator.is_main_process:
-            write_table(folder / "eval" / "accuracy.csv", accuracies, "accuracy of the implicit reward (figure 8)")
-            write_table(folder / "eval" / "rouge.csv", rouge, "samples")
     if log:
         log.close()
     accelerator.print(f"done in {time.time() - begin:.0f} s: {folder}")

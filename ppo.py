@@ -4,6 +4,7 @@ to 25, table 7).
 One process:    python ppo.py --model nano-xs --batch-size 64 --total-episodes 2880 --learning-rate 5e-4 --run-eval
 N processes:    torchrun --nproc_per_node 8 ppo.py --model 1b --seed 44413 --run-eval
 Paper scale:    accelerate launch --multi_gpu --num_processes 8 ppo.py --model 6.9b --seed 44413 --run-eval
+No training:    python ppo.py --model nano-xs --eval-only runs/ppo/nano-xs/44413
 
 Starts from the SFT model (policy and reference) and the reward model (reward and value) of the same name and seed. The
 run folder (default runs/ppo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), value_model/,
@@ -157,6 +158,9 @@ class Args:
     """validation posts in that batch"""
     run_eval: bool = False
     """after training, sample and score a summary for every validation post, and score the references"""
+    eval_only: str | None = None
+    """evaluate this checkpoint (run folder, checkpoint folder or Hub id[@revision]) as --run-eval does, and train
+    nothing; no SFT model is read; output_dir: by default its own run folder, or runs/ppo/{its name}/{seed}"""
     eval_temperature: float = 0.01
     """temperature of the evaluation samples (the paper's code)"""
     save_every: int = 0
@@ -291,6 +295,29 @@ def open_run(args, accelerator: Accelerator) -> Path:
         write_whole(saved, json.dumps(known | settings, indent=2) + "\n")
     accelerator.wait_for_everyone()
     return folder
+
+
+def settle_eval_only(args):
+    """With --eval-only: what --run-eval does and no more, by default in the run folder that holds the checkpoint."""
+    if args.eval_only is None:
+        return
+    if not args.eval_only:
+        fail("--eval-only is empty: it takes a run folder, a checkpoint folder or a Hub id[@revision]")
+    if args.resume or args.push_to_hub or args.track:
+        fail("--eval-only trains nothing: it goes without --resume, --push-to-hub and --track")
+    own, new = args.eval_only, f"runs/{STAGE}/{model_name(args.eval_only)}/{args.seed}"
+    args.output_dir = args.output_dir or (own if Path(own, "args.json").exists() else new)
+    args.run_eval = True
+
+
+def open_evaluation(args, accelerator: Accelerator) -> Path:
+    """The run folder that --eval-only names, of which eval/ alone is written, or a new one, as open_run makes it."""
+    saved = Path(args.output_dir, "args.json")
+    if saved.exists() and saved.parent.resolve() == Path(args.eval_only).resolve():
+        with reading(str(saved)):
+            if json.loads(saved.read_text()).get("stage", STAGE) == STAGE:  # older runs do not tell
+                return saved.parent
+    return open_run(args, accelerator)
 
 
 def checkpoint_kind(accelerator: Accelerator) -> str:
@@ -1100,11 +1127,11 @@ def episode_masks(lengths: torch.Tensor, width: int) -> tuple[torch.Tensor, torc
 
 
 @torch.no_grad()
-def sample_and_score(accelerator: Accelerator, model, reward_models, data, tokenizer, args, name: str) -> list[dict]:
+def sample_and_score(accelerator: Accelerator, policy, reward_models, data, tokenizer, args, name: str) -> list[dict]:
     """Sampled summaries of every row of a split, in order: dicts of id, query, response, reference, response_tokens
     (EOS counted), has_eos, score (without PPO's penalty for a missing EOS), reference_score, and the F-measures rouge1,
     rouge2, rougeL (with Porter stemming)."""
-    policy, pad_id, found = model.policy, tokenizer.pad_token_id, []
+    pad_id, found = tokenizer.pad_token_id, []
     rouge = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     for index, batch in shares(accelerator, data, args.forward_batch_size, f"sampling {name}"):
         query, keys, scores = batch["query_token"].to(accelerator.device), noise_keys(args.seed, 0, index), []
@@ -1127,6 +1154,20 @@ def sample_and_score(accelerator: Accelerator, model, reward_models, data, token
     return in_order(found)
 
 
+def evaluate_ppo(accelerator: Accelerator, policy, reward_models, posts, tokenizer, args, folder: Path) -> list[dict]:
+    """Write eval/: a sampled and scored summary of every validation post, and their means. Returns the summaries."""
+    with on_device(reward_models, accelerator.device, args.offload):
+        rows = sample_and_score(accelerator, policy, reward_models, posts, tokenizer, args, "validation")
+    summary = {"split": "validation", "rows": len(rows)} | sample_summary(rows)
+    for key in ("score", "reference_score"):
+        summary[key] = sum(row[key] for row in rows) / len(rows)
+    summary["score_above_reference"] = sum(row["score"] > row["reference_score"] for row in rows) / len(rows)
+    if accelerator.is_main_process:
+        write_table(folder / "eval" / "samples_validation.csv", rows)
+        write_table(folder / "eval" / "rouge.csv", [summary], "samples")
+    return rows
+
+
 def print_samples(title: str, rows: list[dict]):
     """Print rows (equal keys) as a table that wraps long texts."""
     table = Table(*rows[0], title=title, show_lines=True)
@@ -1139,6 +1180,7 @@ def main(args: Args):
     # ---- setup -----------------------------------------------------------------------------------
     accelerator = make_accelerator(args.mixed_precision)
     set_seed(args.seed)
+    settle_eval_only(args)
     world, rank, name = accelerator.num_processes, accelerator.process_index, model_name(args.model)
     if args.batch_size % args.num_mini_batches:
         fail(f"--batch-size {args.batch_size} does not split into --num-mini-batches {args.num_mini_batches}")
@@ -1148,40 +1190,50 @@ def main(args: Args):
         fail("--reward-combination uwo needs --uwo-lambda (the ensemble paper's PPO: 0.1), and nothing else takes it")
     args.offload = args.model == "6.9b" if args.offload is None else args.offload
     args.output_dir = args.output_dir or f"runs/{STAGE}/{name}/{args.seed}"
-    args.sft_model_path = args.sft_model_path or earlier(args, "sft")
+    if not args.eval_only:
+        args.sft_model_path = args.sft_model_path or earlier(args, "sft")
     args.reward_model_paths = args.reward_model_paths or [earlier(args, "reward")]
     args.dataset = args.dataset or ("data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET)
     num_updates = args.total_episodes // args.batch_size
-    if num_updates == 0:
+    if num_updates == 0 and not args.eval_only:
         fail(f"--total-episodes {args.total_episodes} is less than one batch (--batch-size {args.batch_size})")
 
     # ---- data and models -------------------------------------------------------------------------
     hint = f"Train it first: python {{}}.py --model {args.model} --seed {args.seed}"
-    sft_folder = checkpoint_folder("--sft-model-path", args.sft_model_path, hint.format("sft"))
+    if args.eval_only:
+        policy_folder = checkpoint_folder("--eval-only", args.eval_only)
+    else:
+        policy_folder = checkpoint_folder("--sft-model-path", args.sft_model_path, hint.format("sft"))
     flag, hints = "--reward-model-paths", hint.format("reward")
     reward_folders = [checkpoint_folder(flag, path, hints) for path in args.reward_model_paths]
-    tokenizer = load_tokenizer(sft_folder)
+    tokenizer = load_tokenizer(policy_folder)
     for path in reward_folders:
         if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
-            fail(f"{flag} {path}: a reward model of another tokenizer than {sft_folder}")
+            fail(f"{flag} {path}: a reward model of another tokenizer than {policy_folder}")
     pad_id, eos_id, R = tokenizer.pad_token_id, tokenizer.eos_token_id, args.response_length
     data = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
     train = data["train"].select_columns(["query_token"])
-    ref_policy = frozen(accelerator, load_policy(sft_folder, tokenizer), args.offload)
     reward_models = [frozen(accelerator, load_reward_model(path, tokenizer), args.offload) for path in reward_folders]
     reward_models = nn.ModuleList(reward_models)
-    policy = load_policy(sft_folder, tokenizer)
+    if args.eval_only:
+        policy = frozen(accelerator, load_policy(policy_folder, tokenizer))
+        folder = open_evaluation(args, accelerator)
+        evaluate_ppo(accelerator, policy, reward_models, data["validation"], tokenizer, args, folder)
+        accelerator.print(f"evaluated {policy_folder}: {folder / 'eval'}")
+        return accelerator.end_training()
+    ref_policy = frozen(accelerator, load_policy(policy_folder, tokenizer), args.offload)
+    policy = load_policy(policy_folder, tokenizer)
     value_model = load_reward_model(reward_folders[0], tokenizer)  # Detail 22: all weights, the head included
-    check_head(policy, sft_folder)
+    check_head(policy, policy_folder)
     banned = banned_ids(policy, tokenizer).to(accelerator.device)
     folder = open_run(args, accelerator)
     model, optimizer = prepare(accelerator, PolicyAndValue(policy, value_model), args)
     first = load_checkpoint(accelerator, folder) if args.resume else 0
     log = MetricsLog(args, folder, first) if accelerator.is_main_process else None
     accelerator.print(
-        f"{STAGE}: {sft_folder} against {', '.join(reward_folders)}, {len(train):,} queries, {num_updates:,} updates "
-        f"of {args.batch_size} ({args.total_episodes % args.batch_size} episodes left over), {world} process(es) x "
-        f"{args.micro_batch_size}, {accelerator.device}, {accelerator.mixed_precision}"
+        f"{STAGE}: {policy_folder} against {', '.join(reward_folders)}, {len(train):,} queries, {num_updates:,} "
+        f"updates of {args.batch_size} ({args.total_episodes % args.batch_size} episodes left over), "
+        f"{world} process(es) x {args.micro_batch_size}, {accelerator.device}, {accelerator.mixed_precision}"
     )
 
     begin, caught = time.time(), []
@@ -1288,7 +1340,8 @@ def main(args: Args):
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
             fixed = data["validation"].select(range(min(args.eval_rows, len(data["validation"]))))
             with whole(accelerator, model) as module, on_device(reward_models, accelerator.device, args.offload):
-                rows = sample_and_score(accelerator, module, reward_models, fixed, tokenizer, args, "validation batch")
+                policy = module.policy
+                rows = sample_and_score(accelerator, policy, reward_models, fixed, tokenizer, args, "validation batch")
             metrics["eval/score"] = sum(row["score"] for row in rows) / len(rows)
         if log:
             log.write(update, metrics)
@@ -1317,17 +1370,10 @@ def main(args: Args):
         own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         save_model(accelerator, part, own, tokenizer, folder / target)
     if args.run_eval:
-        posts = data["validation"]
-        with whole(accelerator, model) as module, on_device(reward_models, accelerator.device, args.offload):
-            rows = sample_and_score(accelerator, module, reward_models, posts, tokenizer, args, "validation")
-        summary = {"split": "validation", "rows": len(rows)} | sample_summary(rows)
-        for key in ("score", "reference_score"):
-            summary[key] = sum(row[key] for row in rows) / len(rows)
-        summary["score_above_reference"] = sum(row["score"] > row["reference_score"] for row in rows) / len(rows)
-        if accelerator.is_main_process:
-            write_table(folder / "eval" / "samples_validation.csv", rows)
+        with whole(accelerator, model) as module:
+            rows = evaluate_ppo(accelerator, module.policy, reward_models, data["validation"], tokenizer, args, folder)
+        if log:
             log.samples("validation", rows, num_updates)
-            write_table(folder / "eval" / "rouge.csv", [summary], "samples")
     if log:
         log.close()
     accelerator.print(f"done in {time.time() - begin:.0f} s: {folder}")

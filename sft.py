@@ -4,6 +4,7 @@ with PPO" (section 5, Detail 9, table 3).
 One process:    python sft.py --model data/nano-xs --batch-size 32 --learning-rate 5e-3 --run-eval
 N processes:    torchrun --nproc_per_node 8 sft.py --model 1b --seed 44413 --run-eval
 Paper scale:    accelerate launch --multi_gpu --num_processes 8 sft.py --model 6.9b --seed 44413 --run-eval
+No training:    python sft.py --eval-only runs/sft/nano-xs/44413
 
 The run folder (default runs/sft/{model}/{seed}) holds model/ (a plain transformers checkpoint), metrics.jsonl,
 args.json, TensorBoard files, eval/ and, with --save-every, checkpoints/.
@@ -104,6 +105,9 @@ class Args:
     """updates between validation losses; 0: before the first update and after the last only"""
     run_eval: bool = False
     """after training, sample a summary for every validation and test post and write them with their ROUGE"""
+    eval_only: str | None = None
+    """evaluate this checkpoint (run folder, checkpoint folder or Hub id[@revision]) as --run-eval does, and train
+    nothing; output_dir: by default its own run folder, or runs/sft/{its name}/{seed}"""
     response_length: int = 53
     """tokens sampled at most (Detail 4)"""
     eval_temperature: float = 0.01
@@ -240,6 +244,29 @@ def open_run(args, accelerator: Accelerator) -> Path:
         write_whole(saved, json.dumps(known | settings, indent=2) + "\n")
     accelerator.wait_for_everyone()
     return folder
+
+
+def settle_eval_only(args):
+    """With --eval-only: what --run-eval does and no more, by default in the run folder that holds the checkpoint."""
+    if args.eval_only is None:
+        return
+    if not args.eval_only:
+        fail("--eval-only is empty: it takes a run folder, a checkpoint folder or a Hub id[@revision]")
+    if args.resume or args.push_to_hub or args.track:
+        fail("--eval-only trains nothing: it goes without --resume, --push-to-hub and --track")
+    own, new = args.eval_only, f"runs/{STAGE}/{model_name(args.eval_only)}/{args.seed}"
+    args.output_dir = args.output_dir or (own if Path(own, "args.json").exists() else new)
+    args.run_eval = True
+
+
+def open_evaluation(args, accelerator: Accelerator) -> Path:
+    """The run folder that --eval-only names, of which eval/ alone is written, or a new one, as open_run makes it."""
+    saved = Path(args.output_dir, "args.json")
+    if saved.exists() and saved.parent.resolve() == Path(args.eval_only).resolve():
+        with reading(str(saved)):
+            if json.loads(saved.read_text()).get("stage", STAGE) == STAGE:  # older runs do not tell
+                return saved.parent
+    return open_run(args, accelerator)
 
 
 def checkpoint_kind(accelerator: Accelerator) -> str:
@@ -622,6 +649,18 @@ def prepare(accelerator: Accelerator, model, args):
     return accelerator.prepare(model, optimizer)
 
 
+def frozen(accelerator: Accelerator, model, offload: bool = False):
+    """A model that is never trained, on the device (offload: in the machine's memory), with weights as those of the
+    trained model: DeepSpeed runs it in bfloat16 under --mixed-precision bf16, where others autocast from float32. A
+    reward's head stays in float32."""
+    model.to("cpu" if offload else accelerator.device).eval().requires_grad_(False)
+    if zero_stage(accelerator) is not None and accelerator.mixed_precision == "bf16":
+        for name, parameter in model.named_parameters():  # and no buffer: rotary frequencies need their digits
+            if "score." not in name:
+                parameter.data = parameter.data.bfloat16()
+    return model
+
+
 @contextmanager
 def whole(accelerator: Accelerator, model):
     """The model with all its weights on every process, for passes without gradient. ZeRO-3 would gather them layer by
@@ -784,10 +823,24 @@ def validation_loss(accelerator: Accelerator, model, data, args, pad_id: int) ->
     return loss / targets
 
 
+def evaluate_sft(accelerator: Accelerator, policy, data, tokenizer, args, folder: Path) -> dict[str, list[dict]]:
+    """Write eval/: a sampled summary of every validation and test post, and their ROUGE. Returns the samples."""
+    samples, table = {}, []
+    for split in [split for split in ("validation", "test") if split in data]:
+        samples[split] = rows = sample_split(accelerator, policy, data[split], tokenizer, args, split)
+        table.append({"split": split, "rows": len(rows)} | sample_summary(rows))
+        if accelerator.is_main_process:
+            write_table(folder / "eval" / f"samples_{split}.csv", rows)
+    if accelerator.is_main_process:
+        write_table(folder / "eval" / "rouge.csv", table, "samples")
+    return samples
+
+
 def main(args: Args):
     # ---- setup -----------------------------------------------------------------------------------
     accelerator = make_accelerator(args.mixed_precision)
     set_seed(args.seed)
+    settle_eval_only(args)
     base, largest = PRESETS.get(args.model, (args.model, 8))
     world = accelerator.num_processes
     args.micro_batch_size = split_batch(args.batch_size, args.micro_batch_size, world, largest)
@@ -795,10 +848,20 @@ def main(args: Args):
     args.dataset = args.dataset or ("data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET)
 
     # ---- data and model --------------------------------------------------------------------------
-    base = checkpoint_folder("--model", base)
+    flag, base = ("--eval-only", args.eval_only) if args.eval_only else ("--model", base)
+    base = checkpoint_folder(flag, base)
     tokenizer = load_tokenizer(base)
     pad_id = tokenizer.pad_token_id
     data = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
+    if args.eval_only:
+        policy = frozen(accelerator, load_policy(base, tokenizer))
+        folder = open_evaluation(args, accelerator)
+        with accelerator.autocast():
+            loss = validation_loss(accelerator, policy, data["validation"], args, pad_id)
+        accelerator.print(f"validation loss of {base}: {loss:.4f}")
+        evaluate_sft(accelerator, policy, data, tokenizer, args, folder)
+        accelerator.print(f"evaluated {base}: {folder / 'eval'}")
+        return accelerator.end_training()
     train = data["train"].select_columns(TOKEN_COLUMNS)
     if args.total_episodes is None:
         args.total_episodes = int(args.num_train_epochs * len(train))
@@ -882,16 +945,11 @@ def main(args: Args):
     state = accelerator.get_state_dict(model)  # called on every rank: ZeRO-3 gathers
     save_model(accelerator, accelerator.unwrap_model(model), state, tokenizer, folder / "model")
     if args.run_eval:
-        table = []
-        for split in [split for split in ("validation", "test") if split in data]:
-            with whole(accelerator, model) as module:
-                rows = sample_split(accelerator, module, data[split], tokenizer, args, split)
-            table.append({"split": split, "rows": len(rows)} | sample_summary(rows))
-            if accelerator.is_main_process:
-                write_table(folder / "eval" / f"samples_{split}.csv", rows)
+        with whole(accelerator, model) as module:
+            samples = evaluate_sft(accelerator, module, data, tokenizer, args, folder)
+        if log:
+            for split, rows in samples.items():
                 log.samples(split, rows, num_updates)
-        if accelerator.is_main_process:
-            write_table(folder / "eval" / "rouge.csv", table, "samples")
     if log:
         log.close()
     accelerator.print(f"done in {time.time() - begin:.0f} s: {folder}")

@@ -432,7 +432,7 @@ PATCHES = r"""
 + value_model = load_reward_model(reward_folders[0], tokenizer)
 +     value_model.model.gpt_neox = policy.gpt_neox
 22 ppo.py: trains the reward model itself
-- check_head(policy, sft_folder)
+- check_head(policy, policy_folder)
 + reward_models = nn.ModuleList([value_model])
 22 ppo.py: not saved in value_model/
 - ("value_model", trained.value_model.model,
