@@ -1,4 +1,4 @@
-"""The paper's 25 details: one test each (but 8, 17 and 18), against numbers that are worked out here by other means.
+"""The paper's 25 details: one test each (but 8), against numbers that are worked out here by other means.
 
 The reference computations run plain transformers models on unpadded or right-padded rows, without masks or position
 ids: under causal attention no real token sees what lies to its right. `tests/undo_details.py` undoes every detail in a
@@ -9,12 +9,16 @@ import csv
 import json
 import math
 import random
+import re
 import statistics
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import judge
+import pandas
 import pytest
+import rm_report
 import torch
 from datasets import load_from_disk
 from safetensors.torch import load_file
@@ -938,6 +942,82 @@ def test_detail_16_accuracy_by_group(world, reward_run):
         ("split", "s"): (4, 0.5),
         ("policies", "a--b"): (4, 0.5),
     }
+
+
+# ---- Details 17 and 18: the reward model beside a judge, calibration -------------------------------------------
+
+
+def report_of(reward_run, root: Path, **settings):
+    """rm_report.py's files of that run, in root/report_…"""
+    folder = root / "runs" / "reward" / "nano" / "1"
+    folder.parent.mkdir(parents=True)
+    folder.symlink_to(reward_run.folder)
+    rm_report.main(rm_report.Args(("nano",), (1,), str(root / "runs"), output=str(root / "report"), **settings))
+
+
+def test_detail_17_agreement_with_a_judge(world, reward_run, tmp_path, monkeypatch):
+    """A judge that reads the paper's prompt and prefers the summary that comes first in the alphabet, whichever of A
+    and B it is; the reward model agrees where it gives that one more."""
+    data = load_from_disk(str(world.preference_dataset))["validation"]
+    texts = [[row[side].removesuffix(EOS).strip() for side in ("chosen", "rejected")] for row in data]
+    firsts = []
+
+    async def ask(args, prompts, file, known):
+        for prompt in prompts:
+            post, a, b = re.fullmatch(
+                r"Which of the following summaries does a better job of summarizing the most important points in the "
+                r"given forum post, without including unimportant or irrelevant details\? Judge based on accuracy, "
+                r"coverage, and coherence\.\n\nPost:\n(.*)\n\nSummary A:\n(.*)\n\nSummary B:\n(.*)\n\nFIRST provide a "
+                r"one-sentence .*\nPreferred: <\"A\" or \"B\">",
+                prompt,
+                re.DOTALL,
+            ).groups()
+            row = next(i for i, query in enumerate(data["query"]) if query == post and {a, b} == set(texts[i]))
+            firsts.append(a == texts[row][0])
+            known[judge.key(args, prompt)] = f"Comparison: x.\nPreferred: {'A' if a < b else 'B'}"
+        return []
+
+    monkeypatch.setattr(judge, "ask", ask)
+    rm_report.main(
+        rm_report.Args(preference_dataset=str(world.preference_dataset), write_pairs=str(tmp_path / "p.csv"))
+    )
+    judge.main(judge.Args((str(tmp_path / "p.csv"),), "m", base_url="http://localhost:1"))
+    assert 4 <= sum(firsts) <= len(data) - 4  # the order is drawn, against a liking for the first place
+    report_of(reward_run, tmp_path, judged=str(tmp_path / "judge_m_of_p.csv"))
+    rewards = read_csv(reward_run.folder / "eval" / "pairs_validation.csv")
+    prefers = [float(row["chosen_reward"]) > float(row["rejected_reward"]) for row in rewards]
+    alike = [(chosen < rejected) == hit for (chosen, rejected), hit in zip(texts, prefers, strict=True)]
+    assert all(chosen != rejected for chosen, rejected in texts) and 0 < sum(alike) < len(alike)
+    [row] = read_csv(tmp_path / "report_agreement.csv")
+    assert int(row["pairs"]) == len(data) and close(float(row["agreement"]), sum(alike) / len(alike))
+    judged = pandas.DataFrame({"id": [0, 1, 2, 3], "win": ["1.0", "0.5", "", "0.0"]})  # a tie and no answer: left out
+    pairs = {("m", 1): pandas.DataFrame({"chosen_reward": [1.0, 1, 1, 1], "rejected_reward": [0.0, 0, 0, 0]})}
+    assert rm_report.judge_agreement(pairs, judged) == {("m", 1): (2, 0.5)}
+
+
+def test_detail_18_calibration(reward_run, tmp_path):
+    """Accuracy by score difference beside 1 / (1 + e^-difference), in bins of as many pairs, and the distance of the
+    two, by pairs."""
+    report_of(reward_run, tmp_path, bins=3)
+    rows = read_csv(reward_run.folder / "eval" / "pairs_validation.csv")
+    differences = sorted((float(r["chosen_reward"]) - float(r["rejected_reward"]) for r in rows), key=abs)
+    assert len(rows) == 24 and any(x < 0 for x in differences) and differences[0] != 0
+    found, error = read_csv(tmp_path / "report_calibration.csv"), 0.0
+    assert len(found) == 3
+    for i, row in enumerate(found):
+        mine = differences[8 * i : 8 * i + 8]
+        accuracy = sum(x > 0 for x in mine) / 8
+        chance = statistics.mean(1 / (1 + math.exp(-abs(x))) for x in mine)
+        expected = [8, abs(mine[0]), abs(mine[-1]), statistics.mean(map(abs, mine)), chance, accuracy]
+        keys = ("pairs", "from", "to", "difference", "chance", "accuracy")
+        assert close([float(row[key]) for key in keys], expected)
+        error += 8 / 24 * abs(accuracy - chance)
+    assert f"| nano |\n| --- |\n| {error:.3f} |" in (tmp_path / "report.md").read_text()
+    # three pairs at a chance of 3/4, two hits; one pair at 1/2, a tie, which is no hit
+    log3 = math.log(3)
+    rows, error = rm_report.calibration(torch.tensor([log3, -log3, log3, 0.0]).numpy(), 2)
+    assert [row["pairs"] for row in rows] == [2, 2] and [row["accuracy"] for row in rows] == [0.5, 0.5]
+    assert close(error, (abs(0.5 - 0.625) * 2 + abs(0.5 - 0.75) * 2) / 4)
 
 
 # ---- Detail 19: DPO ----------------------------------------------------------------------------------------

@@ -313,6 +313,44 @@ PATCHES = r"""
 - dropna=False
 + dropna=True
 
+17 eval/judge.py: the summary is always A
+- first_is_a(args.seed, identity) for
++ True for
+17 eval/judge.py: A is B in the prompt
+- a=s if first else o, b=o if first else s
++ a=o if first else s, b=s if first else o
+17 eval/judge.py: A counts for the summary in either place
+- float((said == "A") == first)
++ float(said == "A")
+17 eval/judge.py: another question
+- without including unimportant or
++ including unimportant or
+17 eval/rm_report.py: disagreement
+- (hits == wins).mean()
++ (hits != wins).mean()
+17 eval/rm_report.py: ties count
+- .isin([0.0, 1.0])
++ .isin([0.0, 0.5, 1.0])
+17 eval/rm_report.py: the pairs change sides
+- "response": chosen, "reference": rejected
++ "response": rejected, "reference": chosen
+
+18 eval/rm_report.py: chances of differences twice as large
+- 1 / (1 + numpy.exp(-size)), numpy.argsort
++ 1 / (1 + numpy.exp(-2 * size)), numpy.argsort
+18 eval/rm_report.py: a bin is by difference, not by its size
+- numpy.argsort(size, kind="stable")
++ numpy.argsort(differences, kind="stable")
+18 eval/rm_report.py: the accuracy of the rejected
+- numpy.abs(differences), differences > 0
++ numpy.abs(differences), differences < 0
+18 eval/rm_report.py: too sure and not sure enough cancel out
+- abs(row["accuracy"] - row["chance"])
++ (row["accuracy"] - row["chance"])
+18 eval/rm_report.py: a bin counts as one
+- row["pairs"] * abs(
++ 8 * abs(
+
 19 dpo.py: beta 0.1
 - beta: float = 0.05
 + beta: float = 0.1
