@@ -470,7 +470,7 @@ th { white-space: nowrap; } .number { text-align: right; font-variant-numeric: t
 .unshifted { color: var(--unshifted); background: var(--unshifted-back); }
 .marginal { color: var(--marginal); background: var(--marginal-back); text-decoration: underline dotted 2px; }
 .shifted { color: var(--shifted); background: var(--shifted-back); text-decoration: underline solid 2px; }
-.steps { font-size: .85rem; } .steps .token { white-space: pre; }
+.steps { font-size: .85rem; } .steps td { white-space: nowrap; } .steps .token { white-space: pre; }
 .steps th { position: sticky; left: 0; background: var(--page); }
 summary { cursor: pointer; margin: .6rem 0 .3rem; }
 """
@@ -572,7 +572,7 @@ def main(args: Args):
         there = ", ".join(f"{name} ({len(data[name])} rows)" for name in data)
         fail(f"--split {args.split} --counted {args.counted}: {args.dataset} has {there}")
     try:
-        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(f"{args.output}.html").parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(f"--output {args.output}: its folder cannot be made ({one_line(error)})")
 
@@ -642,8 +642,8 @@ def main(args: Args):
         for name, found in seen.items():
             score = number(scores[name][i].item()) if scores else ""
             answers[name] = score + ("" if ended[name][i] else " (no EOS)"), token_rows(found, i, tokenizer)
-        examples.append((rows["id"][i], rows["query"][i], answers))
-        table = Table("model", "response", "score", title=Text(rows["id"][i]), show_lines=True)
+        examples.append((str(rows["id"][i]), rows["query"][i], answers))
+        table = Table("model", "response", "score", title=Text(str(rows["id"][i])), show_lines=True)
         for name, (score, found) in answers.items():
             tokens += [{"id": rows["id"][i], "model": name} | row for row in found]
             text = [(row["token"], KINDS[row["kind"]]) for row in found if row["kind"]]
