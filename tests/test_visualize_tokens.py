@@ -1,4 +1,4 @@
-"""eval/visualize_tokens.py against numbers worked out by hand, rows without padding, and a browser's view of the page."""
+"""eval/visualize_tokens.py against hand counts, rows without padding, and what a browser makes of its page."""
 
 import json
 import math
@@ -152,7 +152,7 @@ def close(found: list, expected: list):
 
 
 def outputs(made, name: str, i: int, tokens: list[int]) -> torch.Tensor:
-    """Logits (T, V), or scalars (T,), of one row without padding by plain transformers, and where the response begins."""
+    """Logits (T, V) or scalars (T,) of one row without padding by plain transformers, and where its response begins."""
     folder, query = made.folders[name], made.data[i]["query_token"]
     query = query[query != made.tokenizer.pad_token_id]
     row, start = torch.cat([query, torch.tensor(tokens)])[None], len(query)
