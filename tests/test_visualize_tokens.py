@@ -63,7 +63,8 @@ def made(world, tmp_path_factory) -> SimpleNamespace:
             for parameter in model.parameters():
                 parameter += noise * torch.randn(parameter.shape, generator=generator)
             embeddings = model.get_input_embeddings().weight
-            embeddings[pad_id:] = 1.5 * embeddings[tokenizer.encode(" my")[0]]
+            embeddings[pad_id:] = 1.5 * embeddings[rows[0][starts[0]]]  # in the place of a summary's first token
+            assert name == "base" or model(rows[0][None, : starts[0]]).logits[0, -1].argmax() >= pad_id
         model.save_pretrained(folders[name])
         tokenizer.save_pretrained(folders[name])
     # what a checkpoint would like generate() to do is not what is asked for here
