@@ -1,0 +1,665 @@
+"""What alignment changed, token by token: summaries coloured by the base model's rank of each token, given the query
+and the tokens before it (section 7.2, tables 8 and 10 to 20), with reward logits (figure 6), values and KL (figure 9).
+
+    python eval/visualize_tokens.py --base EleutherAI/pythia-1b-deduped --sft runs/sft/1b/44413 \
+        --ppo runs/ppo/1b/44413 --dpo runs/dpo/1b/44413 --reward-model runs/reward/6.9b/44413 --output runs/tokens/1b
+
+Rank 1 is unshifted (blue), within the top 3 marginal (yellow), else shifted (red). Base, SFT, PPO and DPO answer
+greedily, the reference stands beside them, and one common reward model scores all. A rank is 1 + the number of tokens
+with a larger logit; [PAD] and ids beyond the tokenizer have none. Prints the coloured summaries and writes
+
+    OUTPUT.html           the page: summary table, coloured summaries, the numbers of every token
+    OUTPUT.md             per model: length, share with EOS, score; shares at the first token, at EOS and between
+    OUTPUT_tokens.csv     a row per example shown, model and response token
+    OUTPUT_positions.csv  shares of unshifted, marginal and shifted tokens by position, and OUTPUT_positions.png
+
+From the end, EOS is position 0 and only responses that reached it count: where one was cut off says nothing of its
+end. The numbers of the PPO response are those of ppo.py: `value` is of the state before the token, `logratio` (KL per
+token) log pi - log pi_SFT at the training temperature, `token_reward` -kl_coef x logratio, with the common reward
+model's score (without EOS: the penalty) one position past EOS, in a row of its own ([PAD], without rank), or on the
+last position where there is no room.
+"""
+
+import json
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Literal
+
+import pandas
+import pyarrow.compute
+import torch
+import torch.nn.functional as F
+import tyro
+from datasets import DatasetDict, load_dataset, load_from_disk
+from huggingface_hub import snapshot_download
+from matplotlib.colors import TABLEAU_COLORS
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
+
+COLUMNS = ["id", "query", "query_token", "reference_response", "reference_response_token"]
+TITLES = {"base": "Base", "sft": "SFT", "ppo": "PPO", "dpo": "DPO", "reference": "Reference"}  # in the order shown
+# colour is never the only sign: terminal styles here, underlines and tooltips on the page
+KINDS = {"unshifted": "blue", "marginal": "yellow underline", "shifted": "bold red underline2"}
+TRAINING = {"temperature": 0.7, "kl_coef": 0.05, "penalty_reward_value": -1.0}  # table 7 and Detail 23
+NUMBERS = ["reward_logit", "value", "logratio", "token_reward"]  # of a token
+
+
+@dataclass
+class Args:
+    base: str
+    """pre-trained model whose ranks colour the tokens: Hub id[@revision] or checkpoint folder"""
+    sft: str | None = None
+    """SFT model: run folder, checkpoint folder or Hub id[@revision]; of sft, ppo and dpo at least one is needed"""
+    ppo: str | None = None
+    """PPO policy, likewise; with sft, its KL per token and token rewards are shown"""
+    dpo: str | None = None
+    """DPO policy, likewise"""
+    reward_model: str | None = None
+    """reward model that scores all of them, of any size and the same tokenizer; default: no scores"""
+    value_model: str | None = None
+    """value model of the PPO run; default {ppo}/value_model if it exists"""
+    dataset: str = "data/tldr/sft"
+    """SFT data whose posts are summarised: folder or Hub id[@revision]"""
+    split: str = "validation"
+    rows: int = 3
+    """examples shown, the first so many of the split"""
+    counted: int = 64
+    """examples for the shares by position and the means, the first so many, those shown among them"""
+    response_length: int = 53
+    """tokens generated at most (Detail 23)"""
+    temperature: float | None = None
+    """of PPO's training, for log-probabilities; default what the PPO run was given, else 0.7 (table 7)"""
+    kl_coef: float | None = None
+    """beta of PPO's training; default what the PPO run was given, else 0.05 (table 7)"""
+    penalty_reward_value: float | None = None
+    """score of a response without EOS in the token rewards; default what the PPO run was given, else -1 (Detail 23)"""
+    micro_batch_size: int = 8
+    """examples in a forward pass: memory only, never the result"""
+    output: str = "runs/tokens"
+    """what the names of all files begin with"""
+
+
+def fail(message: str):
+    """End the process with one clear message on standard error and exit code 1."""
+    raise SystemExit(f"error: {message}")
+
+
+def one_line(error: Exception) -> str:
+    """Kind and first line of an exception."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+@contextmanager
+def reading(what: str):
+    """Around the reading of `what`: a damaged file, or code where there should be data, ends the run with a message."""
+    try:
+        yield
+    except Exception as error:  # of as many kinds as there are formats
+        fail(f"{what} cannot be read ({one_line(error)})")
+
+
+# ---- data and models ---------------------------------------------------------------------------------------------
+
+
+def checkpoint_folder(flag: str, path: str, hint: str = "") -> str:
+    """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
+    for folder in (Path(path) / "model", Path(path)):
+        if (folder / "config.json").exists():
+            return str(folder)
+    name, _, revision = path.partition("@")
+    if Path(path).exists() or name.count("/") > 1 or name.startswith((".", "/")):
+        fail(f"{flag} {path}: no checkpoint there (config.json is missing). {hint}")
+    files = {"repo_id": name, "revision": revision or None}
+    try:  # of a PPO run the policy, not the value model in a folder beside it
+        folder = snapshot_download(**files, allow_patterns=["*.json", "*.safetensors", "*.txt"], ignore_patterns="*/*")
+        if not [*Path(folder).glob("*.safetensors")]:
+            snapshot_download(**files, allow_patterns="pytorch_model*.bin")
+        return folder
+    except Exception as error:
+        fail(f"{flag} {path}: no checkpoint folder and not reachable on the Hub ({type(error).__name__}). {hint}")
+
+
+def load_tokenizer(path: str):
+    """The tokenizer of a checkpoint folder, with `[PAD]` added (Detail 3: never EOS)."""
+    if not [*Path(path).glob("tokenizer*"), *Path(path).glob("vocab*")]:  # transformers would make an empty one
+        fail(f"{path}: no tokenizer files there; copy those that the model was trained with into the folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        fail(f"{path}: no tokenizer found there ({one_line(error)})")
+    if tokenizer.eos_token_id is None:
+        fail(f"{path}: its tokenizer has no EOS token, so that no response could end")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
+    """The DatasetDict in a folder written by tldr_dataset.py, or of a Hub id[@revision]. An error names the flag, the
+    path and what is missing: splits, rows, columns, or the model's tokenizer."""
+    name, _, revision = path.partition("@")
+    try:
+        data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
+    except Exception as error:
+        fail(
+            f"{flag} {path}: neither a data set folder that can be read nor one on the Hub ("
+            f"{one_line(error)}). tldr_dataset.py makes one: python tldr_dataset.py --output-dir data/tldr"
+        )
+    if not isinstance(data, DatasetDict) or not {"train", "validation"} <= set(data):
+        fail(f"{flag} {path}: not a DatasetDict with the splits train and validation; make it with tldr_dataset.py")
+    for split in data:
+        missing = [column for column in columns if column not in data[split].column_names]
+        if missing:
+            fail(f"{flag} {path}: split {split} lacks the columns {missing}; it has {data[split].column_names}")
+        if len(data[split]) == 0:
+            fail(f"{flag} {path}: split {split} is empty")
+        for i in range(min(4, len(data[split]))):
+            stored = [token for token in data[split][i]["query_token"] if token != tokenizer.pad_token_id]
+            if (
+                stored
+                != tokenizer(data[split][i]["query"], add_special_tokens=False, split_special_tokens=True).input_ids
+            ):
+                fail(
+                    f"{flag} {path}: split {split}, row {i}: query_token is not what the model's tokenizer makes of "
+                    f"query ([PAD] = {tokenizer.pad_token_id}): the data was tokenised with another tokenizer. Run "
+                    "tldr_dataset.py with --tokenizer set to this model"
+                )
+        for column in [column for column in columns if column.endswith("_token")]:
+            ends = pyarrow.compute.min_max(pyarrow.compute.list_flatten(data[split].data.column(column)))
+            low, high = ends["min"].as_py(), ends["max"].as_py()
+            if low is None or low < 0 or high >= len(tokenizer):
+                fail(
+                    f"{flag} {path}: split {split}, column {column}: ids {low} to {high}, but the model's tokenizer "
+                    f"has 0 to {len(tokenizer) - 1}: a damaged file, or made with another tokenizer"
+                )
+    return data.with_format("torch")
+
+
+def trim(tokens: torch.Tensor, pad_id: int, side: Literal["left", "right"]) -> torch.Tensor:
+    """Cut the columns that are padding in every row, but for a width of a multiple of 16 (or all): widths that differ
+    at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
+    columns = (tokens != pad_id).any(0).nonzero().flatten()
+    if len(columns) == 0:
+        return tokens[:, :0]
+    used = int(tokens.shape[1] - columns[0] if side == "left" else columns[-1] + 1)
+    width = -(-used // 16) * 16
+    return tokens[:, -width:] if side == "left" else tokens[:, :width]
+
+
+def position_ids(mask: torch.Tensor) -> torch.Tensor:
+    """Positions that count real tokens only, whatever the padding (Detail 14): mask (b, T) -> (b, T)."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def without_dropout(config):
+    """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
+    for field, value in config.to_dict().items():
+        if "drop" in field and isinstance(value, (int, float)):
+            setattr(config, field, 0.0)
+    return config
+
+
+def fit_embeddings(model, tokenizer, path: str):
+    """The model, with an embedding added for `[PAD]` where it has none; an error where it lacks more than that."""
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer) - 1:
+        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
+    if rows < len(tokenizer):
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    return model
+
+
+def load_policy(path: str, tokenizer):
+    """A causal language model in float32, without dropout, whose embeddings hold every id of the tokenizer."""
+    settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
+    with reading(f"the model in {path}"):
+        config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
+    return fit_embeddings(model, tokenizer, path)
+
+
+class ScalarHead(nn.Linear):
+    """The head of a reward model, (b, T, d) -> (b, T, 1), in float32 under autocast and in a bfloat16 model, too."""
+
+    def forward(self, hidden):
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), self.weight.float(), self.bias.float())
+
+
+class RewardModel(nn.Module):
+    """A transformers sequence classifier with one label that returns its scalar at every position."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None):
+        """(b, T), (b, T) or (b, 1, T, earlier + T), (b, T) -> reward logits (b, T) in float32. Rows that are padded on
+        the right alone need no mask: no token of a causal model sees what comes after it. A cache is added to."""
+        inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
+        hidden = self.model.base_model(input_ids, use_cache=past_key_values is not None, **inputs).last_hidden_state
+        return self.model.score(hidden).squeeze(-1)
+
+
+def load_reward_model(path: str, tokenizer) -> RewardModel:
+    """A trained reward model in float32 without dropout, from a checkpoint folder of ours (head bias in `score.bias`)
+    or of the paper's released format (`lm_backbone.*`, `scalar_head.*`, and `config.bias`, which is subtracted)."""
+    with reading(f"the reward model in {path}"):
+        settings = json.loads((Path(path) / "config.json").read_text())
+        if released := "base_config" in settings:
+            config = AutoConfig.for_model(**settings["base_config"])
+        else:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+        model = AutoModelForSequenceClassification.from_config(
+            without_dropout(config), dtype=torch.float32, attn_implementation="sdpa"
+        )
+        model.score = ScalarHead(model.score.weight.shape[1], 1)
+        state = {}
+        for file in sorted(Path(path).glob("*.safetensors")):
+            state |= load_file(file)
+        for file in [] if state else sorted(Path(path).glob("pytorch_model*.bin")):  # as the paper's were released
+            state |= torch.load(file, map_location="cpu", weights_only=True)  # numbers, never code
+    if released:
+        base = model.base_model_prefix
+        state = {key.replace("lm_backbone.", f"{base}.").replace("scalar_head.", "score."): state[key] for key in state}
+        state["score.bias"] = state["score.bias"] - settings.get("bias", 0.0)
+    missing = model.load_state_dict(state, strict=False).missing_keys
+    if missing:
+        fail(f"{path}: not a reward model, these weights are missing: {missing[:4]}; reward.py makes one")
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer):
+        fail(
+            f"{path}: {rows} embeddings do not fit the tokenizer of {len(tokenizer)} ids: a reward model of another one"
+        )
+    return RewardModel(model)
+
+
+def banned_ids(model, tokenizer) -> torch.Tensor:
+    """(V,) bool: [PAD] and the ids beyond the tokenizer, which no sample may hold."""
+    ids = torch.arange(model.get_input_embeddings().num_embeddings)
+    return (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer))
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    """log softmax(logits / (temperature + 1e-7)) at the tokens (Detail 20): (b, R, V), (b, R) -> (b, R)."""
+    scaled = logits.float() / (temperature + 1e-7)
+    return -F.cross_entropy(scaled.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
+
+
+def token_rewards(scores: torch.Tensor, logratio: torch.Tensor, lengths: torch.Tensor, kl_coef: float) -> torch.Tensor:
+    """Rewards (b, R): -kl_coef x (log pi - log pi_ref) at each token (k1, equation 3), and the score (b,) one position
+    past EOS, or on the last position where there is no room (Detail 23). logratio (b, R), 0 after a response's end;
+    lengths (b,) of the responses in tokens, EOS counted."""
+    rewards = -kl_coef * logratio
+    place = lengths.clamp(max=logratio.shape[1] - 1)
+    return rewards.scatter_add(1, place[:, None], scores[:, None].to(rewards))
+
+
+# ---- what the models say and think of it -------------------------------------------------------------------------
+
+
+def batches(n: int, size: int, description: str):
+    """Yield slices of up to `size` of n rows under a progress bar with the rate and the time left."""
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")]
+    columns += [TimeElapsedColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(description, total=n, rate="")
+        for start in range(0, n, size):
+            yield slice(start, start + size)
+            bar.update(task, completed=min(start + size, n), rate=f"{bar.tasks[0].speed or 0:.2f}/s")
+
+
+def greedy(model, queries: torch.Tensor, tokenizer, response_length: int) -> torch.Tensor:
+    """The most likely token at each step: left-padded queries (b, Q) -> responses (b, response_length), [PAD] after the
+    first EOS, which equals truncating there (Detail 23)."""
+    queries, pad_id = trim(queries, tokenizer.pad_token_id, "left"), tokenizer.pad_token_id
+    model.generation_config = GenerationConfig(  # else generate() fills what ours leaves open from the checkpoint's own
+        max_new_tokens=response_length,
+        do_sample=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=pad_id,
+        suppress_tokens=banned_ids(model, tokenizer).nonzero().flatten().tolist(),
+    )
+    tokens = model.generate(queries, attention_mask=(queries != pad_id).long())[:, queries.shape[1] :]
+    return F.pad(tokens, (0, response_length - tokens.shape[1]), value=pad_id)
+
+
+def response_logits_of(model, queries: torch.Tensor, responses: torch.Tensor, tokenizer) -> torch.Tensor:
+    """Logits (b, R, V) from which each token of the responses (b, R) to left-padded queries (b, Q) was chosen; [PAD]
+    and ids beyond the tokenizer at -1e9. Past a response's end: any."""
+    tokens = torch.cat([trim(queries, tokenizer.pad_token_id, "left"), responses], 1)
+    mask, kept = tokens != tokenizer.pad_token_id, responses.shape[1] + 1
+    inputs = {"attention_mask": mask.long(), "position_ids": position_ids(mask), "use_cache": False}
+    logits = model(tokens, **inputs, logits_to_keep=kept).logits[:, :-1]
+    return logits.masked_fill(banned_ids(model, tokenizer).to(logits.device), -1e9)
+
+
+def token_ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """1 + the number of tokens with a strictly larger logit: (b, R, V), (b, R) -> (b, R)."""
+    return 1 + (logits > logits.gather(2, tokens[:, :, None])).sum(2)
+
+
+def response_scalars(model: RewardModel, queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """A reward or value model's output (b, R + 1) at the query's last token and at each token of the response."""
+    tokens = torch.cat([trim(queries, pad_id, "left"), responses], 1)
+    mask = tokens != pad_id
+    return model(tokens, mask.long(), position_ids(mask))[:, -responses.shape[1] - 1 :]
+
+
+# ---- what is made of it ------------------------------------------------------------------------------------------
+
+
+def kind(rank: int) -> str:
+    """The paper's (and Lin et al.'s) name of a rank."""
+    return "unshifted" if rank == 1 else "marginal" if rank <= 3 else "shifted"
+
+
+def kind_shares(ranks: list[int]) -> dict:
+    """The number of tokens and the share of each kind; empty where there is no token."""
+    kinds = [kind(rank) for rank in ranks]
+    return {"tokens": len(ranks)} | {name: kinds.count(name) / len(ranks) if ranks else "" for name in KINDS}
+
+
+def position_shares(ranks: list[list[int]], ended: list[bool]) -> list[dict]:
+    """Ranks of each response's tokens and whether EOS ended it -> shares by position from the beginning and, of those
+    that ended, from the end (EOS is position 0)."""
+    ends, rows = [row[::-1] for row, end in zip(ranks, ended, strict=True) if end], []
+    for name, found in (("beginning", ranks), ("end", ends)):
+        for position in range(max(map(len, found), default=0)):
+            there = [row[position] for row in found if position < len(row)]
+            rows.append({"from": name, "position": position} | kind_shares(there))
+    return rows
+
+
+def place_shares(ranks: list[list[int]], ended: list[bool]) -> dict[str, str]:
+    """The shares of the three kinds over all tokens, at the first token, at EOS and at the others, between these."""
+    places = {"all": [], "first": [], "between": [], "EOS": []}
+    for row, end in zip(ranks, ended, strict=True):
+        for position, rank in enumerate(row):
+            place = "EOS" if end and position == len(row) - 1 else "between" if position else "first"
+            places[place].append(rank)
+            places["all"].append(rank)
+    return {
+        place: " / ".join(f"{share:.3f}" for share in list(kind_shares(found).values())[1:]) if found else ""
+        for place, found in places.items()
+    }
+
+
+def pieces(tokenizer, tokens: list[int]) -> list[str]:
+    """The text that each token adds; a character of several tokens stands with the last of them."""
+    said, found = "", []
+    for end in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:end], clean_up_tokenization_spaces=False)
+        whole = not text.endswith("\ufffd") or end == len(tokens)
+        found.append(text[len(said) :] if whole else "")
+        said = text if whole else said
+    return found
+
+
+def token_rows(seen: dict[str, torch.Tensor], i: int, tokenizer) -> list[dict]:
+    """Rows of response i for the CSV file, with one past EOS where there is something to say of it."""
+    tokens, (_, R) = seen["tokens"][i], seen["tokens"].shape
+    length = int((tokens != tokenizer.pad_token_id).sum())
+    texts, rows = [*pieces(tokenizer, tokens[:length].tolist()), tokenizer.pad_token], []
+    for t in range(min(length + 1, R) if {"value", "token_reward"} & set(seen) else length):
+        rank = int(seen["ranks"][i, t]) if t < length else ""
+        row = {"position": t, "token_id": int(tokens[t]), "token": texts[t], "rank": rank}
+        row["kind"] = kind(rank) if rank else ""
+        empty = [name for name in NUMBERS if name not in seen or (name == "reward_logit" and t == length)]
+        rows.append(row | {name: "" if name in empty else seen[name][i, t].item() for name in NUMBERS})
+    return rows
+
+
+def markdown(rows: list[dict]) -> str:
+    """A Markdown table of rows with equal keys."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def draw(positions: list[dict], path: str):
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for name, panel in zip(("beginning", "end"), figure.subplots(1, 2, sharey=True), strict=True):
+        for color, model in zip(TABLEAU_COLORS, TITLES, strict=False):  # a model's is the same in both panels
+            mine = [row for row in positions if (row["model"], row["from"]) == (model, name)]
+            mine = [row for row in mine if row["tokens"] * 10 >= mine[0]["tokens"]]  # of fewer a share is noise
+            points = [(row["position"], row["shifted"]) for row in mine]
+            if points:
+                panel.plot(*zip(*points, strict=True), ".-", color=color, label=TITLES[model])
+        panel.set(xlabel=f"position from the {name}" + (" (0: EOS)" if name == "end" else ""), ylim=(-0.03, 1.03))
+    figure.axes[1].invert_xaxis()  # as one reads
+    figure.axes[0].set(ylabel="share of shifted tokens")
+    figure.axes[0].legend()
+    figure.savefig(path, dpi=120)
+
+
+# ---- the page ----------------------------------------------------------------------------------------------------
+
+STYLE = """
+:root { color-scheme: light dark; --text: #1b1f24; --page: #ffffff; --soft: #57606a; --line: #d0d7de; --box: #f6f8fa;
+  --unshifted: #0b4aa2; --unshifted-back: #e6effc; --marginal: #6b4a00; --marginal-back: #fdefb8;
+  --shifted: #a01219; --shifted-back: #fde3e1; }
+@media (prefers-color-scheme: dark) { :root { --text: #e6edf3; --page: #0f141a; --soft: #9aa7b4; --line: #333d48;
+  --box: #171d25; --unshifted: #a8ccff; --unshifted-back: #16294a; --marginal: #f4d36b; --marginal-back: #3c3008;
+  --shifted: #ffb3ad; --shifted-back: #50191b; } }
+body { margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: var(--text); background: var(--page);
+  font: 16px/1.6 system-ui, sans-serif; } h1 { font-size: 1.6rem; }
+h2 { margin-top: 2.5rem; border-top: 1px solid var(--line); padding-top: 1rem; }
+small { color: var(--soft); }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; }
+th, td { padding: .3rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
+th { white-space: nowrap; } .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.query { white-space: pre-wrap; background: var(--box); padding: .6rem .9rem; border-radius: .4rem; max-height: 24rem;
+  overflow-y: auto; margin-bottom: 1rem; }
+.text { width: 100%; white-space: pre-wrap; line-height: 1.9; }
+.token { border-radius: .2rem; padding: .1rem 0; text-underline-offset: .25em; white-space: pre-wrap; }
+.unshifted { color: var(--unshifted); background: var(--unshifted-back); }
+.marginal { color: var(--marginal); background: var(--marginal-back); text-decoration: underline dotted 2px; }
+.shifted { color: var(--shifted); background: var(--shifted-back); text-decoration: underline solid 2px; }
+.steps { font-size: .85rem; } .steps td { white-space: nowrap; } .steps .token { white-space: pre; }
+.steps th { position: sticky; left: 0; background: var(--page); }
+summary { cursor: pointer; margin: .6rem 0 .3rem; }
+"""
+
+
+def number(value) -> str:
+    return "" if value == "" else f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def visible(text: str) -> str:
+    """Escaped text of one token, in which a line break and a part of a character can be seen."""
+    return escape(text).replace("\n", "↵") or "◌"
+
+
+def span(row: dict) -> str:
+    """One coloured token; what the colour says is in its tooltip, too."""
+    title = f"{row['kind']}: rank {row['rank']} in the base model; token {row['token_id']}, position {row['position']}"
+    title += f"; reward logit {row['reward_logit']:.3f}" if row["reward_logit"] != "" else ""
+    return f'<span class="token {row["kind"]}" title="{title}">{visible(row["token"])}</span>'
+
+
+def steps(rows: list[dict]) -> str:
+    """The numbers of a response, a column per token (figures 6 and 9)."""
+    cells = [span(row) if row["kind"] else "<small>past EOS</small>" for row in rows]
+    lines = [f'<tr><th scope="row">token</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>']
+    names = {"rank": "rank", "reward_logit": "reward logit", "value": "value", "logratio": "KL per token"}
+    for key, name in (names | {"token_reward": "token reward"}).items():
+        if any(row[key] != "" for row in rows):
+            values = "".join(f'<td class="number">{number(row[key])}</td>' for row in rows)
+            lines.append(f'<tr><th scope="row">{name}</th>{values}</tr>')
+    return f'<div class="scroll"><table class="steps">{"".join(lines)}</table></div>'
+
+
+def html_table(rows: list[dict]) -> str:
+    head = "".join(f'<th scope="col">{escape(key)}</th>' for key in rows[0])
+    lines = ["".join(f"<td>{escape(number(cell))}</td>" for cell in row.values()) for row in rows]
+    return f'<div class="scroll"><table class="summary"><tr>{head}</tr><tr>{"</tr><tr>".join(lines)}</tr></table></div>'
+
+
+def page(title: str, tables: dict[str, list[dict]], examples: list[tuple[str, str, dict]]) -> str:
+    """The whole page, which asks nothing of any other file; examples are (id, query, {model: (score, token
+    rows)})."""
+    said = {"unshifted": "rank 1", "marginal": "rank 2 or 3, dotted", "shifted": "rank 4 and beyond, underlined"}
+    legend = "; ".join(f'<span class="token {name}">{name}</span> {text}' for name, text in said.items())
+    parts = [
+        f"<h1>{escape(title)}</h1><p>By the base model's rank of each token: {legend}. Its tooltip has the rank.</p>"
+    ]
+    parts += [f"<h2>{escape(heading)}</h2>{html_table(rows)}" for heading, rows in tables.items()]
+    for i, (identity, query, answers) in enumerate(examples):
+        parts.append(f"<section><h2>Example {i + 1} <small>{escape(identity)}</small></h2>")
+        parts.append(f'<div class="query">{escape(query)}</div><div class="scroll"><table class="responses">')
+        parts.append('<tr><th scope="col">model</th><th scope="col">response</th><th scope="col">score</th></tr>')
+        for model, (score, rows) in answers.items():
+            text = "".join(span(row) for row in rows if row["kind"])
+            parts.append(f'<tr data-model="{model}"><th scope="row">{TITLES[model]}</th><td class="text">{text}</td>')
+            parts.append(f'<td class="number">{score}</td></tr>')
+        parts.append("</table></div>")
+        for model, (_, rows) in answers.items():
+            shown = " open" if model == "ppo" else ""
+            parts.append(f"<details{shown}><summary>{TITLES[model]}, token by token</summary>{steps(rows)}</details>")
+        parts.append("</section>")
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    head += f"<title>{escape(title)}</title><style>{STYLE}</style>"
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{chr(10).join(parts)}</body></html>\n'
+
+
+@torch.no_grad()
+def main(args: Args):
+    # ---- input -----------------------------------------------------------------------------------
+    policies = {name: path for name in ("sft", "ppo", "dpo", "base") if (path := getattr(args, name))}
+    if len(policies) == 1:
+        fail("no aligned model: give at least one of --sft, --ppo and --dpo")
+    if not 1 <= args.rows <= args.counted or min(args.response_length, args.micro_batch_size) < 1:
+        fail(f"--rows {args.rows} and --counted {args.counted}: 1 <= rows <= counted; lengths and sizes are at least 1")
+    training = {}
+    if args.ppo and (file := Path(args.ppo) / "args.json").exists():
+        with reading(str(file)):
+            training = {name: float(value) for name, value in json.loads(file.read_text()).items() if name in TRAINING}
+    for name, default in TRAINING.items():
+        if getattr(args, name) is None:
+            setattr(args, name, training.get(name, default))
+    if args.ppo and not args.value_model and (Path(args.ppo) / "value_model").exists():
+        args.value_model = str(Path(args.ppo) / "value_model")
+    if args.value_model and not args.ppo:
+        fail("--value-model is the value model of a PPO run: give --ppo as well")
+    scalars = {name: path for name in ("reward_model", "value_model") if (path := getattr(args, name))}
+    flags = {name: f"--{name.replace('_', '-')}" for name in [*policies, *scalars]}
+    folders = {name: checkpoint_folder(flags[name], path) for name, path in (policies | scalars).items()}
+    first = next(iter(policies))  # SFT where it is there
+    tokenizer = load_tokenizer(folders[first])
+    for name, folder in folders.items():
+        if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+            fail(
+                f"{flags[name]} {folder} has another vocabulary than {flags[first]} {folders[first]}: a token of one "
+                "means nothing to the other"
+            )
+    data = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
+    if args.split not in data or len(data[args.split]) < args.counted:
+        there = ", ".join(f"{name} ({len(data[name])} rows)" for name in data)
+        fail(f"--split {args.split} --counted {args.counted}: {args.dataset} has {there}")
+    try:
+        Path(f"{args.output}.html").parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--output {args.output}: its folder cannot be made ({one_line(error)})")
+
+    # ---- responses, log-probabilities, ranks: one model in memory at a time ----------------------
+    device, pad_id = torch.accelerator.current_accelerator() or torch.device("cpu"), tokenizer.pad_token_id
+    rows, n, size = data[args.split][: args.counted], args.counted, args.micro_batch_size
+    queries = rows["query_token"].to(device)  # (n, Q)
+    seen = {"reference": {"tokens": rows["reference_response_token"].to(device)}}  # {model: {name: (n, R)}}
+    logprobs = {}  # of the PPO responses
+    for name in sorted(policies, key=["ppo", "sft", "dpo", "base"].index):  # SFT and base look at what others said
+        model = load_policy(folders[name], tokenizer).to(device).eval()
+        done = [
+            greedy(model, queries[part], tokenizer, args.response_length)
+            for part in batches(n, size, f"{name}: responses")
+        ]
+        seen[name] = {"tokens": torch.cat(done)}
+        if name in ("ppo", "sft") and {"ppo", "sft"} <= set(policies):
+            said, done = seen["ppo"]["tokens"], []
+            for part in batches(n, size, f"{name}: log-probabilities of PPO's"):
+                logits = response_logits_of(model, queries[part], said[part], tokenizer)
+                done.append(token_logprobs(logits, said[part], args.temperature))
+            logprobs[name] = torch.cat(done).masked_fill(said == pad_id, 0.0)
+        for other in seen if name == "base" else ():
+            said, done = seen[other]["tokens"], []
+            for part in batches(n, size, f"base: ranks of {other}"):
+                done.append(token_ranks(response_logits_of(model, queries[part], said[part], tokenizer), said[part]))
+            seen[other]["ranks"] = torch.cat(done)
+        del model
+    seen = {name: seen[name] for name in TITLES if name in seen}
+    lengths = {name: (found["tokens"] != pad_id).sum(1) for name, found in seen.items()}  # (n,)
+    ended = {name: (found["tokens"] == tokenizer.eos_token_id).any(1) for name, found in seen.items()}
+
+    # ---- scores, values, token rewards -----------------------------------------------------------
+    scores = {}
+    for which in scalars:
+        model = load_reward_model(folders[which], tokenizer).to(device).eval()
+        for name in seen if which == "reward_model" else ["ppo"]:
+            said, parts = seen[name]["tokens"], batches(n, size, f"{which.replace('_', ' ')}: {name}")
+            found = torch.cat([response_scalars(model, queries[part], said[part], pad_id) for part in parts])
+            if which == "value_model":
+                seen[name]["value"] = found[:, :-1]  # of the states before the tokens
+            else:
+                seen[name]["reward_logit"] = found[:, 1:]
+                scores[name] = found.gather(1, lengths[name][:, None]).squeeze(1)  # at EOS (Detail 12)
+        del model
+    if logprobs:
+        seen["ppo"]["logratio"] = logprobs["ppo"] - logprobs["sft"]
+        if scores:
+            score = torch.where(ended["ppo"], scores["ppo"], args.penalty_reward_value)
+            seen["ppo"]["token_reward"] = token_rewards(score, seen["ppo"]["logratio"], lengths["ppo"], args.kl_coef)
+
+    # ---- tables, page, terminal ------------------------------------------------------------------
+    overview, places, positions = [], [], []
+    for name, found in seen.items():
+        ranks = [row[:length] for row, length in zip(found["ranks"].tolist(), lengths[name].tolist(), strict=True)]
+        row = {"model": name, "responses": n, "mean tokens": lengths[name].float().mean().item()}
+        row["share with EOS"] = ended[name].float().mean().item()
+        if scores:
+            deviation = scores[name].std().item() if n > 1 else ""
+            row |= {"mean score": scores[name].mean().item(), "standard deviation": deviation}
+        overview.append(row)
+        places.append({"model": name} | place_shares(ranks, ended[name].tolist()))
+        positions += [{"model": name} | row for row in position_shares(ranks, ended[name].tolist())]
+    examples, tokens, console = [], [], Console()
+    for i in range(args.rows):
+        answers = {}
+        for name, found in seen.items():
+            score = number(scores[name][i].item()) if scores else ""
+            answers[name] = score + ("" if ended[name][i] else " (no EOS)"), token_rows(found, i, tokenizer)
+        examples.append((str(rows["id"][i]), rows["query"][i], answers))
+        table = Table("model", "response", "score", title=Text(str(rows["id"][i])), show_lines=True)
+        for name, (score, found) in answers.items():
+            tokens += [{"id": rows["id"][i], "model": name} | row for row in found]
+            text = [(row["token"], KINDS[row["kind"]]) for row in found if row["kind"]]
+            table.add_row(TITLES[name], Text.assemble(*text), score)
+        console.print(Text(rows["query"][i], style="dim"), table)
+    console.print("rank in the base model:", Text.assemble(*((f" {name} ", style) for name, style in KINDS.items())))
+    pandas.DataFrame(tokens).to_csv(f"{args.output}_tokens.csv", index=False)
+    pandas.DataFrame(positions).to_csv(f"{args.output}_positions.csv", index=False)
+    draw(positions, f"{args.output}_positions.png")
+    title = f"What alignment changed in {args.base}"
+    tables = {"Responses": overview, "Shares of tokens: unshifted / marginal / shifted": places}
+    Path(f"{args.output}.html").write_text(page(title, tables, examples), encoding="utf-8")
+    text = f"# {title}\n" + "".join(f"\n## {heading}\n\n{markdown(found)}" for heading, found in tables.items())
+    Path(f"{args.output}.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

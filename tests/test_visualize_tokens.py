@@ -1,0 +1,441 @@
+"""eval/visualize_tokens.py against hand counts, rows without padding, and what a browser makes of its page."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import nano
+import pandas
+import posts
+import pytest
+import torch
+import visualize_tokens
+from datasets import load_from_disk
+from matplotlib.image import imread
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+
+import reward
+
+R = 14  # tokens generated at most: enough for some of the summaries that the models know, and not for others
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+MODELS = ["base", "sft", "ppo", "dpo", "reference"]
+
+
+def new_reward_model(path: str, tokenizer, folder: Path):
+    model = reward.new_reward_model(path, tokenizer).model
+    torch.nn.init.constant_(model.score.bias, 0.7)
+    model.save_pretrained(folder, state_dict=model.state_dict())
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def made(world, tmp_path_factory) -> SimpleNamespace:
+    """GPT-2 models (absolute positions: padding must not shift them) that know four summaries more or less by heart,
+    with embeddings for [PAD] and ids beyond the tokenizer that would win if they were let; a reward model of another
+    architecture; .root, .folders, .tokenizer, .data (the validation split) and .args."""
+    root = tmp_path_factory.mktemp("tokens")
+    tokenizer = reward.load_tokenizer(str(world.tokenizer))
+    nano.main(nano.Args(tokenizer=str(world.tokenizer), architecture="gpt2", output_dir=str(root / "gpt2")))
+    model = AutoModelForCausalLM.from_pretrained(root / "gpt2", dtype=torch.float32)
+    model.resize_token_embeddings(len(tokenizer) + 5, mean_resizing=False)
+    data, pad_id = load_from_disk(str(world.dataset))["validation"].with_format("torch"), tokenizer.pad_token_id
+    rows = [data[i]["query_reference_response_token"] for i in range(4)]
+    rows, starts = [row[row != pad_id] for row in rows], [(data[i]["query_token"] != pad_id).sum() for i in range(4)]
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for step in range(120):
+        row, start = rows[step % 4], starts[step % 4]
+        logits = model(row[None]).logits[0, start - 1 : -1]
+        torch.nn.functional.cross_entropy(logits, row[start:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    folders = {"ppo": root / "ppo" / "model", "value_model": root / "ppo" / "value_model"}
+    folders |= {name: root / name for name in ("base", "sft", "dpo", "reward_model")}
+    generator, weights = torch.Generator().manual_seed(1), {k: v.clone() for k, v in model.state_dict().items()}
+    for name, noise in {"ppo": 0.0, "sft": 0.01, "dpo": 0.02, "base": 0.06}.items():
+        model.load_state_dict(weights)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += noise * torch.randn(parameter.shape, generator=generator)
+            embeddings = model.get_input_embeddings().weight
+            embeddings[pad_id:] = 1.5 * embeddings[rows[0][starts[0]]]  # in the place of a summary's first token
+            assert name == "base" or model(rows[0][None, : starts[0]]).logits[0, -1].argmax() >= pad_id
+        model.save_pretrained(folders[name])
+        tokenizer.save_pretrained(folders[name])
+    # what a checkpoint would like generate() to do is not what is asked for here
+    GenerationConfig(repetition_penalty=5.0, max_new_tokens=2, do_sample=True).save_pretrained(folders["ppo"])
+    new_reward_model(str(root / "gpt2"), tokenizer, folders["value_model"])
+    new_reward_model(str(world.model), tokenizer, folders["reward_model"])
+    (root / "ppo" / "args.json").write_text(json.dumps({"model": "x", "kl_coef": 0.2, "temperature": 0.5, "seed": 1}))
+    given = {name: str(folders[name]) for name in ("base", "sft", "dpo", "reward_model")}
+    given |= {"ppo": str(root / "ppo"), "dataset": str(world.dataset), "response_length": R, "micro_batch_size": 3}
+    given |= {"rows": 5, "counted": 7}
+    return SimpleNamespace(root=root, folders=folders, tokenizer=tokenizer, data=data, args=given)
+
+
+@pytest.fixture(scope="module")
+def written(made, tmp_path_factory) -> SimpleNamespace:
+    """What a run wrote: .output, .tokens and .positions (tables), .page (text), and .args."""
+    output = tmp_path_factory.mktemp("written") / "new" / "x"
+    args = visualize_tokens.Args(**made.args, output=str(output))
+    visualize_tokens.main(args)
+    tokens = pandas.read_csv(f"{output}_tokens.csv", keep_default_na=False, dtype={"token": str})
+    positions = pandas.read_csv(f"{output}_positions.csv")
+    page = Path(f"{output}.html").read_text(encoding="utf-8")
+    return SimpleNamespace(output=output, tokens=tokens, positions=positions, page=page, args=args)
+
+
+# ---- by hand -----------------------------------------------------------------------------------------------------
+
+
+def test_ranks_by_hand():
+    logits = torch.tensor([[[3.0, 1.0, 2.0, 2.0, -1e9]] * 6])
+    ranks = visualize_tokens.token_ranks(logits, torch.tensor([[0, 1, 2, 3, 4, 0]]))
+    assert ranks.tolist() == [[1, 4, 2, 2, 5, 1]]  # both twos are second, and what is below them fourth
+    assert [visualize_tokens.kind(rank) for rank in (1, 2, 3, 4, 50)] == [
+        "unshifted",
+        "marginal",
+        "marginal",
+        "shifted",
+        "shifted",
+    ]
+
+
+def test_shares_by_position_and_place_by_hand():
+    ranks = [[1, 9, 2], [4, 1], [3, 1, 1, 1], [7]]
+    ended = [True, True, False, True]
+    rows = visualize_tokens.position_shares(ranks, ended)
+    found = {
+        (row["from"], row["position"]): [row[name] for name in ("tokens", *visualize_tokens.KINDS)] for row in rows
+    }
+    assert found == {
+        ("beginning", 0): [4, 1 / 4, 1 / 4, 2 / 4],
+        ("beginning", 1): [3, 2 / 3, 0, 1 / 3],
+        ("beginning", 2): [2, 1 / 2, 1 / 2, 0],
+        ("beginning", 3): [1, 1, 0, 0],
+        ("end", 0): [3, 1 / 3, 1 / 3, 1 / 3],  # 2, 1 and 7: the third response has no end
+        ("end", 1): [2, 0, 0, 1],
+        ("end", 2): [1, 1, 0, 0],
+    }
+    assert visualize_tokens.place_shares(ranks, ended) == {
+        "all": "0.500 / 0.200 / 0.300",
+        "first": "0.333 / 0.333 / 0.333",  # 1, 4, 3; the 7 is an EOS
+        "between": "0.750 / 0.000 / 0.250",  # 9; 1, 1, 1
+        "EOS": "0.333 / 0.333 / 0.333",
+    }
+    assert visualize_tokens.place_shares([[1, 2]], [False])["EOS"] == ""
+
+
+def test_the_pieces_of_a_text(world):
+    tokenizer, text = reward.load_tokenizer(str(world.tokenizer)), "He said “no” \U0001f642 twice\n"
+    tokens = tokenizer.encode(text)
+    pieces = visualize_tokens.pieces(tokenizer, tokens)
+    assert len(pieces) == len(tokens) and "".join(pieces) == text and "" in pieces
+    alone = [tokenizer.decode([token]) for token in tokens]
+    assert any("\ufffd" in piece for piece in alone)  # what is avoided
+    assert [a for a, b in zip(pieces, alone, strict=True) if "\ufffd" not in b] == [
+        b for b in alone if "\ufffd" not in b
+    ]
+    cut = visualize_tokens.pieces(tokenizer, tokenizer.encode("\U0001f642")[:2])
+    assert cut == ["", "\ufffd"]  # where the response ends within a character
+
+
+# ---- a run -------------------------------------------------------------------------------------------------------
+
+
+def close(found: list, expected: list):
+    assert [float(x) for x in found] == pytest.approx(expected, rel=1e-4, abs=2e-5)
+
+
+def outputs(made, name: str, i: int, tokens: list[int]) -> torch.Tensor:
+    """Logits (T, V) or scalars (T,) of one row without padding by plain transformers, and where its response begins."""
+    folder, query = made.folders[name], made.data[i]["query_token"]
+    query = query[query != made.tokenizer.pad_token_id]
+    row, start = torch.cat([query, torch.tensor(tokens)])[None], len(query)
+    with torch.no_grad():
+        if not name.endswith("_model"):
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            return model(row).logits[0, :, : made.tokenizer.pad_token_id], start  # [PAD] and what is beyond come last
+        model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32).eval()
+        bias = load_file(folder / "model.safetensors")["score.bias"]
+        return (model.base_model(row).last_hidden_state @ model.score.weight.T + bias)[0, :, 0], start
+
+
+def test_every_number_is_that_of_a_single_row(made, written):
+    eos_id, ends = made.tokenizer.eos_token_id, set()
+    assert made.tokenizer.pad_token_id == len(made.tokenizer) - 1
+    for (identity, name), rows in written.tokens.groupby(["id", "model"]):
+        i = list(made.data["id"]).index(identity)
+        past = rows[rows["rank"] == ""]
+        rows = rows[rows["rank"] != ""]
+        tokens = rows["token_id"].tolist()
+        assert rows["position"].tolist() == [*range(len(tokens))]
+        if name == "reference":
+            stored = made.data[i]["reference_response_token"]
+            assert tokens == stored[stored != made.tokenizer.pad_token_id].tolist()
+        else:  # greedy, through the first EOS
+            logits, start = outputs(made, name, i, tokens)
+            chosen = logits[start - 1 : -1].gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+            assert (chosen >= logits[start - 1 : -1].max(1).values - 1e-5).all()
+            assert eos_id not in tokens[:-1] and (len(tokens) == R or tokens[-1] == eos_id)
+        assert "".join(rows["token"]) == made.tokenizer.decode(tokens)
+        base, start = outputs(made, "base", i, tokens)
+        for t, (token, rank, kind) in enumerate(zip(tokens, rows["rank"], rows["kind"], strict=True)):
+            logits, own = base[start + t - 1], base[start + t - 1, token]
+            assert (logits > own + 1e-5).sum() + 1 <= int(rank) <= (logits > own - 1e-5).sum()  # but for rounding
+            assert kind == ("unshifted" if int(rank) == 1 else "marginal" if int(rank) <= 3 else "shifted")
+        scalars, start = outputs(made, "reward_model", i, tokens)
+        close(rows["reward_logit"], scalars[start:].tolist())
+        if name != "ppo":
+            assert past.empty and set(rows[["value", "logratio", "token_reward"]].to_numpy().flatten()) == {""}
+            continue
+        score, has_room = scalars[-1].item() if tokens[-1] == eos_id else -1.0, len(tokens) < R
+        ends.add((tokens[-1] == eos_id, has_room))
+        values, start = outputs(made, "value_model", i, tokens)
+        close([*rows["value"], *past["value"]], values[start - 1 : None if has_room else -1].tolist())
+        chosen = torch.arange(len(tokens)), torch.tensor(tokens)
+        policy, sft = (
+            (outputs(made, x, i, tokens)[0][start - 1 : -1] / 0.5).log_softmax(1)[chosen] for x in ("ppo", "sft")
+        )
+        close(rows["logratio"], (policy - sft).tolist())
+        expected = [-0.2 * x for x in (policy - sft).tolist()] + [0.0] * has_room
+        expected[-1] += score
+        close([*rows["token_reward"], *past["token_reward"]], expected)
+        assert past["token"].tolist() == ["[PAD]"] * has_room and set(past["reward_logit"]) <= {""}
+    assert ends >= {(True, True), (False, False)}  # some ended, some were cut off
+    assert set(written.tokens["kind"]) == {"unshifted", "marginal", "shifted", ""}
+    order = list(dict.fromkeys(zip(written.tokens["id"], written.tokens["model"], strict=True)))
+    assert order == [(made.data[i]["id"], name) for i in range(5) for name in MODELS]
+
+
+def test_the_tables_say_what_the_tokens_say(made, tmp_path):
+    args = visualize_tokens.Args(**made.args | {"rows": 7}, output=str(tmp_path / "x"))
+    visualize_tokens.main(args)
+    tokens = pandas.read_csv(tmp_path / "x_tokens.csv", keep_default_na=False)
+    tokens = tokens[tokens["rank"] != ""]
+    positions = pandas.read_csv(tmp_path / "x_positions.csv")
+    responses = {key: rows.to_dict("records") for key, rows in tokens.groupby(["model", "id"])}
+    cells = [line.strip("| ").split(" | ") for line in (tmp_path / "x.md").read_text().splitlines() if line[:1] == "|"]
+    for name in MODELS:
+        mine = [rows for (model, _), rows in responses.items() if model == name]
+        eos = [rows[-1]["token_id"] == made.tokenizer.eos_token_id for rows in mine]
+        for way, found in (
+            ("beginning", mine),
+            ("end", [rows[::-1] for rows, end in zip(mine, eos, strict=True) if end]),
+        ):
+            table = positions[(positions["model"] == name) & (positions["from"] == way)]
+            assert len(table) == max(map(len, found), default=0)
+            for row in table.to_dict("records"):
+                kinds = [rows[row["position"]]["kind"] for rows in found if len(rows) > row["position"]]
+                assert row["tokens"] == len(kinds)
+                for kind in ("unshifted", "marginal", "shifted"):
+                    assert row[kind] == pytest.approx(kinds.count(kind) / len(kinds))
+        scores = [float(rows[-1]["reward_logit"]) for rows in mine]  # at EOS
+        mean = sum(scores) / 7
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in scores) / 6)
+        (line,) = [row for row in cells if row[:2] == [name, "7"]]
+        expected = [sum(map(len, mine)) / 7, sum(eos) / 7, mean, deviation]
+        assert [float(x) for x in line[2:]] == pytest.approx(expected, rel=1e-3)
+        kinds = [row["kind"] for rows in mine for row in rows]
+        (line,) = [row for row in cells if row[0] == name and "/" in row[1]]
+        shares = [kinds.count(kind) / len(kinds) for kind in ("unshifted", "marginal", "shifted")]
+        assert [float(x) for x in line[1].split(" / ")] == pytest.approx(shares, abs=6e-4)
+    assert (tmp_path / "x_positions.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_reward_model_sft_and_value_model(made, tmp_path):
+    """One aligned model is enough; what then has no number is empty, and flags go before the run's own arguments."""
+    given = made.args | {"reward_model": None, "sft": None, "dpo": None, "rows": 1, "counted": 1}
+    given["ppo"] = str(made.folders["ppo"])  # a checkpoint folder: nothing beside it
+    visualize_tokens.main(visualize_tokens.Args(**given, output=str(tmp_path / "x")))
+    tokens = pandas.read_csv(tmp_path / "x_tokens.csv", keep_default_na=False)
+    assert list(dict.fromkeys(tokens["model"])) == ["base", "ppo", "reference"] and "" not in set(tokens["rank"])
+    assert set(tokens[visualize_tokens.NUMBERS].to_numpy().flatten()) == {""}
+    args = visualize_tokens.Args(**made.args | {"rows": 1, "counted": 1, "kl_coef": 0.0}, output=str(tmp_path / "y"))
+    visualize_tokens.main(args)
+    assert (args.kl_coef, args.temperature, args.penalty_reward_value) == (0.0, 0.5, -1.0)
+    assert args.value_model == str(made.folders["value_model"])
+
+
+def test_the_terminal_is_coloured(made, tmp_path, monkeypatch, capsys):
+    """As many characters in the style of each kind as its tokens have."""
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "3000", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    visualize_tokens.main(visualize_tokens.Args(**made.args | {"counted": 5}, output=str(tmp_path / "x")))
+    said, tokens = capsys.readouterr().out, pandas.read_csv(tmp_path / "x_tokens.csv", keep_default_na=False)
+    for kind, style in {"unshifted": "34", "marginal": "4;33", "shifted": "1;21;31"}.items():
+        shown = "".join(re.findall(rf"\x1b\[{style}m(.*?)\x1b\[0m", said))
+        wanted = "".join(tokens[tokens["kind"] == kind]["token"]) + kind  # the legend's
+        assert sorted("".join(shown.split())) == sorted("".join(wanted.split()))
+
+
+def test_the_plot(monkeypatch):
+    """The points of each model, without those of few tokens, in one colour over both panels."""
+    figures = []
+    monkeypatch.setattr(visualize_tokens.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    columns = ("model", "from", "position", "tokens", "shifted")
+    table = [
+        ("base", "beginning", 0, 20, 0.0),
+        ("ppo", "beginning", 0, 20, 0.9),
+        ("ppo", "beginning", 1, 2, 0.4),
+        ("ppo", "beginning", 2, 1, 1.0),  # less than a tenth of the responses
+        ("ppo", "end", 0, 20, 0.7),
+    ]
+    visualize_tokens.draw([dict(zip(columns, row, strict=True)) for row in table], "x.png")
+    panels = [{line.get_label(): line for line in panel.lines} for panel in figures[0].axes]
+    points = [{name: line.get_xydata().tolist() for name, line in lines.items()} for lines in panels]
+    assert points == [{"Base": [[0, 0.0]], "PPO": [[0, 0.9], [1, 0.4]]}, {"PPO": [[0, 0.7]]}]
+    assert panels[0]["PPO"].get_color() == panels[1]["PPO"].get_color() != panels[0]["Base"].get_color()
+
+
+# ---- the page ----------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """.tags and .attributes that occur, .text, .style, and .spans: (model, classes, attributes, text) of the coloured
+    responses."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.attributes, self.text, self.style, self.spans, self.model = set(), set(), "", "", [], None
+        self.stack = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.stack.append((tag, dict(attrs)))
+        if tag == "tr":
+            self.model = dict(attrs).get("data-model")
+        if tag == "span" and self.model:
+            self.spans.append([self.model, dict(attrs)["class"].split()[1], dict(attrs), ""])
+
+    def handle_endtag(self, tag):
+        while self.stack and self.stack.pop()[0] != tag:
+            pass
+        if tag == "tr":
+            self.model = None
+
+    def handle_data(self, data):
+        if self.stack and self.stack[-1][0] == "style":
+            self.style += data
+            return
+        self.text += data
+        if self.stack and self.stack[-1][0] == "span" and self.model:
+            self.spans[-1][3] += data
+
+
+def check_self_contained(page: Page):
+    assert page.tags <= set(
+        "html head meta title style body h1 h2 p small section div table tbody tr th td span details summary".split()
+    )
+    assert page.attributes <= {"lang", "charset", "name", "content", "class", "title", "scope", "open", "data-model"}
+    assert not re.search(r"url|@import|https?:|//", page.style)
+
+
+def test_the_page_asks_for_nothing_and_escapes_texts(written):
+    check_self_contained(Page(written.page))
+    assert not re.search(r"https?://|src=|href=", written.page)
+    evil = '</td></table>"><script>alert("1")</script><img src=x onerror=alert(1)>&amp;\''
+    row = {"position": 0, "token_id": 5, "token": evil, "rank": 2, "kind": "marginal"}
+    row |= dict.fromkeys(visualize_tokens.NUMBERS, 0.5)
+    text = visualize_tokens.page(evil, {evil: [{evil: evil}]}, [(evil, evil, {"ppo": ("0.5", [row])})])
+    page = Page(text)
+    check_self_contained(page)
+    # title, heading, table's heading, its head and cell, id, query, and the token twice
+    assert page.text.count(evil) == 9 and page.spans[0][3] == evil
+
+
+def browse(file: Path, profile: Path, *flags: str) -> str:
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", *flags]
+    return subprocess.run([*command, f"file://{file}"], capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def light(color: str) -> float:
+    """Relative luminance of `rgb(r, g, b)` (WCAG 2)."""
+    parts = [int(x) / 255 for x in re.findall(r"\d+", color)[:3]]
+    parts = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return sum(x * weight for x, weight in zip(parts, (0.2126, 0.7152, 0.0722), strict=True))
+
+
+@pytest.mark.skipif(not BROWSER, reason="no chromium, chromium-browser or google-chrome")
+def test_what_a_browser_makes_of_it(written, tmp_path):
+    wanted = written.tokens[written.tokens["rank"] != ""]
+    script = """<script>for (const e of document.querySelectorAll(".token")) { const s = getComputedStyle(e);
+    e.dataset.seen = [s.color, s.backgroundColor, s.textDecorationLine, s.textDecorationStyle].join(";") }</script>"""
+    file = tmp_path / "page.html"
+    file.write_text(written.page.replace("</body>", f"{script}</body>"), encoding="utf-8")
+    looks = {}
+    for scheme in (0, 1):  # dark, light
+        dom = Page(browse(file, tmp_path / "profile", f"--blink-settings=preferredColorScheme={scheme}", "--dump-dom"))
+        for name in MODELS:
+            mine, rows = [span for span in dom.spans if span[0] == name], wanted[wanted["model"] == name]
+            assert [span[1] for span in mine] == rows["kind"].tolist()
+            shown = [text.replace("\n", "↵") or "◌" for text in rows["token"]]
+            assert [span[3] for span in mine] == shown
+            for span, rank in zip(mine, rows["rank"], strict=True):
+                assert f"rank {rank} in the base model" in span[2]["title"]
+        seen = {(span[1], span[2]["data-seen"]) for span in dom.spans}
+        looks[scheme] = {kind: look.split(";") for kind, look in seen}
+        assert len(seen) == len(looks[scheme]) == 3
+        lines = {kind: (line, style) for kind, (_, _, line, style) in looks[scheme].items()}
+        assert lines["unshifted"][0] == "none" and len(set(lines.values())) == 3  # told apart without colour
+        colors = [color for color, *_ in looks[scheme].values()]
+        assert len(set(colors)) == 3
+        for color, back, *_ in looks[scheme].values():
+            low, high = sorted([light(color), light(back)])
+            assert (high + 0.05) / (low + 0.05) >= 4.5  # WCAG 2, AA
+    assert all(light(looks[0][kind][0]) > light(looks[1][kind][0]) for kind in looks[0])  # two schemes, not one
+    picture = tmp_path / "page.png"
+    browse(file, tmp_path / "profile", "--window-size=1200,3000", f"--screenshot={picture}")
+    pixels = (imread(picture)[:, :, :3] * 255).round().astype(int)
+    for _, back, *_ in looks[1].values():  # each kind's background covers at least a word
+        assert (pixels == [int(x) for x in re.findall(r"\d+", back)]).all(2).sum() > 300
+
+
+# ---- bad input ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"ppo": "{root}/nowhere"}, ["--ppo", "nowhere", "no checkpoint there"]),
+        ({"reward_model": "{root}/nowhere"}, ["--reward-model", "nowhere", "no checkpoint there"]),
+        ({"base": "{root}/empty"}, ["--base", "empty", "no checkpoint there"]),
+        ({"dataset": "{root}/empty"}, ["--dataset", "empty"]),
+        ({"sft": None, "ppo": None, "dpo": None}, ["--sft", "--ppo", "--dpo"]),
+        ({"ppo": None, "value_model": "{root}/ppo/value_model"}, ["--value-model", "--ppo"]),
+        ({"base": "{root}/other"}, ["--base {root}/other", "--sft {root}/sft", "vocabulary"]),
+        ({"reward_model": "{root}/other"}, ["--reward-model {root}/other", "--sft {root}/sft", "vocabulary"]),
+        ({"split": "nothing"}, ["--split nothing", "validation (16 rows)"]),
+        ({"counted": 17}, ["--counted 17", "validation (16 rows)"]),
+        ({"rows": 8}, ["--rows 8", "--counted 7"]),
+        ({"rows": 0}, ["--rows 0"]),
+        ({"ppo": "{root}/torn"}, ["torn/args.json", "cannot be read"]),
+        ({"reward_model": "{root}/dpo"}, ["dpo", "not a reward model"]),
+        ({"output": "{root}/sft/config.json/x"}, ["--output {root}/sft/config.json/x"]),
+    ],
+)
+def test_bad_input_is_one_message(made, tmp_path, changes, parts):
+    root = made.root
+    (root / "empty").mkdir(exist_ok=True)
+    if not (root / "other").exists():  # the same weights with another tokenizer
+        shutil.copytree(root / "sft", root / "other")
+        posts.train_tokenizer(list(made.data["query"])[:10], 300).save_pretrained(root / "other")
+        shutil.copytree(root / "ppo", root / "torn")
+        (root / "torn" / "args.json").write_text('{"kl_coef": ')
+    changes = {k: v.format(root=root) if isinstance(v, str) else v for k, v in changes.items()}
+    before = sorted(root.rglob("*"))
+    with pytest.raises(SystemExit) as error:
+        visualize_tokens.main(visualize_tokens.Args(**{**made.args, "output": str(tmp_path / "x"), **changes}))
+    text = str(error.value)
+    assert text.startswith("error: ") and "\n" not in text
+    for part in parts:
+        assert part.format(root=root) in text, text
+    assert not [*tmp_path.iterdir()] and sorted(root.rglob("*")) == before
