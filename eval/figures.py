@@ -237,7 +237,7 @@ def bins_panel(judged: dict, args: Args, model: str, seed: int) -> Panel:
 # ---- helpers: drawing ------------------------------------------------------------------------------------------------
 
 
-def draw(axis, panel: Panel, models: tuple[str, ...]):
+def draw_panel(axis, panel: Panel, models: tuple[str, ...]):
     """Draw a panel; one without rows says so."""
     frame = pandas.DataFrame(panel.rows)
     axis.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
@@ -290,7 +290,7 @@ def write_figure(args: Args, name: str, title: str, panels: list[Panel], columns
     width = {1: 6.5}.get(columns, 4.4 * columns) + 3 * any(panel.kind == "tokens" for panel in panels)
     figure = Figure(figsize=(width, 3.3 * lines), layout="constrained")
     for axis, panel in zip(figure.subplots(lines, columns, squeeze=False).flat, panels, strict=False):
-        draw(axis, panel, args.models)
+        draw_panel(axis, panel, args.models)
     figure.suptitle(title, size=10)
     target = Path(args.output_dir) / name
     figure.savefig(f"{target}.png", dpi=75)
