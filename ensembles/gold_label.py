@@ -1,0 +1,503 @@
+"""A preference data set without people: two answers of a policy to each prompt, labelled by a gold reward, with noise.
+
+    python ensembles/gold_label.py --policy runs/sft/base/1 --dataset data/alpaca/pref --gold runs/gold \
+        --response-length 256 --output-dir data/alpaca/labelled
+    python reward.py --preference-dataset data/alpaca/labelled/noise_25 --dataset data/alpaca/sft ...
+
+Both answers to a prompt are sampled with the noise of (seed, prompt, answer): the batch size changes nothing. The gold
+reward, a reward model or path.py:function of (post, summary), says which is chosen. Left out, and counted: equal
+answers, equal rewards, and answers that did not reach EOS, at which a reward is read. Then labels are flipped: in each
+split exactly the share --label-noise of the pairs, rounded, drawn from the seed; what is flipped at a lower share is
+flipped at a higher one, too, so that the data sets differ in nothing else.
+
+Writes OUTPUT_DIR/noise_N for each of --label-noise (N in percent): train and validation of the prompts' data set, in
+the columns of tldr_dataset.py's preference data, with `gold_chosen` and `gold_rejected`, and `batch` kept or flipped,
+by which reward.py and dpo.py --run-eval group their accuracies: clean accuracy is that of what is kept.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import struct
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.compute
+import torch
+import torch.nn.functional as F
+import tyro
+from datasets import Dataset, DatasetDict, Features, List, Value, disable_progress_bars, load_dataset, load_from_disk
+from huggingface_hub import snapshot_download
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessor,
+)
+
+COLUMNS = ["id", "query", "query_token"]
+
+
+@dataclass
+class Args:
+    policy: str
+    """model that answers: run folder, checkpoint folder or Hub id[@revision]"""
+    gold: str
+    """gold reward: a reward model of the same tokenizer, or path.py:function of the texts (post, summary)"""
+    dataset: str = "data/tldr/sft"
+    """SFT data whose queries are the prompts: folder or Hub id[@revision]; train and validation"""
+    output_dir: str = "data/gold_labelled"
+    """folder to write; it must not hold anything yet"""
+    label_noise: tuple[float, ...] = (0.0, 0.25, 0.35)
+    """shares of flipped labels, a data set for each (section 4.3: 0 and 0.25, appendix F.6: 0.35)"""
+    prompts: int | None = None
+    """the first so many of train; default: all"""
+    seed: int = 1
+    """of answers and flips"""
+    temperature: float = 1.0
+    """of sampling (table 4)"""
+    top_p: float = 0.9
+    """the smallest set of tokens with this probability is sampled from (table 4); 1: all"""
+    top_k: int = 0
+    """only the so many likeliest tokens, before top_p; 0: all (table 4)"""
+    response_length: int = 53
+    """tokens sampled at most (table 4: 256)"""
+    micro_batch_size: int = 64
+    """prompts in a forward pass: memory only"""
+
+
+def fail(message: str):
+    """End the process with one clear message on standard error and exit code 1."""
+    raise SystemExit(f"error: {message}")
+
+
+def one_line(error: Exception) -> str:
+    """Kind and first line of an exception."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+@contextmanager
+def reading(what: str):
+    """Around the reading of `what`: a damaged file, or code where there should be data, ends the run with a message."""
+    try:
+        yield
+    except Exception as error:  # of as many kinds as there are formats
+        fail(f"{what} cannot be read ({one_line(error)})")
+
+
+# ---- data and models ---------------------------------------------------------------------------------------------
+
+
+def checkpoint_folder(flag: str, path: str, hint: str = "") -> str:
+    """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
+    for folder in (Path(path) / "model", Path(path)):
+        if (folder / "config.json").exists():
+            return str(folder)
+    name, _, revision = path.partition("@")
+    if Path(path).exists() or name.count("/") > 1 or name.startswith((".", "/")):
+        fail(f"{flag} {path}: no checkpoint there (config.json is missing). {hint}")
+    files = {"repo_id": name, "revision": revision or None}
+    try:  # of a PPO run the policy, not the value model in a folder beside it
+        folder = snapshot_download(**files, allow_patterns=["*.json", "*.safetensors", "*.txt"], ignore_patterns="*/*")
+        if not [*Path(folder).glob("*.safetensors")]:
+            snapshot_download(**files, allow_patterns="pytorch_model*.bin")
+        return folder
+    except Exception as error:
+        fail(f"{flag} {path}: no checkpoint folder and not reachable on the Hub ({type(error).__name__}). {hint}")
+
+
+def load_tokenizer(path: str):
+    """The tokenizer of a checkpoint folder, with `[PAD]` added (Detail 3: never EOS)."""
+    if not [*Path(path).glob("tokenizer*"), *Path(path).glob("vocab*")]:  # transformers would make an empty one
+        fail(f"{path}: no tokenizer files there; copy those that the model was trained with into the folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        fail(f"{path}: no tokenizer found there ({one_line(error)})")
+    if tokenizer.eos_token_id is None:
+        fail(f"{path}: its tokenizer has no EOS token, so that no response could end")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
+    """The DatasetDict in a folder written by tldr_dataset.py, or of a Hub id[@revision]. An error names the flag, the
+    path and what is missing: splits, rows, columns, or the model's tokenizer."""
+    name, _, revision = path.partition("@")
+    try:
+        data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
+    except Exception as error:
+        fail(
+            f"{flag} {path}: neither a data set folder that can be read nor one on the Hub ("
+            f"{one_line(error)}). tldr_dataset.py makes one: python tldr_dataset.py --output-dir data/tldr"
+        )
+    if not isinstance(data, DatasetDict) or not {"train", "validation"} <= set(data):
+        fail(f"{flag} {path}: not a DatasetDict with the splits train and validation; make it with tldr_dataset.py")
+    for split in data:
+        missing = [column for column in columns if column not in data[split].column_names]
+        if missing:
+            fail(f"{flag} {path}: split {split} lacks the columns {missing}; it has {data[split].column_names}")
+        if len(data[split]) == 0:
+            fail(f"{flag} {path}: split {split} is empty")
+        for i in range(min(4, len(data[split]))):
+            stored = [token for token in data[split][i]["query_token"] if token != tokenizer.pad_token_id]
+            if (
+                stored
+                != tokenizer(data[split][i]["query"], add_special_tokens=False, split_special_tokens=True).input_ids
+            ):
+                fail(
+                    f"{flag} {path}: split {split}, row {i}: query_token is not what the model's tokenizer makes of "
+                    f"query ([PAD] = {tokenizer.pad_token_id}): the data was tokenised with another tokenizer. Run "
+                    "tldr_dataset.py with --tokenizer set to this model"
+                )
+        for column in [column for column in columns if column.endswith("_token")]:
+            ends = pyarrow.compute.min_max(pyarrow.compute.list_flatten(data[split].data.column(column)))
+            low, high = ends["min"].as_py(), ends["max"].as_py()
+            if low is None or low < 0 or high >= len(tokenizer):
+                fail(
+                    f"{flag} {path}: split {split}, column {column}: ids {low} to {high}, but the model's tokenizer "
+                    f"has 0 to {len(tokenizer) - 1}: a damaged file, or made with another tokenizer"
+                )
+    return data.with_format("torch")
+
+
+def without_dropout(config):
+    """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
+    for field, value in config.to_dict().items():
+        if "drop" in field and isinstance(value, (int, float)):
+            setattr(config, field, 0.0)
+    return config
+
+
+def fit_embeddings(model, tokenizer, path: str):
+    """The model, with an embedding added for `[PAD]` where it has none; an error where it lacks more than that."""
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer) - 1:
+        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
+    if rows < len(tokenizer):
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    return model
+
+
+def load_policy(path: str, tokenizer):
+    """A causal language model in float32, without dropout, whose embeddings hold every id of the tokenizer."""
+    settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
+    with reading(f"the model in {path}"):
+        config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
+    return fit_embeddings(model, tokenizer, path)
+
+
+class ScalarHead(nn.Linear):
+    """The head of a reward model, (b, T, d) -> (b, T, 1), in float32 under autocast and in a bfloat16 model, too."""
+
+    def forward(self, hidden):
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), self.weight.float(), self.bias.float())
+
+
+class RewardModel(nn.Module):
+    """A transformers sequence classifier with one label that returns its scalar at every position."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None):
+        """(b, T), (b, T) or (b, 1, T, earlier + T), (b, T) -> reward logits (b, T) in float32. Rows that are padded on
+        the right alone need no mask: no token of a causal model sees what comes after it. A cache is added to."""
+        inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
+        hidden = self.model.base_model(input_ids, use_cache=past_key_values is not None, **inputs).last_hidden_state
+        return self.model.score(hidden).squeeze(-1)
+
+
+def load_reward_model(path: str, tokenizer) -> RewardModel:
+    """A trained reward model in float32 without dropout, from a checkpoint folder of ours (head bias in `score.bias`)
+    or of the paper's released format (`lm_backbone.*`, `scalar_head.*`, and `config.bias`, which is subtracted)."""
+    with reading(f"the reward model in {path}"):
+        settings = json.loads((Path(path) / "config.json").read_text())
+        if released := "base_config" in settings:
+            config = AutoConfig.for_model(**settings["base_config"])
+        else:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+        model = AutoModelForSequenceClassification.from_config(
+            without_dropout(config), dtype=torch.float32, attn_implementation="sdpa"
+        )
+        model.score = ScalarHead(model.score.weight.shape[1], 1)
+        state = {}
+        for file in sorted(Path(path).glob("*.safetensors")):
+            state |= load_file(file)
+        for file in [] if state else sorted(Path(path).glob("pytorch_model*.bin")):  # as the paper's were released
+            state |= torch.load(file, map_location="cpu", weights_only=True)  # numbers, never code
+    if released:
+        base = model.base_model_prefix
+        state = {key.replace("lm_backbone.", f"{base}.").replace("scalar_head.", "score."): state[key] for key in state}
+        state["score.bias"] = state["score.bias"] - settings.get("bias", 0.0)
+    missing = model.load_state_dict(state, strict=False).missing_keys
+    if missing:
+        fail(f"{path}: not a reward model, these weights are missing: {missing[:4]}; reward.py makes one")
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer):
+        fail(
+            f"{path}: {rows} embeddings do not fit the tokenizer of {len(tokenizer)} ids: a reward model of another one"
+        )
+    return RewardModel(model)
+
+
+def gold_function(gold: str):
+    """The function that path.py:function names."""
+    path, _, name = gold.rpartition(":")
+    try:
+        spec = importlib.util.spec_from_file_location("gold_function", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return getattr(module, name)
+    except Exception as error:
+        fail(f"--gold {gold}: no function there ({one_line(error)})")
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+def micro_batches(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Groups of `size` rows of similar length: less padding, the same batch. lengths (b,) -> row indices."""
+    return list(torch.argsort(lengths, descending=True, stable=True).split(size))
+
+
+def noise_keys(seed: int, update: int, rows: list[int]) -> torch.Tensor:
+    """Two 32-bit keys (b, 2) per row, a hash of (seed, update, row)."""
+    digests = [hashlib.blake2b(f"{seed} {update} {row}".encode(), digest_size=8).digest() for row in rows]
+    return torch.tensor([struct.unpack("<ii", digest) for digest in digests], dtype=torch.int32).reshape(-1, 2)
+
+
+def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Tensor:
+    """Gumbel(0, 1) noise (b, V) that depends on (key, position, token) alone, not on batch, device or rank: a 32-bit
+    integer hash (int32 products wrap), read as a uniform with 32 bits near 0, where the largest noise comes from."""
+
+    def mix(x, key):
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+            x = (x ^ ((x >> shift) & (2 ** (32 - shift) - 1))) * factor ^ key
+        return x ^ ((x >> 16) & 0xFFFF)
+
+    step = torch.tensor(position, dtype=torch.int32, device=keys.device)
+    key = [mix(keys[:, i, None] + step * 0x3C6EF35F, keys[:, 1 - i, None]) for i in (0, 1)]  # 2 x (b, 1)
+    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
+    bits = mix(token * (0x9E3779B9 - 2**32) + key[0], key[1])  # (b, V)
+    uniform = (torch.where(bits < 0, bits + 2.0**32, bits.float()) + 0.5) / 2**32
+    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
+
+
+def banned_ids(model, tokenizer) -> torch.Tensor:
+    """(V,) bool: [PAD] and the ids beyond the tokenizer, which no sample may hold."""
+    ids = torch.arange(model.get_input_embeddings().num_embeddings)
+    return (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer))
+
+
+def nucleus(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Logits (b, V) with -inf for what is not sampled: all but the top_k largest (0: none), then all but the smallest
+    set with a probability of at least top_p; of equal logits the first counts as the larger."""
+    ordered, order = logits.sort(dim=1, descending=True, stable=True)
+    if top_k:
+        ordered[:, top_k:] = -torch.inf
+    if top_p < 1:
+        probs = ordered.softmax(1)
+        ordered = ordered.masked_fill(probs.cumsum(1) - probs >= top_p, -torch.inf)
+    return torch.empty_like(logits).scatter_(1, order, ordered)
+
+
+class NucleusGumbel(LogitsProcessor):
+    """Turns generate()'s arg max into a sample of the top_k and top_p tokens: arg max of what they leave of the scaled
+    logits plus keyed Gumbel noise. `banned` (V,) marks ids that are never sampled: [PAD] and ids beyond the
+    tokenizer."""
+
+    def __init__(self, keys: torch.Tensor, query_width: int, banned: torch.Tensor, args):
+        self.keys, self.query_width, self.banned, self.args = keys, query_width, banned, args
+
+    def __call__(self, input_ids, scores):
+        noise = gumbel_noise(self.keys, input_ids.shape[1] - self.query_width, scores.shape[1])
+        scaled = (scores.float() / self.args.temperature).masked_fill(self.banned, -torch.inf)
+        return nucleus(scaled, self.args.top_k, self.args.top_p) + noise
+
+
+@torch.no_grad()
+def answers(model, queries: torch.Tensor, tokenizer, keys: torch.Tensor, args) -> torch.Tensor:
+    """Responses (b, R) to left-padded queries (b, Q), [PAD] after the first EOS, with the noise of keys (b, 2)."""
+    pad_id = tokenizer.pad_token_id
+    model.generation_config = GenerationConfig(  # else generate() fills what ours leaves open from the checkpoint's own
+        max_new_tokens=args.response_length, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=pad_id
+    )
+    sampler = NucleusGumbel(keys, queries.shape[1], banned_ids(model, tokenizer).to(queries.device), args)
+    tokens = model.generate(queries, attention_mask=(queries != pad_id).long(), logits_processor=[sampler])
+    tokens = tokens[:, queries.shape[1] :]
+    return F.pad(tokens, (0, args.response_length - tokens.shape[1]), value=pad_id)
+
+
+@torch.no_grad()
+def gold_scores(gold, queries: list[torch.Tensor], texts: list[str], responses: torch.Tensor, tokenizer, device):
+    """Gold rewards of responses (b, R) to queries without padding (each (Q,)) and of their `texts`: floats."""
+    if not isinstance(gold, RewardModel):
+        return [
+            float(gold(text, tokenizer.decode(r, skip_special_tokens=True)))
+            for text, r in zip(texts, responses, strict=True)
+        ]
+    pad_id, found = tokenizer.pad_token_id, []
+    for query, response in zip(queries, responses, strict=True):
+        row = torch.cat([query, response[response != pad_id]])
+        found.append(gold(row[None].to(device))[0, -1].item())
+    return found
+
+
+# ---- labels ----------------------------------------------------------------------------------------------------------
+
+
+def flipped(n: int, share: float, seed: int, split: str) -> list[bool]:
+    """Which of n labels are flipped: exactly round(share x n), the first so many of an order drawn from the seed."""
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(noise_keys(seed, 0, [split])[0, 0].item()))
+    chosen = torch.zeros(n, dtype=torch.bool)
+    chosen[order[: int(share * n + 0.5)]] = True
+    return chosen.tolist()
+
+
+def pair_columns(row: dict, pair: list[dict], flip: bool, split: str, args, tokenizer) -> dict:
+    """The columns of one pair: `row` has id, query and query_token, `pair` two dicts of tokens (list) and gold."""
+    pad_id, width = tokenizer.pad_token_id, len(row["query_token"])
+    query = [token for token in row["query_token"] if token != pad_id]
+    choice = int(pair[1]["gold"] > pair[0]["gold"]) ^ flip
+    columns = {key: row[key] for key in ("id", "query", "query_token")} | {"query_token_len": len(query)}
+    columns |= {"choice": choice, "batch": "flipped" if flip else "kept", "split": split, "extra": {"confidence": None}}
+    columns |= {"chosen_policy": f"sample_{choice}", "rejected_policy": f"sample_{1 - choice}"}
+    columns["policies"] = "sample_0--sample_1"
+    for name, side in (("chosen", pair[choice]), ("rejected", pair[1 - choice])):
+        tokens, both = side["tokens"], query + side["tokens"]
+        padding = [pad_id] * (args.response_length - len(tokens))
+        after = padding + [pad_id] * (width - len(query))
+        text = tokenizer.decode(tokens)
+        columns |= {name: text, f"{name}_token": tokens + padding, f"{name}_token_len": len(tokens)}
+        columns |= {f"query_{name}": row["query"] + text, f"query_{name}_token": both + after}
+        columns[f"query_{name}_token_len"] = len(both)
+        columns[f"query_{name}_token_response_label"] = [pad_id] * len(query) + tokens + after
+        columns[f"gold_{name}"] = side["gold"]
+    return columns
+
+
+def column_kinds() -> Features:
+    """Names and types of the columns."""
+    text, number, tokens = Value("string"), Value("int64"), List(Value("int64"))
+    features = {"id": text, "choice": Value("int32"), "batch": text, "split": text}
+    features |= {
+        "extra": {"confidence": Value("int32")},
+        "chosen_policy": text,
+        "rejected_policy": text,
+        "policies": text,
+    }
+    for name in ("query", "chosen", "query_chosen", "rejected", "query_rejected"):
+        features |= {name: text, f"{name}_token": tokens, f"{name}_token_len": number}
+    for name in ("chosen", "rejected"):
+        features |= {f"query_{name}_token_response_label": tokens, f"gold_{name}": Value("float64")}
+    return Features(features)
+
+
+def main(args: Args):
+    disable_progress_bars()  # of `datasets`; ours shows rate and time left
+    # ---- input -----------------------------------------------------------------------------------
+    output_dir = Path(args.output_dir)
+    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
+        fail(f"{output_dir} already holds data: remove it, or choose another --output-dir")
+    names = {share: f"noise_{100 * share:g}" for share in args.label_noise}
+    if not names or not all(0 <= share <= 1 for share in names):
+        fail(f"--label-noise {args.label_noise}: shares of flipped labels, from 0 to 1")
+    if not (args.temperature > 0 and 0 < args.top_p <= 1 and args.top_k >= 0 and args.response_length > 0):
+        fail("--temperature and --response-length are above 0, --top-p in (0, 1], --top-k at least 0")
+    folder = checkpoint_folder("--policy", args.policy)
+    tokenizer = load_tokenizer(folder)
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if re.fullmatch(r".+\.py:\w+", args.gold):
+        gold = gold_function(args.gold)
+    else:
+        path = checkpoint_folder("--gold", args.gold)
+        if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+            fail(f"--gold {args.gold} has another tokenizer than {folder}: it cannot score that model's tokens")
+        gold = load_reward_model(path, tokenizer).to(device).eval()
+    data = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
+    policy = load_policy(folder, tokenizer).to(device).eval()
+    pad_id, eos_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+
+    # ---- two answers to each prompt --------------------------------------------------------------
+    console, made = Console(markup=False, highlight=False), {name: {} for name in names.values()}
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")]
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        for split in ("train", "validation"):
+            rows = data[split].select(range(min(args.prompts or len(data[split]), len(data[split]))))
+            rows = rows.select_columns(COLUMNS)[:]
+            queries = [tokens[tokens != pad_id] for tokens in rows["query_token"]]
+            task = bar.add_task(split, total=len(queries), rate="")
+            pairs: list[list[dict]] = [[] for _ in queries]
+            for index in micro_batches(torch.tensor([len(query) for query in queries]), args.micro_batch_size):
+                width = max(len(queries[i]) for i in index)
+                batch = torch.stack([F.pad(queries[i], (width - len(queries[i]), 0), value=pad_id) for i in index])
+                texts, mine = [rows["query"][i] for i in index], [queries[i] for i in index]
+                for which in (0, 1):
+                    keys = noise_keys(args.seed, which, [f"{split} {i}" for i in index.tolist()]).to(device)
+                    found = answers(policy, batch.to(device), tokenizer, keys, args).cpu()
+                    for i, tokens, score in zip(
+                        index.tolist(), found, gold_scores(gold, mine, texts, found, tokenizer, device), strict=True
+                    ):
+                        pairs[i].append({"tokens": tokens[tokens != pad_id].tolist(), "gold": score})
+                bar.update(task, advance=len(index), rate=f"{bar.tasks[task].speed or 0:.1f}/s")
+
+            # ---- labels ------------------------------------------------------------------------------
+            equal = [a["tokens"] == b["tokens"] for a, b in pairs]
+            tied = [a["gold"] == b["gold"] and not same for (a, b), same in zip(pairs, equal, strict=True)]
+            cut = [
+                not same and (a["tokens"][-1] != eos_id or b["tokens"][-1] != eos_id)
+                for (a, b), same in zip(pairs, equal, strict=True)
+            ]
+            kept = [i for i in range(len(pairs)) if not (equal[i] or tied[i] or cut[i])]
+            if not kept:
+                fail(f"{args.dataset}, {split}: not one pair of {len(pairs):,} is left; more --response-length?")
+            console.print(
+                f"{split}: {len(kept):,} pairs of {len(pairs):,} prompts; left out: {sum(equal):,} with equal answers, "
+                f"{sum(tied):,} with equal rewards, {sum(cut):,} without EOS"
+            )
+            for share, name in names.items():
+                flips = flipped(len(kept), share, args.seed, split)
+                lists = rows["query_token"].tolist()
+                found = [
+                    pair_columns(
+                        {"id": rows["id"][i], "query": rows["query"][i], "query_token": lists[i]},
+                        pairs[i],
+                        flip,
+                        split,
+                        args,
+                        tokenizer,
+                    )
+                    for i, flip in zip(kept, flips, strict=True)
+                ]
+                made[name][split] = Dataset.from_list(found, features=column_kinds())
+
+    # ---- save ------------------------------------------------------------------------------------
+    temporary = output_dir.with_name(f"{output_dir.name}.tmp-{os.getpid()}")
+    try:
+        for name, splits in made.items():
+            DatasetDict(splits).save_to_disk(temporary / name)
+        if output_dir.exists():
+            output_dir.rmdir()
+        temporary.rename(output_dir)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    console.print(f"wrote {', '.join(f'{output_dir}/{name}' for name in made)}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
