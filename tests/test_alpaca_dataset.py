@@ -1,0 +1,144 @@
+"""ensembles/alpaca_dataset.py: the format, the columns and the splits, against hand-made rows."""
+
+import json
+from pathlib import Path
+
+import alpaca_dataset
+import pytest
+import torch
+from datasets import load_from_disk
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+ROWS = [
+    {"instruction": "Name a fruit.", "input": "", "output": "An apple."},
+    {"instruction": "Add these.", "input": "1\n2", "output": "3"},
+    {"instruction": "Spell <|endoftext|> out.", "output": "It is [PAD] text."},  # text, and not the tokens
+    {"instruction": "word " * 40, "input": "", "output": "Too long a prompt."},
+    {"instruction": "Say it all.", "input": "", "output": "word " * 40},
+]
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def made(world, tmp_path_factory):
+    """Folder written of ROWS in each split, with narrow limits."""
+    root = tmp_path_factory.mktemp("alpaca")
+    for split in ("sft", "pref", "unlabeled", "val"):
+        write(root / "raw" / f"{split}.jsonl", ROWS)
+    args = alpaca_dataset.Args(str(root / "raw"), str(world.model), str(root / "out"), 40, 24)
+    alpaca_dataset.main(args)
+    return root / "out"
+
+
+def test_prompts_and_answers_in_the_paper_s_format(made):
+    tokenizer = AutoTokenizer.from_pretrained(made / "base")
+    data = load_from_disk(str(made / "sft"))["train"]
+    assert data["id"][:] == ["sft_000000", "sft_000001", "sft_000002"]  # two were too long
+    prompts = ["Name a fruit.", "Add these.\n1\n2", "Spell <|endoftext|> out."]
+    texts = [f"<|prompter|>{prompt}<|endoftext|><|assistant|>" for prompt in prompts]
+    answers = [f"{row['output']}<|endoftext|>" for row in ROWS[:3]]
+    assert data["query"][:] == texts and data["reference_response"][:] == answers
+    assert data["query_reference_response"][:] == [a + b for a, b in zip(texts, answers, strict=True)]
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    turns = tokenizer.convert_tokens_to_ids(["<|prompter|>", "<|assistant|>"])
+    assert len({pad, eos, *turns}) == 4 and turns == [len(tokenizer) - 3, len(tokenizer) - 2] and pad == turns[1] + 1
+    for row, prompt, answer in zip(data, prompts, answers, strict=True):
+        # piece by piece, without the special tokens, whose text stays text
+        def plain(text):
+            return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+        query = [turns[0], *plain(prompt), eos, turns[1]]
+        said = [*plain(answer.removesuffix("<|endoftext|>")), eos]
+        assert row["query_token"] == [pad] * (40 - len(query)) + query and row["query_token_len"] == len(query)
+        assert row["reference_response_token"] == said + [pad] * (24 - len(said))
+        both = query + said + [pad] * (64 - len(query) - len(said))
+        assert row["query_reference_response_token"] == both
+        label = row["query_reference_response_token_response_label"]
+        assert label == [pad] * len(query) + said + [pad] * (64 - len(query) - len(said))
+        lengths = [row["reference_response_token_len"], row["query_reference_response_token_len"]]
+        assert lengths == [len(said), len(query) + len(said)]
+        assert query.count(eos) == 1 and said.count(pad) == 0
+    whole = tokenizer(texts[1], add_special_tokens=False)["input_ids"]  # the whole text with its special tokens
+    assert whole == [token for token in data[1]["query_token"] if token != pad]
+
+
+def test_the_base_is_as_it_was_but_for_two_tokens(made, world):
+    before, after = (load_file(folder / "model.safetensors") for folder in (world.model, made / "base"))
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        assert torch.equal(weight, after[name][: len(weight)]), name
+    old, new = (AutoTokenizer.from_pretrained(folder) for folder in (world.model, made / "base"))
+    assert new.get_vocab() == old.get_vocab() | {"<|prompter|>": len(old), "<|assistant|>": len(old) + 1}
+    text = "a <|prompter|>b<|assistant|> c"
+    assert new.decode(new(text, add_special_tokens=False)["input_ids"], skip_special_tokens=True) == text
+
+
+def test_splits_of_rows_without_any(tmp_path):
+    rows = [(f"row {i}", {"n": i}) for i in range(520)]
+    found = alpaca_dataset.deal_out(rows, 3)
+    assert {split: len(x) for split, x in found.items()} == {
+        "sft": 100, "pref": 100, "unlabeled": 200, "val": 20, "unused": 100,
+    }  # fmt: skip
+    dealt = [row["n"] for split in found.values() for _, row in split]
+    assert sorted(dealt) == list(range(520)) and dealt != list(range(520))
+    assert alpaca_dataset.deal_out(rows, 3) == found != alpaca_dataset.deal_out(rows, 4)
+    named = [("a", {"split": "val"}), ("b", {"split": "sft"}), ("c", {"split": "val"})]
+    assert alpaca_dataset.deal_out(named, 1) | {} == {
+        "sft": named[1:2], "pref": [], "unlabeled": [], "val": [named[0], named[2]], "unused": [],
+    }  # fmt: skip
+    with pytest.raises(SystemExit, match="c: split is 'test'; it must be one of sft, pref"):
+        alpaca_dataset.deal_out([*named[:2], ("c", {"split": "test"})], 1)
+
+
+def test_each_split_stands_where_its_stage_reads_it(made):
+    for name in ("sft", "pref", "unlabeled"):
+        data = load_from_disk(str(made / name))
+        assert data["train"]["id"][0] == f"{name}_000000" and data["validation"]["id"][0] == "val_000000"
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"instruction": " ", "output": "x"}], r"x\.jsonl, row 1: instruction should be text, and not empty, not ' '"),
+        ([ROWS[0], {"instruction": "x"}], r"x\.jsonl, row 2: output should be text"),
+        ([ROWS[0] | {"input": 3}], r"x\.jsonl, row 1: input should be text, and not empty, not 3"),
+        ([ROWS[0]], "no rows for the split pref"),
+    ],
+)
+def test_bad_rows_are_named_and_nothing_is_written(world, tmp_path, rows, message):
+    four = [row | {"split": split} for row in rows for split in ("sft", "pref", "unlabeled", "val")]
+    file = write(tmp_path / "x.jsonl", four if "row" in message and len(rows) == 1 else rows)
+    if "row 2" in message:
+        file = write(tmp_path / "x.jsonl", [row | {"split": "sft"} for row in rows] + four)
+    if "pref" in message:
+        file = write(tmp_path / "x.jsonl", [row | {"split": "sft"} for row in rows])
+    with pytest.raises(SystemExit, match=message):
+        alpaca_dataset.main(alpaca_dataset.Args(file, str(world.model), str(tmp_path / "out")))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.jsonl"]
+
+
+def test_bad_input_is_one_message(world, tmp_path):
+    Args, out = alpaca_dataset.Args, str(tmp_path / "out")
+    (tmp_path / "bad.jsonl").write_text('{"instruction": "x", "output": "y"}\n{"instr\n')
+    for args, message in (
+        (Args(str(tmp_path / "bad.jsonl"), str(world.model), out), r"bad\.jsonl, row 2: not a JSON object"),
+        (Args(str(tmp_path / "none.jsonl"), str(world.model), out), "no .jsonl file there"),
+        (Args(str(tmp_path / "none"), str(world.model), out), "neither a file or folder nor a data set on the Hub"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            alpaca_dataset.main(args)
+    write(tmp_path / "few.jsonl", [ROWS[0] | {"split": x} for x in ("sft", "pref", "unlabeled", "val")])
+    with pytest.raises(SystemExit, match="split sft: every prompt or answer is longer"):
+        alpaca_dataset.main(Args(str(tmp_path / "few.jsonl"), str(world.model), out, max_query_length=4))
+    with pytest.raises(SystemExit, match="--base nowhere/x: no model that can be read"):
+        alpaca_dataset.main(Args(str(tmp_path / "few.jsonl"), "nowhere/x", out))
+    with pytest.raises(SystemExit, match="already holds data"):
+        alpaca_dataset.main(Args(str(tmp_path / "few.jsonl"), str(world.model), str(world.model)))
+    assert not (tmp_path / "out").exists() and not [*tmp_path.glob("*.tmp*")]
