@@ -457,11 +457,10 @@ def main(args: Args):
 
             # ---- labels ------------------------------------------------------------------------------
             equal = [a["tokens"] == b["tokens"] for a, b in pairs]
-            tied = [a["gold"] == b["gold"] and not same for (a, b), same in zip(pairs, equal, strict=True)]
-            cut = [
-                not same and (a["tokens"][-1] != eos_id or b["tokens"][-1] != eos_id)
-                for (a, b), same in zip(pairs, equal, strict=True)
-            ]
+            cut = [not all(x["tokens"][-1] == eos_id for x in pair) for pair in pairs]
+            cut = [short and not same for short, same in zip(cut, equal, strict=True)]
+            tied = [a["gold"] == b["gold"] for a, b in pairs]
+            tied = [tie and not (same or short) for tie, same, short in zip(tied, equal, cut, strict=True)]
             kept = [i for i in range(len(pairs)) if not (equal[i] or tied[i] or cut[i])]
             if not kept:
                 fail(f"{args.dataset}, {split}: not one pair of {len(pairs):,} is left; more --response-length?")

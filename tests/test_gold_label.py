@@ -1,0 +1,170 @@
+"""ensembles/gold_label.py: answers, labels and flips, against plain computations and hand-made cases."""
+
+import shutil
+from pathlib import Path
+
+import gold_label
+import pytest
+import torch
+from datasets import load_from_disk
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+SHORT = "def score(post, summary):\n    return -float(len(summary))\n"  # the gold reward of most tests: fewer letters
+
+
+@pytest.fixture(scope="module")
+def policy(world, tmp_path_factory) -> Path:
+    """A random policy that is far from uniform and ends most of its answers."""
+    folder = tmp_path_factory.mktemp("policy") / "model"
+    model = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(world.model)
+    with torch.no_grad():
+        output = model.get_output_embeddings().weight
+        output *= 8
+        model.gpt_neox.final_layer_norm.bias += 0.5
+        output[tokenizer.eos_token_id] += 0.15
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run(policy: Path, world, root: Path, **settings) -> Path:
+    root.mkdir(exist_ok=True)
+    (root / "short.py").write_text(SHORT)
+    settings = {"gold": f"{root}/short.py:score", "response_length": 20, "micro_batch_size": 8} | settings
+    out = root / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    gold_label.main(gold_label.Args(str(policy), dataset=str(world.dataset), output_dir=str(out), **settings))
+    return out
+
+
+@pytest.fixture(scope="module")
+def labelled(policy, world, tmp_path_factory) -> Path:
+    return run(policy, world, tmp_path_factory.mktemp("labelled"), label_noise=(0.0, 0.25, 0.35, 1.0))
+
+
+def by_hand(model, query: list[int], which: int, row: str, tokenizer, top_p: float, length: int = 20) -> list[int]:
+    """An answer, token by token, each by a full forward pass: softmax, the fewest tokens of top_p by a loop, noise."""
+    keys, said = gold_label.noise_keys(1, which, [row]), []
+    pad = tokenizer.convert_tokens_to_ids("[PAD]")
+    while len(said) < length and tokenizer.eos_token_id not in said:
+        with torch.no_grad():
+            logits = model(torch.tensor([query + said])).logits[0, -1].double()
+        logits[[i for i in range(len(logits)) if i == pad or i >= len(tokenizer)]] = -torch.inf
+        probs, allowed, mass = logits.softmax(0), [], 0.0
+        for token in probs.argsort(descending=True).tolist():
+            if mass >= top_p:
+                break
+            allowed.append(token)
+            mass += probs[token].item()
+        noise = gold_label.gumbel_noise(keys, len(said), len(logits))[0]
+        said.append(max(allowed, key=lambda token: (logits[token] + noise[token]).item()))
+    return said
+
+
+def test_answers_and_labels(policy, labelled, world):
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    model, pad, eos = (
+        AutoModelForCausalLM.from_pretrained(policy).eval(),
+        tokenizer.pad_token_id,
+        tokenizer.eos_token_id,
+    )
+    data, expected = load_from_disk(str(world.dataset))["train"], {}
+    for i, row in enumerate(data.select(range(24))):
+        query = row["query_token"][-row["query_token_len"] :]
+        pair = [by_hand(model, query, which, f"train {i}", tokenizer, 0.9) for which in (0, 1)]
+        golds = [-len(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in pair]
+        if golds[0] != golds[1] and all(tokens[-1] == eos for tokens in pair):
+            choice = int(golds[1] > golds[0])
+            expected[row["id"]] = query, choice, pair[choice], pair[1 - choice], golds[choice], golds[1 - choice]
+    assert 5 < len(expected) < 24
+    found = {row["id"]: row for row in load_from_disk(str(labelled / "noise_0"))["train"]}
+    assert expected.keys() == found.keys() & set(data["id"][:24])
+    for name, (query, choice, chosen, rejected, *golds) in expected.items():
+        row = found[name]
+        assert row["query_token"] == data[data["id"][:].index(name)]["query_token"]
+        assert (row["choice"], row["batch"], [row["gold_chosen"], row["gold_rejected"]]) == (choice, "kept", golds)
+        assert (row["chosen_policy"], row["rejected_policy"]) == (f"sample_{choice}", f"sample_{1 - choice}")
+        width = len(row["query_token"])
+        for side, tokens in (("chosen", chosen), ("rejected", rejected)):
+            assert row[side] == tokenizer.decode(tokens) and row[f"query_{side}"] == row["query"] + row[side]
+            assert row[f"{side}_token"] == tokens + [pad] * (20 - len(tokens))
+            both = query + tokens
+            assert row[f"query_{side}_token"] == both + [pad] * (width + 20 - len(both))
+            label = [pad] * len(query) + tokens + [pad] * (width + 20 - len(both))
+            assert row[f"query_{side}_token_response_label"] == label
+            assert (row[f"{side}_token_len"], row[f"query_{side}_token_len"]) == (len(tokens), len(both))
+
+
+def test_exactly_that_share_is_flipped_and_nothing_else_changes(labelled):
+    clean = load_from_disk(str(labelled / "noise_0"))
+    before: dict[str, set] = {"train": set(), "validation": set()}
+    for share, name in ((0.25, "noise_25"), (0.35, "noise_35"), (1.0, "noise_100")):
+        data = load_from_disk(str(labelled / name))
+        for split in ("train", "validation"):
+            rows, other = list(data[split]), list(clean[split])
+            flips = {row["id"] for row in rows if row["batch"] == "flipped"}
+            assert len(flips) == int(share * len(rows) + 0.5) and before[split] <= flips
+            before[split] = flips
+            for row, pure in zip(rows, other, strict=True):
+                if row["id"] in flips:
+                    swap = {"chosen": "rejected", "rejected": "chosen"}
+                    for key, value in pure.items():
+                        side = next((x for x in swap if x in key), None)
+                        key = key.replace(side, swap[side]) if side else key
+                        assert row[key] == (1 - value if key == "choice" else "flipped" if key == "batch" else value)
+                else:
+                    assert row == pure
+                assert (row["gold_chosen"] > row["gold_rejected"]) == (row["id"] not in flips)
+    assert [gold_label.flipped(7, 0.5, 1, "train").count(True), gold_label.flipped(7, 0.0, 1, "x")] == [4, [False] * 7]
+    assert gold_label.flipped(99, 0.5, 1, "train") != gold_label.flipped(99, 0.5, 1, "validation")
+    assert gold_label.flipped(99, 0.5, 1, "train") != gold_label.flipped(99, 0.5, 2, "train")
+
+
+def test_the_batch_size_changes_nothing_and_what_is_left_out_is_counted(policy, world, labelled, tmp_path, capsys):
+    again = run(policy, world, tmp_path, micro_batch_size=5, label_noise=(0.25,))
+    for split in ("train", "validation"):
+        assert list(load_from_disk(str(again / "noise_25"))[split]) == [
+            row for row in load_from_disk(str(labelled / "noise_25"))[split]
+        ]
+    said = " ".join(capsys.readouterr().out.split())
+    kept = len(load_from_disk(str(again / "noise_25"))["train"])
+    total = len(load_from_disk(str(world.dataset))["train"])
+    numbers = said.split("train: ")[1].split(" without EOS")[0].replace(",", "").split()
+    counts = [int(word) for word in numbers if word.isdigit()]
+    assert counts[:2] == [kept, total] and sum(counts[2:]) == total - kept and counts[4] > 0
+
+
+def test_a_reward_model_as_gold(policy, world, tmp_path):
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_pretrained(world.model, num_labels=1, dtype=torch.float32).eval()
+    gold = tmp_path / "gold" / "model"
+    model.save_pretrained(gold)
+    AutoTokenizer.from_pretrained(world.model).save_pretrained(gold)
+    state = load_file(gold / "model.safetensors") | {"score.bias": torch.tensor([0.5])}
+    save_file(state, gold / "model.safetensors", metadata={"format": "pt"})
+    out = run(policy, world, tmp_path, gold=str(tmp_path / "gold"), label_noise=(0.0,), prompts=16)
+    rows = list(load_from_disk(str(out / "noise_0"))["train"])
+    assert 3 < len(rows) <= 16
+    model.config.pad_token_id = None
+    for row in rows:
+        for side in ("chosen", "rejected"):
+            tokens = torch.tensor([row[f"query_{side}_token"][: row[f"query_{side}_token_len"]]])
+            with torch.no_grad():
+                assert row[f"gold_{side}"] == pytest.approx(model(tokens).logits.item() + 0.5, rel=1e-4, abs=1e-5)
+        assert row["gold_chosen"] > row["gold_rejected"]
+
+
+def test_bad_input_is_one_message(policy, world, tmp_path):
+    for settings, message in (
+        ({"label_noise": (1.5,)}, r"--label-noise \(1.5,\): shares of flipped labels, from 0 to 1"),
+        ({"top_p": 0.0}, "--top-p in"),
+        ({"gold": "nowhere.py:score"}, "--gold nowhere.py:score: no function there"),
+        ({"gold": str(tmp_path)}, "no checkpoint there"),
+        ({"response_length": 1}, "not one pair of .* is left"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            run(policy, world, tmp_path, **settings)
+        assert not (tmp_path / "out").exists() and not [*tmp_path.glob("*tmp-*")]
