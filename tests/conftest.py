@@ -10,7 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPOSITORY / folder) for folder in ("", "quickstart", "benchmark", "eval")]
+sys.path[:0] = [str(REPOSITORY / folder) for folder in ("", "quickstart", "benchmark", "eval", "ensembles")]
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
