@@ -1,0 +1,634 @@
+"""Best-of-n sampling against reward models and their ensembles: sections 2.1, 3 and 4, appendices B and F.9 of "Reward
+Model Ensembles Help Mitigate Overoptimization".
+
+    python ensembles/best_of_n.py --policy runs/sft/1b/44413 --reward-model-paths runs/reward/1b/{1,2,3,4,5} \
+        --gold runs/reward/6.9b/44413 --output-dir runs/best_of_n/1b    # gold: or path.py:function of (post, summary)
+    torchrun --nproc_per_node 8 ensembles/best_of_n.py ...              # the prompts split over processes
+    python ensembles/best_of_n.py --output-dir runs/best_of_n/1b --estimate --uwo-lambdas 0.5    # tables anew
+
+1. N samples for each prompt, every distinct one scored by k proxies and by the gold reward: OUTPUT/samples_{prompt}.npz
+   with scores (N, k), gold (N,) float32, lengths (N,) in tokens (EOS counted), has_eos (N,), and texts (N,) with
+   --keep-texts. Each file is there whole or not at all: killed at any instant, the same command makes what is missing.
+   A sample is a function of (seed, prompt, its number), not of the micro-batch. A prompt runs through each model once;
+   all models are held at once. A response without EOS is scored as it stands, at its last token; their share is told.
+2. The tables, which --estimate alone makes from OUTPUT, of as many prompts as are there:
+   best_of_n.csv  of every n and method the expected gold reward of the best of n (equation 8) with its 95 % band over
+                  prompts, the method's own objective, and the variance (/ k) of all k members' scores of that response
+   win_rates.csv  share of prompts on which a method's gold reward is above a single member's (appendix F.9; ties half),
+                  at the largest n: mean and sample standard deviation over the k members
+   best_of_n.md   a summary. Methods: single_i, the i-th member; single, the mean over these; mean, wco and uwo
+                  (equations 3 to 5) of the first `members` members.
+   Of responses that tie in the objective each is the best with equal chance: their gold rewards count by their mean.
+   1,000 prompts x 12,500 samples are read in blocks of 80 prompts: 8 MB an array, 0.7 GB in all;
+   a method takes three seconds of one busy core, the whole table of five members (25 methods) a minute and a half.
+
+Deviation from the paper: 53 new tokens, those of TL;DR, not Alpaca's 256 (--response-length 256).
+"""
+
+import copy
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import re
+import struct
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy
+import pandas
+import pyarrow.compute
+import torch
+import torch.nn.functional as F
+import tyro
+from datasets import DatasetDict, load_dataset, load_from_disk
+from huggingface_hub import snapshot_download
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DynamicCache,
+)
+
+FREE = "output_dir micro_batch_size estimate ns uwo_lambdas bootstrap_draws"  # what may differ in one folder
+BLOCK = 1_000_000  # samples estimated at once
+
+
+@dataclass
+class Args:
+    output_dir: str
+    """folder of the samples and the tables"""
+    policy: str | None = None
+    """run folder, checkpoint folder or Hub id[@revision]; this and the next two are needed, but for --estimate"""
+    reward_model_paths: list[str] | None = None
+    """the k proxies, likewise; their tokenizer is the policy's"""
+    gold: str | None = None
+    """gold reward: a reward model of the same tokenizer, or path.py:function of the texts (post, summary)"""
+    dataset: str = "data/tldr/sft"
+    """SFT data whose posts are the prompts: folder or Hub id[@revision]"""
+    split: str = "validation"
+    prompts: int = 1000
+    """the first so many of the split (section 4.3)"""
+    samples: int = 12_500
+    """N, samples of each prompt (section 4.3)"""
+    seed: int = 1
+    """of the samples and the bootstrap"""
+    temperature: float = 1.0
+    """of sampling (table 4)"""
+    top_p: float = 0.9
+    """the smallest set of tokens with this probability is sampled from (table 4); 1: all"""
+    top_k: int = 0
+    """only the so many likeliest tokens, before top_p; 0: all (table 4)"""
+    response_length: int = 53
+    """tokens sampled at most (table 4: 256)"""
+    micro_batch_size: int = 64
+    """samples in a forward pass: memory only, and the last digits of scores"""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """autocast over float32 weights; default bf16 on a GPU, none on a CPU"""
+    keep_texts: bool = False
+    """keep the texts of the responses, too"""
+
+    estimate: bool = False
+    """sample nothing: make the tables of what output_dir holds"""
+    ns: list[int] | None = None
+    """values of n, at most N; default about 30, evenly spaced in log n"""
+    uwo_lambdas: list[float] | None = None
+    """weights of the variance in uwo; default 0.1 0.5 1 (paper: 0.5 for best-of-n)"""
+    bootstrap_draws: int = 1000
+    """draws of prompts, of which the bands are 95 %"""
+
+
+def fail(message: str):
+    """End the process with one clear message on standard error and exit code 1."""
+    raise SystemExit(f"error: {message}")
+
+
+def one_line(error: Exception) -> str:
+    """Kind and first line of an exception."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+@contextmanager
+def reading(what: str):
+    """Around the reading of `what`: a damaged file, or code where there should be data, ends the run with a message."""
+    try:
+        yield
+    except Exception as error:  # of as many kinds as there are formats
+        fail(f"{what} cannot be read ({one_line(error)})")
+
+
+def put(path: Path, content: bytes):
+    """Write a file beside its place, then rename it: it is there whole or not at all."""
+    partial = path.with_name(f"{path.name}.tmp")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        fail(f"{path} could not be written ({one_line(error)}): make room, then give the same command again")
+
+
+@contextmanager
+def progress_bar(description: str, total: int):
+    """A bar with the rate and the time left; what it yields is called with the number of items that are done."""
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")]
+    columns += [TimeElapsedColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(description, total=total, rate="")
+        yield lambda count: bar.update(task, advance=count, rate=f"{bar.tasks[0].speed or 0:.1f}/s")
+
+
+def markdown(rows: list[dict]) -> str:
+    """A Markdown table of rows with equal keys."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+# ---- data and models ---------------------------------------------------------------------------------------------
+
+
+def checkpoint_folder(flag: str, path: str, hint: str = "") -> str:
+    """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
+    for folder in (Path(path) / "model", Path(path)):
+        if (folder / "config.json").exists():
+            return str(folder)
+    name, _, revision = path.partition("@")
+    if Path(path).exists() or name.count("/") > 1 or name.startswith((".", "/")):
+        fail(f"{flag} {path}: no checkpoint there (config.json is missing). {hint}")
+    files = {"repo_id": name, "revision": revision or None}
+    try:  # of a PPO run the policy, not the value model in a folder beside it
+        folder = snapshot_download(**files, allow_patterns=["*.json", "*.safetensors", "*.txt"], ignore_patterns="*/*")
+        if not [*Path(folder).glob("*.safetensors")]:
+            snapshot_download(**files, allow_patterns="pytorch_model*.bin")
+        return folder
+    except Exception as error:
+        fail(f"{flag} {path}: no checkpoint folder and not reachable on the Hub ({type(error).__name__}). {hint}")
+
+
+def load_tokenizer(path: str):
+    """The tokenizer of a checkpoint folder, with `[PAD]` added (Detail 3: never EOS)."""
+    if not [*Path(path).glob("tokenizer*"), *Path(path).glob("vocab*")]:  # transformers would make an empty one
+        fail(f"{path}: no tokenizer files there; copy those that the model was trained with into the folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        fail(f"{path}: no tokenizer found there ({one_line(error)})")
+    if tokenizer.eos_token_id is None:
+        fail(f"{path}: its tokenizer has no EOS token, so that no response could end")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
+    """The DatasetDict in a folder written by tldr_dataset.py, or of a Hub id[@revision]. An error names the flag, the
+    path and what is missing: splits, rows, columns, or the model's tokenizer."""
+    name, _, revision = path.partition("@")
+    try:
+        data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
+    except Exception as error:
+        fail(
+            f"{flag} {path}: neither a data set folder that can be read nor one on the Hub ("
+            f"{one_line(error)}). tldr_dataset.py makes one: python tldr_dataset.py --output-dir data/tldr"
+        )
+    if not isinstance(data, DatasetDict) or not {"train", "validation"} <= set(data):
+        fail(f"{flag} {path}: not a DatasetDict with the splits train and validation; make it with tldr_dataset.py")
+    for split in data:
+        missing = [column for column in columns if column not in data[split].column_names]
+        if missing:
+            fail(f"{flag} {path}: split {split} lacks the columns {missing}; it has {data[split].column_names}")
+        if len(data[split]) == 0:
+            fail(f"{flag} {path}: split {split} is empty")
+        for i in range(min(4, len(data[split]))):
+            stored = [token for token in data[split][i]["query_token"] if token != tokenizer.pad_token_id]
+            if (
+                stored
+                != tokenizer(data[split][i]["query"], add_special_tokens=False, split_special_tokens=True).input_ids
+            ):
+                fail(
+                    f"{flag} {path}: split {split}, row {i}: query_token is not what the model's tokenizer makes of "
+                    f"query ([PAD] = {tokenizer.pad_token_id}): the data was tokenised with another tokenizer. Run "
+                    "tldr_dataset.py with --tokenizer set to this model"
+                )
+        for column in [column for column in columns if column.endswith("_token")]:
+            ends = pyarrow.compute.min_max(pyarrow.compute.list_flatten(data[split].data.column(column)))
+            low, high = ends["min"].as_py(), ends["max"].as_py()
+            if low is None or low < 0 or high >= len(tokenizer):
+                fail(
+                    f"{flag} {path}: split {split}, column {column}: ids {low} to {high}, but the model's tokenizer "
+                    f"has 0 to {len(tokenizer) - 1}: a damaged file, or made with another tokenizer"
+                )
+    return data.with_format("torch")
+
+
+def without_dropout(config):
+    """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
+    for field, value in config.to_dict().items():
+        if "drop" in field and isinstance(value, (int, float)):
+            setattr(config, field, 0.0)
+    return config
+
+
+def fit_embeddings(model, tokenizer, path: str):
+    """The model, with an embedding added for `[PAD]` where it has none; an error where it lacks more than that."""
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer) - 1:
+        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
+    if rows < len(tokenizer):
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    return model
+
+
+def load_policy(path: str, tokenizer):
+    """A causal language model in float32, without dropout, whose embeddings hold every id of the tokenizer."""
+    settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
+    with reading(f"the model in {path}"):
+        config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
+    return fit_embeddings(model, tokenizer, path)
+
+
+class ScalarHead(nn.Linear):
+    """The head of a reward model, (b, T, d) -> (b, T, 1), in float32 under autocast and in a bfloat16 model, too."""
+
+    def forward(self, hidden):
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), self.weight.float(), self.bias.float())
+
+
+class RewardModel(nn.Module):
+    """A transformers sequence classifier with one label that returns its scalar at every position."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None):
+        """(b, T), (b, T) or (b, 1, T, earlier + T), (b, T) -> reward logits (b, T) in float32. Rows that are padded on
+        the right alone need no mask: no token of a causal model sees what comes after it. A cache is added to."""
+        inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
+        hidden = self.model.base_model(input_ids, use_cache=past_key_values is not None, **inputs).last_hidden_state
+        return self.model.score(hidden).squeeze(-1)
+
+
+def load_reward_model(path: str, tokenizer) -> RewardModel:
+    """A trained reward model in float32 without dropout, from a checkpoint folder of ours (head bias in `score.bias`)
+    or of the paper's released format (`lm_backbone.*`, `scalar_head.*`, and `config.bias`, which is subtracted)."""
+    with reading(f"the reward model in {path}"):
+        settings = json.loads((Path(path) / "config.json").read_text())
+        if released := "base_config" in settings:
+            config = AutoConfig.for_model(**settings["base_config"])
+        else:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+        model = AutoModelForSequenceClassification.from_config(
+            without_dropout(config), dtype=torch.float32, attn_implementation="sdpa"
+        )
+        model.score = ScalarHead(model.score.weight.shape[1], 1)
+        state = {}
+        for file in sorted(Path(path).glob("*.safetensors")):
+            state |= load_file(file)
+        for file in [] if state else sorted(Path(path).glob("pytorch_model*.bin")):  # as the paper's were released
+            state |= torch.load(file, map_location="cpu", weights_only=True)  # numbers, never code
+    if released:
+        base = model.base_model_prefix
+        state = {key.replace("lm_backbone.", f"{base}.").replace("scalar_head.", "score."): state[key] for key in state}
+        state["score.bias"] = state["score.bias"] - settings.get("bias", 0.0)
+    missing = model.load_state_dict(state, strict=False).missing_keys
+    if missing:
+        fail(f"{path}: not a reward model, these weights are missing: {missing[:4]}; reward.py makes one")
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer):
+        fail(
+            f"{path}: {rows} embeddings do not fit the tokenizer of {len(tokenizer)} ids: a reward model of another one"
+        )
+    return RewardModel(model)
+
+
+def gold_function(gold: str):
+    """The function that path.py:function names."""
+    path, _, name = gold.rpartition(":")
+    try:
+        spec = importlib.util.spec_from_file_location("gold_function", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return getattr(module, name)
+    except Exception as error:
+        fail(f"--gold {gold}: no function there ({one_line(error)})")
+
+
+# ---- sampling and scoring ----------------------------------------------------------------------------------------
+
+
+def micro_batches(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Groups of `size` rows of similar length: less padding, the same batch. lengths (b,) -> row indices."""
+    return list(torch.argsort(lengths, descending=True, stable=True).split(size))
+
+
+def noise_keys(seed: int, update: int, rows: list[int]) -> torch.Tensor:
+    """Two 32-bit keys (b, 2) per row, a hash of (seed, update, row)."""
+    digests = [hashlib.blake2b(f"{seed} {update} {row}".encode(), digest_size=8).digest() for row in rows]
+    return torch.tensor([struct.unpack("<ii", digest) for digest in digests], dtype=torch.int32).reshape(-1, 2)
+
+
+def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Tensor:
+    """Gumbel(0, 1) noise (b, V) that depends on (key, position, token) alone, not on batch, device or rank: a 32-bit
+    integer hash (int32 products wrap), read as a uniform with 32 bits near 0, where the largest noise comes from."""
+
+    def mix(x, key):
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+            x = (x ^ ((x >> shift) & (2 ** (32 - shift) - 1))) * factor ^ key
+        return x ^ ((x >> 16) & 0xFFFF)
+
+    step = torch.tensor(position, dtype=torch.int32, device=keys.device)
+    key = [mix(keys[:, i, None] + step * 0x3C6EF35F, keys[:, 1 - i, None]) for i in (0, 1)]  # 2 x (b, 1)
+    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
+    bits = mix(token * (0x9E3779B9 - 2**32) + key[0], key[1])  # (b, V)
+    uniform = (torch.where(bits < 0, bits + 2.0**32, bits.float()) + 0.5) / 2**32
+    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
+
+
+def banned_ids(model, tokenizer) -> torch.Tensor:
+    """(V,) bool: [PAD] and the ids beyond the tokenizer, which no sample may hold."""
+    ids = torch.arange(model.get_input_embeddings().num_embeddings)
+    return (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer))
+
+
+def nucleus(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Logits (b, V) with -inf for what is not sampled: all but the top_k largest (0: none), then all but the smallest
+    set with a probability of at least top_p; of equal logits the first counts as the larger."""
+    ordered, order = logits.sort(dim=1, descending=True, stable=True)
+    if top_k:
+        ordered[:, top_k:] = -torch.inf
+    if top_p < 1:
+        probs = ordered.softmax(1)
+        ordered = ordered.masked_fill(probs.cumsum(1) - probs >= top_p, -torch.inf)
+    return torch.empty_like(logits).scatter_(1, order, ordered)
+
+
+def repeated(cache: DynamicCache, count: int) -> DynamicCache:
+    """Keys and values of one row -> those of `count` equal rows, to be added to."""
+    cache = copy.deepcopy(cache)
+    cache.batch_repeat_interleave(count)
+    return cache
+
+
+@torch.no_grad()
+def sample(model, query: torch.Tensor, banned: torch.Tensor, keys: torch.Tensor, eos_id: int, pad_id: int, args, done):
+    """Responses (N, R) to one query (Q,) without padding, [PAD] after the first EOS, by Gumbel-max with the noise of
+    `keys` (N, 2); `banned` (V,) marks ids that are never sampled. Calls done(count) after each micro-batch."""
+    responses, cache = torch.full((len(keys), args.response_length), pad_id, device=query.device), DynamicCache()
+    first = model(query[None], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]  # (1, V)
+    for rows in torch.arange(len(keys), device=query.device).split(args.micro_batch_size):
+        logits, going, size = first.expand(len(rows), -1), repeated(cache, len(rows)), len(rows)
+        for t in range(args.response_length):
+            scaled = (logits.float() / args.temperature).masked_fill(banned, -torch.inf)
+            noise = gumbel_noise(keys[rows], t, scaled.shape[1])
+            token = (nucleus(scaled, args.top_k, args.top_p) + noise).argmax(1)
+            responses[rows, t] = token
+            open_rows = token != eos_id
+            rows = rows[open_rows]
+            if len(rows) == 0 or t == args.response_length - 1:
+                break
+            going.batch_select_indices(open_rows)  # what has ended costs nothing more
+            logits = model(token[open_rows, None], past_key_values=going, use_cache=True).logits[:, -1]
+        done(size)
+    return responses
+
+
+@torch.no_grad()
+def response_scores(model: RewardModel, query: torch.Tensor, responses: torch.Tensor, pad_id: int, size: int):
+    """Rewards (m,) of right-padded responses (m, R) to one query (Q,) without padding, read at the last token, `size`
+    responses in a forward pass."""
+    cache, lengths = DynamicCache(), (responses != pad_id).sum(1)
+    scores = torch.empty(len(responses), device=query.device)
+    model(query[None], past_key_values=cache)
+    for index in micro_batches(lengths, size):
+        rewards = model(responses[index, : int(lengths[index].max())], past_key_values=repeated(cache, len(index)))
+        scores[index] = rewards.gather(1, lengths[index, None] - 1).squeeze(1)  # (b, W) -> (b,)
+    return scores
+
+
+# ---- estimation --------------------------------------------------------------------------------------------------
+
+
+def combine(scores: torch.Tensor, method: str = "mean", uwo_lambda: float | None = None) -> torch.Tensor:
+    """Scores of k reward models (k, b) -> one score (b,): mean, worst case (wco), or mean - lambda x variance (uwo; the
+    variance over k, not k - 1). Reward model ensembles, equations 3 to 5."""
+    if method == "wco":
+        return scores.min(0).values
+    mean = scores.mean(0)
+    return mean if method == "mean" else mean - uwo_lambda * (scores - mean).square().mean(0)
+
+
+def bon_kl(n):
+    """Equation 1, nats: the KL distance of the best of n from the policy."""
+    return numpy.log(n) - (n - 1) / n
+
+
+def bon_weights(n: int, N: int) -> numpy.ndarray:
+    """Equation 8's weights (N,), C(i-1, n-1) / C(N, n) for i = 1..N: the chance that the i-th worst of N samples is
+    the best of n. From the last, n / N, each is the one behind it times (i - n + 1) / i: no binomial, no overflow."""
+    i = numpy.arange(N - 1, 0, -1.0)
+    return numpy.concatenate([[n / N], n / N * numpy.cumprod(numpy.maximum(i - n + 1, 0) / i)])[::-1]
+
+
+def bon_values(objective: numpy.ndarray, values: list[numpy.ndarray], weights: numpy.ndarray) -> list[numpy.ndarray]:
+    """The expectation of each of `values` (P, N) at the sample with the largest objective (P, N) of n, for the n whose
+    weights (n, N) are given: each (P, n). What ties in the objective has the mean of its values (random choice)."""
+    order = objective.argsort(1)
+    ordered = numpy.take_along_axis(objective, order, 1)
+    new = numpy.ones(ordered.shape, bool)  # unlike the sample before it
+    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    group, found = None if new.all() else new.ravel().cumsum() - 1, []
+    for value in values:
+        value = numpy.take_along_axis(value, order, 1)
+        if group is not None:
+            means = numpy.bincount(group, value.ravel()) / numpy.bincount(group)
+            value = means[group].reshape(value.shape)
+        found.append(value @ weights.T)
+    return found
+
+
+def bands(values: numpy.ndarray, seed: int, draws: int) -> numpy.ndarray:
+    """Ends (2, m) of the 95 % percentile intervals of the column means of `values` (P, m), prompts drawn anew."""
+    P = len(values)
+    counts = numpy.random.default_rng(seed).multinomial(P, numpy.full(P, 1 / P), size=draws)  # (draws, P)
+    return numpy.quantile(counts @ values / P, [0.025, 0.975], axis=0)
+
+
+def win_rate(mine: numpy.ndarray, singles: numpy.ndarray) -> tuple[float, float]:
+    """Mean and sample standard deviation over k members of the share of prompts on which `mine` (P,) is above the
+    member's `singles` (k, P), a tie half (appendix F.9)."""
+    wins = numpy.where(numpy.isclose(mine, singles, rtol=1e-9, atol=1e-9), 0.5, mine > singles).mean(1)
+    return float(wins.mean()), float(wins.std(ddof=1))
+
+
+def grid(args: Args, N: int) -> numpy.ndarray:
+    """The values of n, rising, or an error where one is impossible."""
+    ns = numpy.unique(args.ns if args.ns else numpy.geomspace(1, N, 30).round().astype(int))
+    if ns[0] < 1 or ns[-1] > N:
+        fail(f"--ns {ns[0] if ns[0] < 1 else ns[-1]}: n is at least 1 and at most the {N:,} samples of a prompt")
+    return ns
+
+
+def make_tables(args: Args, settings: dict):
+    """Make the tables of the prompts that are done in output_dir; `settings` are those of its samples."""
+    folder, N, k = Path(args.output_dir), settings["samples"], len(settings["reward_model_paths"])
+    ns, lambdas = grid(args, N), [0.1, 0.5, 1.0] if args.uwo_lambdas is None else args.uwo_lambdas
+    files = [file for i in range(settings["prompts"]) if (file := folder / f"samples_{i:06d}.npz").exists()]
+    if not files:
+        fail(f"{folder}: not one prompt is sampled there; without --estimate the command samples them")
+    weights = numpy.stack([bon_weights(int(n), N) for n in ns])  # (n, N)
+    methods = [(f"single_{i + 1}", 1, None) for i in range(k)]
+    for members in range(2, k + 1):
+        methods += [("mean", members, None), ("wco", members, None), *(("uwo", members, x) for x in lambdas)]
+    found = {method: numpy.empty((3, len(files), len(ns))) for method in methods}  # gold, objective, variance
+    lengths, ended, size = [], [], max(1, BLOCK // N)
+    with progress_bar("estimating", len(files)) as done:
+        for start in range(0, len(files), size):
+            shards = []
+            for file in files[start : start + size]:
+                with reading(f"{file} (delete it, and the command that sampled it makes it anew)"):
+                    shards.append({key: value for key, value in numpy.load(file).items() if key != "texts"})
+            lengths += [shard["lengths"].mean() for shard in shards]
+            ended += [shard["has_eos"].mean() for shard in shards]
+            gold = numpy.stack([shard["gold"] for shard in shards]).astype(float)  # (P, N)
+            scores = torch.from_numpy(numpy.stack([shard["scores"].T for shard in shards], 1)).double()  # (k, P, N)
+            variance, part = scores.var(0, correction=0).numpy(), slice(start, start + len(shards))
+            for method in methods:
+                name, members, uwo_lambda = method
+                single = name.startswith("single_")
+                used = scores[int(name[7:]) - 1] if single else combine(scores[:members], name, uwo_lambda)
+                found[method][:, part] = bon_values(used.numpy(), [gold, used.numpy(), variance], weights)
+            done(len(shards))
+    singles = numpy.stack([found[method] for method in methods[:k]])  # (k, 3, P, n)
+    curves, wins, short = [], [], []
+    for (name, members, uwo_lambda), curve in ({("single", 1, None): singles.mean(0)} | found).items():
+        method = {"method": name, "members": members, "uwo_lambda": "" if uwo_lambda is None else uwo_lambda}
+        low, high = bands(curve[0], settings["seed"], args.bootstrap_draws)
+        gold, objective, variance = curve.mean(1)  # (n,) each
+        columns = {"n": ns, "kl": bon_kl(ns), "gold": gold, "gold_low": low, "gold_high": high}
+        curves.append(pandas.DataFrame(method | columns | {"proxy": objective, "variance": variance}))
+        if members > 1:
+            rate, deviation = win_rate(curve[0, :, -1], singles[:, 0, :, -1])
+            wins.append(method | {"n": ns[-1], "win_rate": rate, "win_rate_sd": deviation})
+        if name == "single" or members == k > 1:
+            row = method | {"gold": gold[-1], "95 %": f"{low[-1]:.4g} to {high[-1]:.4g}", "proxy": objective[-1]}
+            row |= {"variance": variance[-1], "best gold": gold.max(), "at n": ns[gold.argmax()]}
+            short.append(row | {"wins": f"{rate:.1%} ± {deviation:.1%}" if members > 1 else ""})
+    text = f"# Best of {ns[-1]:,}: {len(files):,} of {settings['prompts']:,} prompts, {N:,} samples each\n\n"
+    text += f"{k} reward models, gold {settings['gold']}; {numpy.mean(lengths):.1f} tokens a response, "
+    text += f"{numpy.mean(ended):.1%} of the responses with EOS.\n\n{markdown(short)}"
+    put(folder / "best_of_n.csv", pandas.concat(curves).to_csv(index=False).encode())
+    header = ["method", "members", "uwo_lambda", "n", "win_rate", "win_rate_sd"]
+    put(folder / "win_rates.csv", pandas.DataFrame(wins, columns=header).to_csv(index=False).encode())
+    put(folder / "best_of_n.md", text.encode())
+    print(text)
+
+
+def main(args: Args):
+    # ---- input -----------------------------------------------------------------------------------
+    folder, saved = Path(args.output_dir), Path(args.output_dir) / "args.json"
+    if any(not 0 <= x < float("inf") for x in args.uwo_lambdas or []):
+        fail(f"--uwo-lambdas {args.uwo_lambdas}: the variance is a penalty, so that its weight is at least 0")
+    if args.bootstrap_draws < 1:
+        fail(f"--bootstrap-draws {args.bootstrap_draws}: at least 1")
+    if args.estimate:
+        with reading(f"--estimate: {saved}, which the sampling writes,"):
+            settings = json.loads(saved.read_text())
+        return make_tables(args, settings)
+    if not (args.policy and args.reward_model_paths and args.gold):
+        fail("--policy, --reward-model-paths and --gold are needed to sample; without sampling: --estimate")
+    if min(args.prompts, args.samples, args.response_length, args.micro_batch_size) < 1:
+        fail("--prompts, --samples, --response-length and --micro-batch-size are at least 1")
+    if not (args.temperature > 0 and 0 < args.top_p <= 1 and args.top_k >= 0):
+        fail(f"--temperature {args.temperature} --top-p {args.top_p} --top-k {args.top_k}: > 0, in (0, 1], at least 0")
+    grid(args, args.samples)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+    args.mixed_precision = args.mixed_precision or ("bf16" if device.type == "cuda" else "no")
+    settings = {key: value for key, value in asdict(args).items() if key not in FREE.split()}
+    if saved.exists() and any(folder.glob("samples_*.npz")):
+        with reading(str(saved)):
+            before = json.loads(saved.read_text())
+        if changed := [key for key in settings if settings[key] != before.get(key)]:
+            lines = "\n".join(f"  {key}: {before.get(key)} -> {settings[key]}" for key in changed)
+            fail(f"{folder} has samples of other settings; choose another --output-dir:\n{lines}")
+
+    # ---- data and models -------------------------------------------------------------------------
+    policy_folder = checkpoint_folder("--policy", args.policy)
+    paths = {path: checkpoint_folder("--reward-model-paths", path) for path in args.reward_model_paths}
+    if len(paths) < len(args.reward_model_paths):
+        fail(f"--reward-model-paths {' '.join(args.reward_model_paths)}: one of them twice")
+    by_function = re.fullmatch(r".+\.py:\w+", args.gold)
+    gold_folder = None if by_function else checkpoint_folder("--gold", args.gold)
+    tokenizer = load_tokenizer(policy_folder)
+    for path in [*paths.values(), *filter(None, [gold_folder])]:
+        if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+            fail(f"{path} has another tokenizer than {policy_folder}: it cannot score that model's tokens")
+    if gold_folder and Path(gold_folder).resolve() in [Path(path).resolve() for path in paths.values()]:
+        print(f"warning: --gold {args.gold} is one of the proxies, too: what exploits it counts as good")
+    data = load_splits("--dataset", args.dataset, ["id", "query", "query_token"], tokenizer)
+    if args.split not in data or len(data[args.split]) < args.prompts:
+        there = ", ".join(f"{name} ({len(data[name])} rows)" for name in data)
+        fail(f"--split {args.split} --prompts {args.prompts}: {args.dataset} has {there}")
+    policy = load_policy(policy_folder, tokenizer).to(device).eval()
+    members = [load_reward_model(path, tokenizer).to(device).eval() for path in paths.values()]
+    gold = gold_function(args.gold) if by_function else load_reward_model(gold_folder, tokenizer).to(device).eval()
+    banned, eos_id, pad_id = banned_ids(policy, tokenizer).to(device), tokenizer.eos_token_id, tokenizer.pad_token_id
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--output-dir {folder} cannot be made ({one_line(error)})")
+    if rank == 0:
+        put(saved, (json.dumps(settings, indent=2) + "\n").encode())
+
+    # ---- sample and score, prompt by prompt ------------------------------------------------------
+    files = {i: folder / f"samples_{i:06d}.npz" for i in range(rank, args.prompts, world)}
+    missing = [i for i in files if not files[i].exists()]
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.mixed_precision == "bf16")
+    with progress_bar("samples", len(missing) * args.samples) as done, autocast:
+        for i in missing:
+            row, where = data[args.split][i], f"prompt {i} ({data[args.split][i]['id']})"
+            query = row["query_token"][row["query_token"] != pad_id].to(device)
+            keys = noise_keys(args.seed, i, list(range(args.samples))).to(device)
+            responses = sample(policy, query, banned, keys, eos_id, pad_id, args, done)  # (N, R)
+            distinct, places = responses.unique(dim=0, return_inverse=True)  # (m, R), (N,)
+            texts, scores = tokenizer.batch_decode(distinct, skip_special_tokens=True), {}
+            for path, model in [*zip(paths, members, strict=True), (f"gold {args.gold}", gold)]:
+                if isinstance(model, RewardModel):
+                    scores[path] = response_scores(model, query, distinct, pad_id, args.micro_batch_size).cpu()
+                else:
+                    try:
+                        scores[path] = torch.tensor([float(model(row["query"], text)) for text in texts])
+                    except Exception as error:
+                        fail(f"{where}: {path} does not score it ({one_line(error)})")
+                if not scores[path].isfinite().all():
+                    fail(f"{where}: {path} scores a response {scores[path][~scores[path].isfinite()][0]}")
+            *found, golds = (each[places.cpu()].float().numpy() for each in scores.values())  # (N,) each
+            arrays = {"scores": numpy.stack(found, 1), "gold": golds}
+            arrays |= {"lengths": (responses != pad_id).sum(1).int().cpu().numpy()}
+            arrays |= {"has_eos": (responses == eos_id).any(1).cpu().numpy()}
+            arrays |= {"texts": numpy.array(texts)[places.cpu().numpy()]} if args.keep_texts else {}
+            file = io.BytesIO()
+            (numpy.savez_compressed if args.keep_texts else numpy.savez)(file, **arrays)
+            put(files[i], file.getvalue())
+    if world == 1:
+        make_tables(args, settings)
+    else:
+        print(f"process {rank} of {world} is done; once all are: --output-dir {folder} --estimate")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,585 @@
+"""ensembles/best_of_n.py against exact sums over all subsets, full forward passes, ppo.py's helpers and hand counts."""
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from fractions import Fraction
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+
+import best_of_n
+import nano
+import numpy
+import pandas
+import posts
+import pytest
+import torch
+import truth
+from datasets import load_from_disk
+from transformers import AutoModelForCausalLM
+
+import ppo
+import reward
+
+R = 9  # tokens sampled at most: enough for some of the samples to end, and not for others
+PROMPTS, N = 4, 12
+GOLD = f"{Path(truth.__file__)}:score"
+
+
+@pytest.fixture(scope="module")
+def made(world, tmp_path_factory) -> SimpleNamespace:
+    """A GPT-2 (absolute positions: a cached prompt must not shift them) that ends some of its responses early, with ids
+    beyond the tokenizer that would win if they were let; three reward models, the first a GPT-2, too, and one of
+    another tokenizer; .policy, .rewards, .other, .tokenizer, .data (the validation split) and .args."""
+    root = tmp_path_factory.mktemp("best_of_n")
+    tokenizer = reward.load_tokenizer(str(world.tokenizer))
+    data = load_from_disk(str(world.dataset))["validation"].with_format("torch")
+    nano.main(nano.Args(tokenizer=str(world.tokenizer), architecture="gpt2", output_dir=str(root / "gpt2")))
+    model = AutoModelForCausalLM.from_pretrained(root / "gpt2", dtype=torch.float32).eval()
+    model.resize_token_embeddings(len(tokenizer) + 5, mean_resizing=False)
+    query = data[9]["query_token"]
+    with torch.no_grad():  # tied embeddings: the logits grow with them, and EOS is likely after any query
+        model.get_input_embeddings().weight *= 6
+        for name, parameter in model.named_parameters():  # what was said before the last token matters
+            parameter *= 10 if "attn.c" in name else 1
+        hidden = model.transformer(query[query != tokenizer.pad_token_id][None]).last_hidden_state[0].mean(0)
+        model.get_input_embeddings().weight[tokenizer.eos_token_id] = 5 * hidden / hidden.square().sum()
+        model.get_input_embeddings().weight[tokenizer.pad_token_id :] = 50 * hidden / hidden.square().sum()
+    model.save_pretrained(root / "policy")
+    tokenizer.save_pretrained(root / "policy")
+    rewards, generator = [str(root / f"reward_{i}") for i in range(3)], torch.Generator().manual_seed(1)
+    for folder, base in zip(rewards, (root / "gpt2", world.model, world.model), strict=True):
+        model = reward.new_reward_model(str(base), tokenizer).model
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                scale = 1.0 if "score" in name else 0.1
+                parameter += scale * torch.randn(parameter.shape, generator=generator)
+        model.save_pretrained(folder, state_dict=model.state_dict())
+        tokenizer.save_pretrained(folder)
+    shutil.copytree(rewards[0], root / "other")
+    for file in (root / "other").glob("tokenizer*"):
+        file.unlink()
+    posts.train_tokenizer(data["query"][:10], 300).save_pretrained(root / "other")
+    args = {"policy": str(root / "policy"), "reward_model_paths": rewards, "gold": GOLD, "prompts": PROMPTS}
+    args |= {"dataset": str(world.dataset), "samples": N, "response_length": R, "micro_batch_size": 5, "top_p": 0.8}
+    return SimpleNamespace(
+        policy=str(root / "policy"),
+        rewards=rewards,
+        other=str(root / "other"),
+        tokenizer=tokenizer,
+        data=data,
+        args=args,
+    )
+
+
+@pytest.fixture(scope="module")
+def written(made, tmp_path_factory) -> Path:
+    """What a run with texts wrote."""
+    output = tmp_path_factory.mktemp("written") / "new" / "x"
+    best_of_n.main(best_of_n.Args(**made.args, output_dir=str(output), keep_texts=True))
+    return output
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def shards(folder: Path) -> list[dict]:
+    return [dict(numpy.load(file)) for file in sorted(folder.glob("samples_*.npz"))]
+
+
+def query_of(made, i: int, last: int = 0) -> torch.Tensor:
+    """The tokens of a prompt without padding, or the last few of them."""
+    tokens = made.data[i]["query_token"]
+    return tokens[tokens != made.tokenizer.pad_token_id][-last:]
+
+
+def drawn(made, i: int, count: int, last: int = 0, **changes) -> torch.Tensor:
+    """Responses (count, R) to prompt i, by best_of_n.sample."""
+    model = best_of_n.load_policy(made.policy, made.tokenizer).eval()
+    args = best_of_n.Args(**(made.args | {"output_dir": ""} | changes))
+    keys, banned = best_of_n.noise_keys(args.seed, i, list(range(count))), best_of_n.banned_ids(model, made.tokenizer)
+    ids = made.tokenizer.eos_token_id, made.tokenizer.pad_token_id
+    return best_of_n.sample(model, query_of(made, i, last), banned, keys, *ids, args, lambda count: None)
+
+
+# ---- the estimator -----------------------------------------------------------------------------------------------
+
+
+def over_subsets(objective: list, value: list, n: int) -> Fraction:
+    """The value of the best of n, all subsets of n samples and, within one, all its best being equally likely."""
+    total, count = Fraction(0), 0
+    for subset in combinations(range(len(objective)), n):
+        top = max(objective[i] for i in subset)
+        best = [Fraction(value[i]) for i in subset if objective[i] == top]
+        total, count = total + sum(best) / len(best), count + 1
+    return total / count
+
+
+@pytest.mark.parametrize("levels", [2, 4, 1000], ids=["many ties", "ties", "no ties"])
+def test_the_estimator_is_the_mean_over_all_subsets(levels):
+    draw = random.Random(levels)
+    for size in (1, 2, 5, 8):
+        objective = [[draw.randrange(levels) for _ in range(size)] for _ in range(3)]
+        values = [[[draw.randrange(-50, 50) for _ in range(size)] for _ in range(3)] for _ in range(2)]
+        ns = range(1, size + 1)
+        weights = numpy.stack([best_of_n.bon_weights(n, size) for n in ns])
+        found = best_of_n.bon_values(numpy.array(objective, float), [numpy.array(v, float) for v in values], weights)
+        for value, means in zip(values, found, strict=True):
+            exact = [[float(over_subsets(o, v, n)) for n in ns] for o, v in zip(objective, value, strict=True)]
+            assert means == pytest.approx(numpy.array(exact), abs=1e-12)
+
+
+def test_weights_against_exact_binomials_at_the_papers_size():
+    size = 12_500
+    for n in (1, 2, 100, 6000, size):
+        weights, total = best_of_n.bon_weights(n, size), math.comb(size, n)
+        assert weights.shape == (size,) and weights.sum() == pytest.approx(1, abs=1e-11)
+        for i in [*range(1, size, 997), size - 5000, size - 100, size - 1, size]:
+            exact = float(Fraction(math.comb(i - 1, n - 1), total))
+            assert weights[i - 1] == pytest.approx(exact, rel=1e-9, abs=1e-300)
+
+
+def test_best_of_1_is_the_mean_and_best_of_all_the_best():
+    objective, value = numpy.array([[3.0, 1.0, 3.0, 2.0], [1.0, 2.0, 3.0, 4.0]]), numpy.array([[1.0, 2, 4, 8]] * 2)
+    weights = numpy.stack([best_of_n.bon_weights(n, 4) for n in (1, 4)])
+    (found,) = best_of_n.bon_values(objective, [value], weights)
+    assert found.tolist() == [[3.75, 2.5], [3.75, 8.0]]  # of the two best of the first prompt: their mean
+
+
+def test_kl_by_hand():
+    assert best_of_n.bon_kl(numpy.array([1, 2, 12_500])) == pytest.approx([0, 0.69314718 - 0.5, 9.43348392 - 0.99992])
+
+
+def test_bands():
+    same = best_of_n.bands(numpy.full((7, 2), 3.0), 1, 50)
+    assert same == pytest.approx(numpy.full((2, 2), 3.0))
+    values = numpy.random.default_rng(0).normal(size=(400, 1)) * [1, 2] + [0, 10]
+    low, high = best_of_n.bands(values, 1, 4000)
+    assert (high - low) / 2 == pytest.approx(1.96 * values.std(0) / 20, rel=0.06)  # of a mean of 400
+    assert (high + low) / 2 == pytest.approx(values.mean(0), abs=0.02)
+    assert (2 * low[0] - low[1], 2 * high[0] - high[1]) == pytest.approx((-10, -10))  # the same prompts in all columns
+    assert (best_of_n.bands(values, 1, 50) == best_of_n.bands(values, 1, 50)).all()
+    assert (best_of_n.bands(values, 2, 50) != best_of_n.bands(values, 1, 50)).all()
+
+
+def test_win_rates_by_hand():
+    mine = numpy.array([1.0, 2.0, 3.0, 4.0])
+    third = sum([0.1] * 3) / 0.1  # 3 but for rounding: a tie
+    singles = numpy.array([[0.0, 2.0, 4.0, 5.0], [0.0, 0.0, third, 0.0]])  # won: 1 + ½ of 4, 3 + ½ of 4
+    assert third != 3.0
+    assert best_of_n.win_rate(mine, singles) == pytest.approx((5 / 8, math.sqrt(1 / 8)))
+
+
+SCORES = [  # three prompts, five samples, three members; of the first prompt two samples tie in every objective
+    [[1, 2, 0], [3, 3, 3], [3, 3, 3], [6, 0, 4], [-1, 5, 2]],
+    [[0, 1, 5], [2, 2, 1], [7, -4, 4], [1, 1, 1], [2, 3, 0]],
+    [[1, 0, 0], [0, 1, 0], [0, 0, 1], [4, 4, -3], [2, 2, 8]],
+]
+GOLDS = [[5, 1, 3, -2, 0], [1, 4, -3, 2, 2], [0, 1, 2, -1, 7]]
+LENGTHS, ENDED = (
+    [[2, 3, 3, 4, 8], [1, 1, 1, 1, 1], [9, 9, 9, 9, 4]],
+    [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]],
+)
+
+
+def write_shards(folder: Path, settings: dict) -> Path:
+    folder.mkdir(parents=True)
+    for i, columns in enumerate(zip(SCORES, GOLDS, LENGTHS, ENDED, strict=True)):
+        scores, gold, lengths, ended = map(numpy.array, columns)
+        arrays = {"scores": scores.astype("float32"), "gold": gold.astype("float32"), "lengths": lengths}
+        numpy.savez(folder / f"samples_{i:06d}.npz", **arrays, has_eos=ended.astype(bool))
+    (folder / "args.json").write_text(json.dumps({"samples": 5, "prompts": 3, "seed": 1, "gold": "G"} | settings))
+    return folder
+
+
+def objective_by_hand(name: str, members: int, uwo_lambda, scores: list) -> Fraction:
+    if name.startswith("single_"):
+        return Fraction(scores[int(name[7:]) - 1])
+    used = scores[:members]
+    mean = Fraction(sum(used), members)
+    variance = sum((x - mean) ** 2 for x in used) / members
+    return {"mean": mean, "wco": min(used), "uwo": mean - Fraction(uwo_lambda or 0) * variance}[name]
+
+
+@pytest.mark.parametrize("block", [10_000, 5], ids=["one block", "a block a prompt"])
+def test_the_tables_of_a_hand_made_case(tmp_path, monkeypatch, capsys, block):
+    folder = write_shards(tmp_path / "x", {"reward_model_paths": ["A", "B", "C"]})
+    monkeypatch.setattr(best_of_n, "BLOCK", block)
+    best_of_n.main(best_of_n.Args(output_dir=str(folder), estimate=True, ns=[4, 1, 5], uwo_lambdas=[0.25, 2.0]))
+    table = pandas.read_csv(folder / "best_of_n.csv", keep_default_na=False)
+    columns = "method members uwo_lambda n kl gold gold_low gold_high proxy variance"
+    assert list(table.columns) == columns.split()
+    methods, found = [(f"single_{i}", 1, "") for i in (1, 2, 3)], {}
+    for members in (2, 3):
+        methods += [("mean", members, ""), ("wco", members, ""), ("uwo", members, 0.25), ("uwo", members, 2.0)]
+    for method in methods:
+        name, members, uwo_lambda = method
+        for n in (1, 4, 5):
+            best = {"gold": [], "proxy": [], "variance": []}
+            for scores, gold in zip(SCORES, GOLDS, strict=True):
+                objective = [objective_by_hand(name, members, uwo_lambda, row) for row in scores]
+                variances = [
+                    objective_by_hand("mean", 3, 0, row) - objective_by_hand("uwo", 3, 1, row) for row in scores
+                ]
+                for column, value in zip(best, (gold, objective, variances), strict=True):
+                    best[column].append(over_subsets(objective, value, n))
+            found[method, n] = best
+    rows = {((row["method"], row["members"], row["uwo_lambda"]), row["n"]): row for row in table.to_dict("records")}
+    rows = {((a, b, c if c == "" else float(c)), n): row for ((a, b, c), n), row in rows.items()}
+    assert set(rows) == set(found) | {(("single", 1, ""), n) for n in (1, 4, 5)} and len(table) == len(rows)
+    for key, best in found.items():
+        for column, values in best.items():
+            assert rows[key][column] == pytest.approx(float(sum(values) / 3), abs=1e-12), (key, column)
+        assert rows[key]["kl"] == pytest.approx(math.log(key[1]) - 1 + 1 / key[1])
+        golds, row = [float(value) for value in best["gold"]], rows[key]
+        ends = [min(golds), row["gold_low"], row["gold"], row["gold_high"], max(golds)]
+        assert all(low <= high + 1e-9 for low, high in zip(ends, ends[1:], strict=False))
+    for n in (1, 4, 5):  # the mean over the members
+        for column in ("gold", "proxy", "variance"):
+            single = sum(sum(found[method, n][column]) / 3 for method in methods[:3]) / 3
+            assert rows[("single", 1, ""), n][column] == pytest.approx(float(single), abs=1e-12)
+    wins = pandas.read_csv(folder / "win_rates.csv", keep_default_na=False).to_dict("records")
+    assert len(wins) == 8 and {row["n"] for row in wins} == {5}
+    for row, method in zip(wins, methods[3:], strict=True):
+        shares = []
+        for single in methods[:3]:
+            mine, others = found[method, 5]["gold"], found[single, 5]["gold"]
+            pairs = list(zip(mine, others, strict=True))
+            shares.append(sum((a > b) + Fraction(1, 2) * (a == b) for a, b in pairs) / 3)
+        mean = sum(shares) / 3
+        assert (row["method"], row["members"]) == method[:2]
+        assert row["win_rate"] == pytest.approx(float(mean))
+        assert row["win_rate_sd"] == pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in shares) / 2))
+    text = (folder / "best_of_n.md").read_text()
+    assert text in capsys.readouterr().out
+    assert (
+        "3 of 3 prompts, 5 samples each" in text and "gold G; 4.3 tokens" in text and "66.7% of the responses" in text
+    )
+    best = rows[("mean", 3, ""), 5]
+    assert f"| mean | 3 |  | {best['gold']:.4g} | {best['gold_low']:.4g} to {best['gold_high']:.4g} |" in text
+
+
+def test_the_grid_of_n():
+    ns = best_of_n.grid(best_of_n.Args(output_dir=""), 12_500)
+    assert ns[0] == 1 and ns[-1] == 12_500 and 25 <= len(ns) <= 30 and (numpy.diff(ns) > 0).all()
+    assert numpy.diff(numpy.log(ns[15:])) == pytest.approx(math.log(12_500) / 29, rel=0.02)
+    assert best_of_n.grid(best_of_n.Args(output_dir="", ns=[7, 2, 7]), 7).tolist() == [2, 7]
+    assert best_of_n.grid(best_of_n.Args(output_dir=""), 1).tolist() == [1]
+
+
+# ---- sampling ----------------------------------------------------------------------------------------------------
+
+
+def kept(probs: list[float], top_k: int, top_p: float) -> list[int]:
+    found = best_of_n.nucleus(torch.tensor([probs]).log(), top_k, top_p)[0]
+    left = found.isfinite().nonzero().flatten().tolist()
+    assert found[left].tolist() == torch.tensor(probs).log()[left].tolist()  # as they were, each in its place
+    return left
+
+
+def test_top_p_and_top_k_by_hand():
+    probs = [0.05, 0.5, 0.15, 0.3]
+    assert kept(probs, 0, 0.9) == [1, 2, 3]  # 0.8 is not enough
+    assert kept(probs, 0, 0.79) == [1, 3]
+    assert kept(probs, 0, 0.49) == kept(probs, 0, 1e-9) == kept(probs, 1, 1.0) == [1]
+    assert kept(probs, 0, 1.0) == kept(probs, 9, 1.0) == [0, 1, 2, 3]
+    assert kept(probs, 2, 1.0) == [1, 3]
+    assert kept(probs, 2, 0.6) == [1]  # 0.5 / 0.8 of the two that are left
+    assert kept([0.25] * 4, 0, 0.5) == [0, 1]  # of equals the first, and no more than are needed
+    assert kept([0.25] * 4, 3, 1.0) == [0, 1, 2]
+    assert kept([0.125, 0.5, 0.125, 0.25], 0, 0.75) == [1, 3]  # exactly enough
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 0.8, 0), (0.6, 1.0, 7), (1.4, 1.0, 0)])
+@torch.no_grad()
+def test_samples_are_those_of_full_forward_passes(made, temperature, top_p, top_k):
+    settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": 5}
+    # a short prompt, so that much of what is seen is what was said
+    found, model = drawn(made, 2, 20, last=5, **settings), best_of_n.load_policy(made.policy, made.tokenizer).eval()
+    eos_id, pad_id = made.tokenizer.eos_token_id, made.tokenizer.pad_token_id
+    for i in range(20):
+        key, tokens = ppo.noise_keys(5, 2, [i]), query_of(made, 2, last=5)
+        for t in range(R):
+            logits = (model(tokens[None], use_cache=False).logits[0, -1, :pad_id] / temperature).tolist()
+            ranked, mass, choice = sorted(range(pad_id), key=lambda token: -logits[token])[: top_k or None], 0.0, []
+            total = sum(math.exp(logits[token]) for token in ranked)
+            for token in ranked:
+                if mass < top_p:
+                    choice.append(token)
+                mass += math.exp(logits[token]) / total
+            noise = ppo.gumbel_noise(key, t, pad_id)[0].tolist()
+            best = max(choice, key=lambda token: logits[token] + noise[token])
+            assert found[i, t] == best
+            tokens = torch.cat([tokens, torch.tensor([best])])
+            if best == eos_id:
+                assert (found[i, t + 1 :] == pad_id).all()
+                break
+    ended = (found == eos_id).any(1)
+    assert top_p == 1 or (3 < ended.sum() < 17 and len(found.unique(dim=0)) > 15)  # there is something to see
+
+
+def test_without_filters_it_samples_as_ppo_does(made):
+    model = ppo.load_policy(made.policy, made.tokenizer).eval()
+    query, keys = made.data[1]["query_token"].expand(12, -1), ppo.noise_keys(1, 1, list(range(12)))
+    expected = ppo.generate(model, query, made.tokenizer, R, 0.7, keys)
+    assert torch.equal(drawn(made, 1, 12, temperature=0.7, top_p=1.0), expected)
+
+
+@torch.no_grad()
+def test_the_distribution_of_the_first_token(made):
+    model = best_of_n.load_policy(made.policy, made.tokenizer).eval()
+    logits = model(query_of(made, 0)[None]).logits[0, -1, : made.tokenizer.pad_token_id] / 4
+    probs = torch.zeros(len(logits) + 1)
+    order = logits.argsort(descending=True)
+    few = order[: int((logits.softmax(0)[order].cumsum(0) < 0.4).sum()) + 1]
+    probs[few] = logits[few].softmax(0)
+    found = drawn(made, 0, 6000, response_length=1, temperature=4.0, top_p=0.4, micro_batch_size=1000)[:, 0]
+    counts = torch.bincount(found, minlength=len(probs))[: len(probs)]
+    assert counts[probs == 0].sum() == 0 and 3 < len(few) < 200
+    chi_square = ((counts[few] - 6000 * probs[few]).square() / (6000 * probs[few])).sum() / (len(few) - 1)
+    assert 1 - 5 * (2 / len(few)) ** 0.5 < chi_square < 1 + 5 * (2 / len(few)) ** 0.5
+
+
+@pytest.mark.parametrize("size", [1, 7, 100])
+def test_the_micro_batch_does_not_matter(made, size):
+    assert torch.equal(drawn(made, 3, 20, micro_batch_size=size), drawn(made, 3, 20, micro_batch_size=4))
+
+
+def test_samples_differ_by_seed_prompt_and_number(made):
+    found = drawn(made, 0, 6, seed=1)
+    assert not torch.equal(found, drawn(made, 0, 6, seed=2)) and len(found.unique(dim=0)) > 2
+    first, second = best_of_n.noise_keys(1, 0, [0, 1]), best_of_n.noise_keys(1, 1, [0, 1])
+    assert len(torch.cat([first, second]).unique(dim=0)) == 4
+    assert torch.equal(drawn(made, 0, 3, seed=1), found[:3])  # whatever N
+
+
+# ---- scores ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_the_shards_hold_what_single_rows_score(made, written):
+    eos_id, pad_id = made.tokenizer.eos_token_id, made.tokenizer.pad_token_id
+    models, ended, found = (
+        [ppo.load_reward_model(path, made.tokenizer).eval() for path in made.rewards],
+        [],
+        shards(written),
+    )
+    assert len(found) == PROMPTS
+    for i, shard in enumerate(found):
+        assert {key: (x.dtype.kind + str(x.dtype.itemsize), x.shape) for key, x in shard.items() if key != "texts"} == {
+            "scores": ("f4", (N, 3)),
+            "gold": ("f4", (N,)),
+            "lengths": ("i4", (N,)),
+            "has_eos": ("b1", (N,)),
+        }
+        for j, response in enumerate(drawn(made, i, N)):
+            response = response[: int((response != pad_id).sum())]
+            row = torch.cat([query_of(made, i), response])[None]
+            expected = [ppo.response_rewards(model, row, 0, pad_id).item() for model in models]
+            assert shard["scores"][j].tolist() == pytest.approx(expected, abs=1e-5)
+            text = made.tokenizer.decode(response, skip_special_tokens=True)
+            assert shard["texts"][j] == text
+            assert shard["gold"][j] == pytest.approx(truth.score(made.data[i]["query"], text), abs=1e-6)
+            assert shard["lengths"][j] == len(response) and shard["has_eos"][j] == (eos_id in response)
+            ended.append(eos_id in response)
+        assert (shard["scores"].std(0) > 0.01).all()
+    assert 0 < sum(ended) < len(ended)
+
+
+def test_a_reward_model_as_gold_and_a_warning_where_it_is_a_proxy(made, tmp_path, capsys):
+    best_of_n.main(best_of_n.Args(**made.args | {"gold": made.rewards[1], "output_dir": str(tmp_path / "x")}))
+    assert f"warning: --gold {made.rewards[1]} is one of the proxies" in capsys.readouterr().out
+    for shard in shards(tmp_path / "x"):
+        assert (shard["gold"] == shard["scores"][:, 1]).all() and "texts" not in shard
+    two = {"gold": made.rewards[1], "reward_model_paths": [made.rewards[0], made.rewards[2]], "prompts": 1}
+    best_of_n.main(best_of_n.Args(**made.args | two | {"output_dir": str(tmp_path / "y")}))
+    assert "warning" not in capsys.readouterr().out
+    (alone,) = shards(tmp_path / "y")
+    assert alone["gold"].tolist() == pytest.approx(shards(tmp_path / "x")[0]["gold"].tolist(), abs=1e-5)
+
+
+# ---- one folder, several commands --------------------------------------------------------------------------------
+
+
+def test_killed_at_any_instant_it_goes_on_to_the_same_bytes(made, written, tmp_path):
+    args = made.args | {"output_dir": str(tmp_path / "x"), "keep_texts": True}
+    draw, stopped = random.Random(0), Counter()
+    for at_least in (0, 1, 3):
+        child = os.fork()
+        if child == 0:
+            try:
+                best_of_n.main(best_of_n.Args(**args))
+            finally:
+                os._exit(0)
+        deadline = time.time() + 60
+        while len(list((tmp_path / "x").glob("samples_*.npz"))) < at_least and time.time() < deadline:
+            time.sleep(0.001)
+        time.sleep(draw.random() * 0.1)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found = contents(tmp_path / "x") if (tmp_path / "x").exists() else {}
+        whole = {name: content for name, content in found.items() if name.endswith(".npz")}
+        assert whole == {name: contents(written)[name] for name in whole}  # nothing half-written under a shard's name
+        stopped[len(whole)] += 1
+    assert len(stopped) > 1
+    untouched = {file: file.stat().st_mtime_ns for file in (tmp_path / "x").glob("samples_*.npz")}
+    best_of_n.main(best_of_n.Args(**args))
+    assert {file: file.stat().st_mtime_ns for file in untouched} == untouched  # only what was missing is made
+    assert {name: content for name, content in contents(tmp_path / "x").items() if ".tmp" not in name} == contents(
+        written
+    )
+
+
+def test_a_shard_that_was_being_written_is_not_there(tmp_path, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    (tmp_path / "x.npz").write_bytes(b"before")
+    monkeypatch.setattr(best_of_n.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        best_of_n.put(tmp_path / "x.npz", b"after")
+    assert (tmp_path / "x.npz").read_bytes() == b"before"
+
+
+def test_processes_share_the_prompts(made, written, tmp_path, monkeypatch, capsys):
+    args = best_of_n.Args(**made.args, output_dir=str(tmp_path / "x"), keep_texts=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, names in ((1, ["samples_000001.npz", "samples_000003.npz"]), (0, ["args.json", "samples_000000.npz"])):
+        monkeypatch.setenv("RANK", str(rank))
+        best_of_n.main(args)
+        assert set(names) <= set(contents(tmp_path / "x")) and "--estimate" in capsys.readouterr().out
+        assert len(contents(tmp_path / "x")) == (2 if rank else 5)  # and no table
+    monkeypatch.delenv("WORLD_SIZE")
+    best_of_n.main(best_of_n.Args(output_dir=str(tmp_path / "x"), estimate=True))
+    assert contents(tmp_path / "x") == contents(written)
+
+
+def test_the_tables_alone_need_the_samples_alone(written, tmp_path, capsys):
+    shutil.copytree(written, tmp_path / "x")
+    for name in ("best_of_n.csv", "best_of_n.md", "win_rates.csv"):
+        (tmp_path / "x" / name).unlink()
+    best_of_n.main(best_of_n.Args(output_dir=str(tmp_path / "x"), estimate=True))
+    assert contents(tmp_path / "x") == contents(written)
+    (tmp_path / "x" / "samples_000001.npz").unlink()
+    best_of_n.main(best_of_n.Args(output_dir=str(tmp_path / "x"), estimate=True, uwo_lambdas=[0.0]))
+    assert "3 of 4 prompts" in capsys.readouterr().out
+    table = pandas.read_csv(tmp_path / "x" / "best_of_n.csv", keep_default_na=False)
+    columns = ["members", "n", "gold", "proxy"]
+    mean, uwo = (table[table["method"] == name][columns].to_numpy() for name in ("mean", "uwo"))
+    assert (mean == uwo).all()  # a penalty of 0
+
+
+def test_one_reward_model_has_no_ensemble(made, tmp_path):
+    one = made.args | {"reward_model_paths": made.rewards[:1], "prompts": 1, "output_dir": str(tmp_path)}
+    best_of_n.main(best_of_n.Args(**one))
+    assert set(pandas.read_csv(tmp_path / "best_of_n.csv")["method"]) == {"single", "single_1"}
+    assert len(pandas.read_csv(tmp_path / "win_rates.csv")) == 0
+
+
+# ---- bad input ---------------------------------------------------------------------------------------------------
+
+
+def message(args: dict) -> str:
+    with pytest.raises(SystemExit) as error:
+        best_of_n.main(best_of_n.Args(**args))
+    text = str(error.value)
+    assert text.startswith("error: ") and len(text) < 1000 and "Traceback" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"ns": [2, 13]}, ["--ns 13", "12 samples"]),
+        ({"ns": [0, 2]}, ["--ns 0"]),
+        ({"uwo_lambdas": [0.5, -0.1]}, ["--uwo-lambdas [0.5, -0.1]", "at least 0"]),
+        ({"uwo_lambdas": [float("nan")]}, ["--uwo-lambdas [nan]"]),
+        ({"bootstrap_draws": 0}, ["--bootstrap-draws 0"]),
+        ({"gold": None}, ["--gold", "--estimate"]),
+        ({"reward_model_paths": []}, ["--reward-model-paths"]),
+        ({"samples": 0}, ["--samples", "at least 1"]),
+        ({"temperature": 0.0}, ["--temperature 0.0"]),
+        ({"top_p": 0.0}, ["--top-p 0.0"]),
+        ({"top_p": 1.1}, ["--top-p 1.1"]),
+        ({"top_k": -1}, ["--top-k -1"]),
+        ({"prompts": 17}, ["--prompts 17", "validation (16 rows)"]),
+        ({"split": "x"}, ["--split x", "validation (16 rows)"]),
+        ({"policy": "/nowhere"}, ["--policy /nowhere"]),
+        ({"gold": "/nowhere"}, ["--gold /nowhere"]),
+        ({"gold": "/nowhere.py:f"}, ["--gold /nowhere.py:f", "no function"]),
+        ({"gold": GOLD + "s"}, ["no function", "scores"]),
+        ({"dataset": "/nowhere"}, ["--dataset /nowhere"]),
+        ({"estimate": True}, ["--estimate", "args.json"]),
+    ],
+)
+def test_bad_input_leaves_nothing_behind(made, tmp_path, changes, parts):
+    text = message(made.args | {"output_dir": str(tmp_path / "x")} | changes)
+    assert all(part in text for part in parts), text
+    assert not (tmp_path / "x").exists()
+
+
+def test_another_tokenizer_is_named_with_the_policys(made, tmp_path):
+    args = made.args | {"output_dir": str(tmp_path / "x")}
+    for changes in ({"reward_model_paths": [made.rewards[0], made.other]}, {"gold": made.other}):
+        text = message(args | changes)
+        assert made.other in text and made.policy in text
+    assert "twice" in message(args | {"reward_model_paths": [made.rewards[0]] * 2})
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_score_that_is_no_number_names_member_and_prompt(made, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(made.rewards[1], broken)
+    model = ppo.load_reward_model(str(broken), made.tokenizer).model
+    for value in (math.nan, math.inf):
+        torch.nn.init.constant_(model.score.bias, value)
+        model.save_pretrained(broken, state_dict=model.state_dict())
+        text = message(
+            made.args | {"reward_model_paths": [made.rewards[0], str(broken)], "output_dir": str(tmp_path / "x")}
+        )
+        assert str(broken) in text and f"prompt 0 ({made.data[0]['id']})" in text and str(value) in text
+        assert not list((tmp_path / "x").glob("samples_*"))
+
+
+def test_a_gold_function_that_fails_names_the_prompt(made, tmp_path):
+    (tmp_path / "gold.py").write_text(
+        "def f(post, summary):\n    raise ValueError('no such post')\n\ndef g(*_):\n    return 1e999\n"
+    )
+    for name, part in (("f", "no such post"), ("g", "inf")):
+        gold = f"{tmp_path / 'gold.py'}:{name}"
+        text = message(made.args | {"gold": gold, "output_dir": str(tmp_path / "x")})
+        assert gold in text and f"prompt 0 ({made.data[0]['id']})" in text and part in text
+
+
+def test_other_settings_in_the_same_folder(made, written):
+    before = contents(written)
+    text = message(made.args | {"output_dir": str(written), "keep_texts": True, "top_p": 0.7, "seed": 2})
+    assert "top_p: 0.8 -> 0.7" in text and "seed: 1 -> 2" in text and "samples:" not in text
+    assert contents(written) == before
+    args = best_of_n.Args(**made.args | {"output_dir": str(written), "keep_texts": True, "micro_batch_size": 3})
+    best_of_n.main(args)  # what may differ: nothing is missing, the tables are made anew
+    assert contents(written) == before
+
+
+def test_a_torn_shard_is_named(written, tmp_path):
+    shutil.copytree(written, tmp_path / "x")
+    file = tmp_path / "x" / "samples_000002.npz"
+    file.write_bytes(file.read_bytes()[:300])
+    assert str(file) in message({"output_dir": str(tmp_path / "x"), "estimate": True})
+    for file in (tmp_path / "x").glob("samples_*.npz"):
+        file.unlink()
+    assert "not one prompt" in message({"output_dir": str(tmp_path / "x"), "estimate": True})
+
+
+def test_a_full_disk_leaves_no_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(SystemExit, match="x.npz could not be written .*No space left.*same command"):
+        best_of_n.put(tmp_path / "x.npz", b"x")
+    assert not list(tmp_path.iterdir())
