@@ -27,6 +27,12 @@ for fold in range(5):
     for name in ("train", "validation"):
         mine = [row for row in rows if (fold_of[row["info"]["post"]] == fold) == (name == "validation")]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mine))
+chosen = [(row["summaries"][row["choice"]], row["summaries"][1 - row["choice"]]) for row in rows]
+longer = [(len(a["text"].split()) > len(b["text"].split())) + 0.5 * (len(a["text"].split()) == len(b["text"].split()))
+          for a, b in chosen]
+print(f"{len(rows)} pairs; the choice is the longer summary in {sum(longer) / len(rows):.3f}, the policy's, not the "
+      f"reference, in {sum(a['policy'] != 'ref' for a, b in chosen if a['policy']) / sum(1 for a, _ in chosen if a['policy']):.3f}, "
+      f"the first in {sum(row['choice'] == 0 for row in rows) / len(rows):.3f}")
 PYTHON
 python quickstart/nano.py --tokenizer "$raw/tokenizer" --size xs --output-dir "$work/nano-xs"
 for fold in 0 1 2 3 4; do

@@ -155,15 +155,15 @@ def main(args: Args):
 
     differences = {key: (x["chosen_reward"] - x["rejected_reward"]).to_numpy() for key, x in pairs.items()}
     errors = {key: calibration(x, args.bins)[1] for key, x in differences.items()}
-    # the curve is of all seeds' pairs together, the error of each seed by itself
-    curves = {
-        m: calibration(numpy.concatenate([x for k, x in differences.items() if k[0] == m]), args.bins)[0]
-        for m in models
-    }
-    shown = {m: mean_and_deviation([x for k, x in errors.items() if k[0] == m]) for m in models}
+    together = {m: numpy.concatenate([x for k, x in differences.items() if k[0] == m]) for m in models}
+    curves = {m: calibration(together[m], args.bins)[0] for m in models}  # of all seeds' pairs
+    each = {m: mean_and_deviation([x for k, x in errors.items() if k[0] == m]) for m in models}
+    pooled = {m: f"{calibration(together[m], args.bins)[1]:.3f}" for m in models}
     rows = [{"model": m} | row for m in models for row in curves[m]]
     pandas.DataFrame(rows).to_csv(f"{args.output}_calibration.csv", index=False)
-    text += "\n## Expected calibration error (Detail 18)\n\n" + markdown([shown])
+    text += "\n## Expected calibration error (Detail 18)\n\n" + markdown(
+        [{"": "each seed by itself"} | each, {"": "all seeds' pairs together"} | pooled]
+    )
 
     compared = []
     for kind, found in (("reward model", pairs), ("DPO, implicit", implicit)):

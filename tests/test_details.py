@@ -1012,7 +1012,8 @@ def test_detail_18_calibration(reward_run, tmp_path):
         keys = ("pairs", "from", "to", "difference", "chance", "accuracy")
         assert close([float(row[key]) for key in keys], expected)
         error += 8 / 24 * abs(accuracy - chance)
-    assert f"| nano |\n| --- |\n| {error:.3f} |" in (tmp_path / "report.md").read_text()
+    text = (tmp_path / "report.md").read_text()
+    assert f"| each seed by itself | {error:.3f} |\n| all seeds' pairs together | {error:.3f} |" in text
     # three pairs at a chance of 3/4, two hits; one pair at 1/2, a tie, which is no hit
     log3 = math.log(3)
     rows, error = rm_report.calibration(torch.tensor([log3, -log3, log3, 0.0]).numpy(), 2)

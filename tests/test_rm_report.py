@@ -62,7 +62,7 @@ def test_a_calibrated_model_has_no_error():
 def test_the_tables(tmp_path, capsys):
     make_runs(tmp_path)
     output = tmp_path / "out" / "rm"
-    rm_report.main(rm_report.Args(("xs", "s"), (1, 2), str(tmp_path), output=str(output)))
+    rm_report.main(rm_report.Args(("xs", "s"), (1, 2), str(tmp_path), bins=2, output=str(output)))
     table = pandas.read_csv(f"{output}_table_5.csv", keep_default_na=False).set_index(["data", "group", "value"])
     assert table.loc[("validation", "overall", "all"), "xs"] == "0.625 ± 0.177"  # (0.75 - 0.5) / sqrt 2
     assert table.loc[("validation", "overall", "all"), "s"] == "0.875 ± 0.177"
@@ -75,6 +75,14 @@ def test_the_tables(tmp_path, capsys):
     assert "3 of 4 are not there" in said and "dpo/s/2" in said  # the DPO runs that are missing are named
     curve = pandas.read_csv(f"{output}_calibration.csv")
     assert curve[curve["model"] == "s"]["pairs"].sum() == 8  # of both seeds
+    by_hand = [numpy.array(x, float) for x in ([1, 2, 3, 4], [1, 2, 3, -4])]
+    each = [rm_report.calibration(x, 2)[1] for x in by_hand]
+    both = rm_report.calibration(numpy.concatenate(by_hand), 2)[1]
+    lines = Path(f"{output}.md").read_text().splitlines()
+    own = next(line for line in lines if line.startswith("| each seed by itself"))
+    assert own.split("|")[3].strip() == rm_report.mean_and_deviation(each)
+    pooled = next(line for line in lines if line.startswith("| all seeds' pairs together"))
+    assert pooled.split("|")[3].strip() == f"{both:.3f}" and abs(both - numpy.mean(each)) > 0.01
 
 
 def test_agreement_with_a_judge(tmp_path):
