@@ -86,7 +86,7 @@ def setting(world, tmp_path_factory) -> SimpleNamespace:
     common |= {"total_episodes": BATCH * UPDATES, "response_length": LENGTH, "forward_batch_size": 3}
     common |= {"reward_combination": "uwo", "uwo_lambda": LAMBDA, "num_mini_batches": 2, "offload": True}
     common |= {"learning_rate": 1e-3, "final_learning_rate": 1e-4, "lr_schedule": "cosine", "sample_every": 0}
-    common |= {"eval_every": 2, "eval_temperature": 0.7, "num_ppo_epochs": 2}
+    common |= {"eval_every": 2, "eval_temperature": 0.6, "num_ppo_epochs": 2}
 
     def args(name: str, **changes) -> ppo.Args:
         return ppo.Args(**common | {"output_dir": str(root / name)} | changes)
