@@ -578,16 +578,16 @@ def load_tokenizer(path: str):
     return tokenizer
 
 
-def load_function(flag: str, place: str):
+def gold_function(gold: str):
     """The function that path.py:function names."""
-    path, _, name = place.rpartition(":")
+    path, _, name = gold.rpartition(":")
     try:
-        spec = importlib.util.spec_from_file_location("named_function", path)
+        spec = importlib.util.spec_from_file_location("gold_function", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return getattr(module, name)
     except Exception as error:
-        fail(f"{flag} {place}: no function there ({one_line(error)})")
+        fail(f"--gold {gold}: no function there ({one_line(error)})")
 
 
 def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
@@ -1286,7 +1286,7 @@ def main(args: Args):
     reward_folders = [checkpoint_folder(flag, path, hints) for path in args.reward_model_paths]
     tokenizer = load_tokenizer(policy_folder)
     gold_is_code = args.gold and re.fullmatch(r".+\.py:\w+", args.gold)
-    gold_folders = [checkpoint_folder("--gold", args.gold)] if args.gold and not gold_is_code else []
+    gold_folders = [checkpoint_folder("--gold", args.gold)] if args.gold is not None and not gold_is_code else []
     for path in reward_folders + gold_folders:
         if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
             which = flag if path in reward_folders else "--gold"
@@ -1302,7 +1302,7 @@ def main(args: Args):
         evaluate_ppo(accelerator, policy, reward_models, data["validation"], tokenizer, args, folder)
         accelerator.print(f"evaluated {policy_folder}: {folder / 'eval'}")
         return accelerator.end_training()
-    gold = load_function("--gold", args.gold) if gold_is_code else None
+    gold = gold_function(args.gold) if gold_is_code else None
     if gold:  # a post without a score is told now, not in the run
         with reading(f"--gold {args.gold}: a score"):
             [float(gold(post, "")) for post in data["validation"][: args.eval_rows]["query"]]

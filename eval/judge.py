@@ -255,16 +255,16 @@ def estimate(args: Args, prompts: list[str], total: int) -> str:
     return text
 
 
-def load_function(flag: str, place: str):
+def load_function(judge: str):
     """The function that path.py:function names."""
-    path, _, name = place.rpartition(":")
+    path, _, name = judge.rpartition(":")
     try:
-        spec = importlib.util.spec_from_file_location("named_function", path)
+        spec = importlib.util.spec_from_file_location("judge_function", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return getattr(module, name)
     except Exception as error:
-        fail(f"{flag} {place}: no function there ({one_line(error)})")
+        fail(f"--judge {judge}: no function there ({one_line(error)})")
 
 
 def checkpoint_folder(flag: str, path: str, hint: str = "") -> str:
@@ -398,7 +398,7 @@ def by_scores(args: Args, kind: str, frame: pandas.DataFrame) -> list[list[float
     below the other."""
     texts = [*zip(frame["query"], frame["summary"], strict=True), *zip(frame["query"], frame["other"], strict=True)]
     if kind == "function":
-        score = load_function("--judge", args.judge)
+        score = load_function(args.judge)
         scores = [score(query, summary) for query, summary in texts]
     else:
         scores = model_scores(args.judge, texts)

@@ -337,6 +337,7 @@ def test_a_gold_that_gives_no_number_is_named(setting, world):
         ({"eval_rows": 0}, ["--eval-rows 0"]),
         ({"gold": "{root}/other_gold"}, ["--gold {root}/other_gold", "another tokenizer", "{root}/sft"]),
         ({"gold": "{root}/nowhere"}, ["--gold {root}/nowhere"]),
+        ({"gold": ""}, ["--gold : no checkpoint there"]),
         ({"gold": "{root}/sft"}, ["{root}/sft", "not a reward model"]),
         ({"gold": "{root}/function.py:nothing"}, ["--gold {root}/function.py:nothing", "no function there"]),
         ({"gold": "{root}/nowhere.py:score"}, ["--gold {root}/nowhere.py:score", "no function there"]),
