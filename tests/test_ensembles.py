@@ -12,7 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import curves
+import figures
 import posts
+import push
 import pytest
 import torch
 import tyro
@@ -382,6 +385,26 @@ def test_the_default_schedule_is_linear_to_0_and_the_optimiser_gets_it(setting, 
     changes |= {"final_learning_rate": 1e-6, "total_episodes": 2 * BATCH}
     found = [line["learning_rate"] for line in read(run(setting.args("linear_to", **changes)))]
     assert found == pytest.approx([3e-6, 2e-6])
+
+
+# ---- readers of metrics.jsonl ------------------------------------------------------------------------------------
+
+
+def test_readers_cope_with_the_line_before_the_first_update(plain, golden):
+    lines = read(golden.folder)
+    keys = push.CURVES["ppo"]
+    assert push.curves(lines, keys) == push.curves(lines[1:], keys) != push.curves(lines[2:], keys)
+    settings = json.loads((golden.folder / "args.json").read_text())
+    card = push.card("ppo", settings, lines, {}, "me/nano@main")
+    assert "## Metrics of update 4" in card and f"| gold/score | {lines[-1]['gold/score']:.4g} |" in card
+
+    rows = [curves.summary("ppo", x, curves.read_metrics(x))[:-1] for x in (golden.folder, plain)]  # without seconds
+    assert rows[0] == rows[1] and curves.read_metrics(golden.folder)["gold/score"][0] == (0, lines[0]["gold/score"])
+
+    args = figures.Args(models=("nano",), seeds=(SEED,))
+    for key, updates in (("objective/kl", (1, 2, 3, 4)), ("gold/score", (0, 3, 4))):
+        panel = figures.curves_panel({("ppo", "nano", SEED): lines}, "ppo", args, key, "")
+        assert [(row["x"], row["y"]) for row in panel.rows] == [(8 * i, lines[i][key]) for i in updates]
 
 
 # ---- the paper's commands ----------------------------------------------------------------------------------------
