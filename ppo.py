@@ -5,6 +5,7 @@ One process:    python ppo.py --model nano-xs --batch-size 64 --total-episodes 2
 N processes:    torchrun --nproc_per_node 8 ppo.py --model 1b --seed 44413 --run-eval
 Paper scale:    accelerate launch --multi_gpu --num_processes 8 ppo.py --model 6.9b --seed 44413 --run-eval
 No training:    python ppo.py --model nano-xs --eval-only runs/ppo/nano-xs/44413
+Ensembles:      bash benchmark/ensembles.sh --dry-run    (--reward-combination, --gold)
 
 Starts from the SFT model (policy and reference) and the reward model (reward and value) of the same name and seed. The
 run folder (default runs/ppo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), value_model/,
@@ -19,13 +20,17 @@ Deviations from the paper and its code, each on purpose:
   sampling on and truncating. [PAD] and ids beyond the tokenizer have probability 0 in sampling and in every
   log-probability.
 - validation samples are drawn at temperature 0.01, as in the authors' code.
+- "Reward Model Ensembles Help Mitigate Overoptimization": its batches of 32 out of 256 rollouts (table 3) are
+  --batch-size 256 --num-mini-batches 8. --gold samples as training does, and not with table 4's top-p 0.9.
 """
 
 import copy
 import csv
 import hashlib
+import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -35,7 +40,7 @@ import sys
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from math import isfinite
+from math import cos, isfinite, pi
 from pathlib import Path
 from typing import Literal
 
@@ -97,7 +102,12 @@ class Args:
     reward_combination: Literal["mean", "wco", "uwo"] = "mean"
     """how several rewards become one score: mean, worst case, or mean minus uwo_lambda times variance"""
     uwo_lambda: float | None = None
-    """weight of the variance in uwo; has no default"""
+    """weight of the variance in uwo, at least 0; has no default"""
+    gold: str | None = None
+    """reward model (folder or Hub id[@revision]) or path.py:function of (post, summary) that scores samples of
+    --eval-rows fixed validation posts; changes nothing in the training"""
+    gold_every: int = 10
+    """updates between gold scores, beside those before the first and after the last update; 0: those alone"""
     dataset: str | None = None
     """SFT data, whose posts are the queries: folder or Hub id[@revision]; default data/tldr/sft if it exists, else the
     published set"""
@@ -117,7 +127,11 @@ class Args:
     num_mini_batches: int = 1
     """optimiser steps per pass (table 7, N_mb)"""
     learning_rate: float = 3e-6
-    """learning rate of the first update, falling linearly to 1/updates of it at the last (table 7)"""
+    """learning rate of the first update (table 7)"""
+    lr_schedule: Literal["linear", "cosine"] = "linear"
+    """how it falls, to reach final_learning_rate one update after the last (table 7: linear)"""
+    final_learning_rate: float = 0.0
+    """where the schedule ends (ensemble paper, table 3: cosine from 1e-6 to 1e-7)"""
     adam_eps: float = 1e-5
     """AdamW's epsilon (table 7)"""
     weight_decay: float = 0.01
@@ -564,6 +578,18 @@ def load_tokenizer(path: str):
     return tokenizer
 
 
+def gold_function(gold: str):
+    """The function that path.py:function names."""
+    path, _, name = gold.rpartition(":")
+    try:
+        spec = importlib.util.spec_from_file_location("gold_function", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return getattr(module, name)
+    except Exception as error:
+        fail(f"--gold {gold}: no function there ({one_line(error)})")
+
+
 def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
     """The DatasetDict in a folder written by tldr_dataset.py, or of a Hub id[@revision]. An error names the flag, the
     path and what is missing: splits, rows, columns, or the model's tokenizer."""
@@ -912,6 +938,11 @@ def linear_learning_rate(update: int, num_updates: int, peak: float) -> float:
     return peak * (1 - (update - 1) / num_updates)
 
 
+def cosine_learning_rate(update: int, num_updates: int, peak: float) -> float:
+    """Cosine from `peak` at update 1 to 0 after the last of `num_updates` (tables 3, 4 and 6)."""
+    return peak * 0.5 * (1 + cos(pi * (update - 1) / num_updates))
+
+
 def truncate_response(responses: torch.Tensor, eos_id: int, pad_id: int) -> torch.Tensor:
     """Detail 23: everything after the first EOS becomes [PAD]; a row without EOS stays. (b, R) -> (b, R)."""
     ended = (responses == eos_id).int().cumsum(1) - (responses == eos_id).int() > 0  # an EOS lies before
@@ -925,6 +956,12 @@ def combine(scores: torch.Tensor, method: str = "mean", uwo_lambda: float | None
         return scores.min(0).values
     mean = scores.mean(0)
     return mean if method == "mean" else mean - uwo_lambda * (scores - mean).square().mean(0)
+
+
+def check_scores(scores: torch.Tensor, names: list[str], where: list[str]):
+    """An error that names the first of the scores (b, k) that is not finite by its model (k,) and its row (b,)."""
+    for row, k in (~scores.isfinite()).nonzero().tolist():
+        fail(f"{where[row]}: the score of {names[k]} is {scores[row, k].item()}; mend that model or leave it out")
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -1139,8 +1176,9 @@ def sample_and_score(accelerator: Accelerator, policy, reward_models, data, toke
             for tokens in (responses, batch["reference_response_token"].to(accelerator.device)):
                 rows = trim(torch.cat([query, tokens], 1), pad_id, "left")
                 width = rows.shape[1] - tokens.shape[1]
-                each = torch.stack([response_rewards(rm, rows, width, pad_id) for rm in reward_models])
-                scores.append(combine(each, args.reward_combination, args.uwo_lambda).tolist())
+                scores.append(torch.stack([response_rewards(rm, rows, width, pad_id) for rm in reward_models]).cpu())
+        members = torch.cat(scores).T.tolist()  # (b, 2k)
+        scores = [combine(each, args.reward_combination, args.uwo_lambda).tolist() for each in scores]
         for i, tokens in enumerate(responses.tolist()):
             row = {"id": batch["id"][i], "query": batch["query"][i]}
             row["response"] = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -1149,8 +1187,42 @@ def sample_and_score(accelerator: Accelerator, policy, reward_models, data, toke
             row["has_eos"] = tokenizer.eos_token_id in tokens
             row["score"], row["reference_score"] = scores[0][i], scores[1][i]
             measures = rouge.score(row["reference"], row["response"])
-            found.append((index[i], row | {metric: score.fmeasure for metric, score in measures.items()}))
-    return in_order(found)
+            row |= {metric: score.fmeasure for metric, score in measures.items()}
+            found.append((index[i], (row, members[i])))
+    rows, members = zip(*in_order(found), strict=True)
+    where = [f"sampling {name}, post {row['id']}" for row in rows]
+    check_scores(torch.tensor(members), args.reward_model_paths * 2, where)
+    return list(rows)
+
+
+def gold_metrics(accelerator, model, ref_policy, reward_models, gold, posts, tokenizer, banned, args, update) -> dict:
+    """How far the policy is from the reference and what that is worth: a response to each of the first --eval-rows
+    posts, sampled as in training with noise of its own, the same at every update, and scored by the reward models and
+    by `gold`, a reward model or a function of (post, summary). Returns the metrics gold/..., means over the posts."""
+    mine = list(range(accelerator.process_index, min(args.eval_rows, len(posts)), accelerator.num_processes))
+    scorers, found = [*reward_models, gold] if isinstance(gold, nn.Module) else reward_models, []
+    with whole(accelerator, model) as module:
+        if mine:  # there may be more processes than posts
+            batch, keys = posts[mine], noise_keys(args.seed, -1, mine)
+            queries = batch["query_token"]
+            seen = rollout(accelerator, module, ref_policy, scorers, queries, keys, tokenizer, banned, args)
+            kl = (0.5 * (seen["logprobs"] - seen["ref_logprobs"]).square()).sum(1)  # k2: the ensemble paper's eq. 10
+            lengths = (seen["responses"] != tokenizer.pad_token_id).sum(1)
+            rows = torch.cat([torch.stack([kl, lengths], 1), seen["scores"]], 1).tolist()
+            if scorers is reward_models:
+                texts = tokenizer.batch_decode(seen["responses"], skip_special_tokens=True)
+                with reading(f"--gold {args.gold}: a score"):
+                    rows = [[*r, float(gold(q, t))] for r, q, t in zip(rows, batch["query"], texts, strict=True)]
+            found = list(zip(mine, rows, strict=True))
+    rows = torch.tensor(in_order(found))  # (n, 2 + k + 1)
+    members, score, kl = rows[:, 2:-1], rows[:, -1], rows[:, 0].mean()
+    where = [f"update {update}, gold samples, post {name}" for name in posts[: len(rows)]["id"]]
+    check_scores(rows[:, 2:], [*args.reward_model_paths, args.gold], where)
+    proxy = combine(members.T, args.reward_combination, args.uwo_lambda).mean()
+    error = score.std(unbiased=len(rows) > 1) / len(rows) ** 0.5
+    found = {"score": score.mean(), "se": error, "proxy": proxy, "kl_k2": kl, "sqrt_kl": kl.sqrt()}
+    found |= {"reward_model_spread": members.std(1, unbiased=False).mean(), "length": rows[:, 1].mean()}
+    return {f"gold/{key}": value for key, value in found.items()}
 
 
 def evaluate_ppo(accelerator: Accelerator, policy, reward_models, posts, tokenizer, args, folder: Path) -> list[dict]:
@@ -1187,6 +1259,12 @@ def main(args: Args):
     args.micro_batch_size = split_batch(mini_batch_size, args.micro_batch_size, world, largest)
     if (args.reward_combination == "uwo") != (args.uwo_lambda is not None):
         fail("--reward-combination uwo needs --uwo-lambda (the ensemble paper's PPO: 0.1), and nothing else takes it")
+    if not 0 <= (args.uwo_lambda or 0) < float("inf"):
+        fail(f"--uwo-lambda {args.uwo_lambda}: it must be at least 0; below, disagreement would be rewarded")
+    if not 0 <= args.final_learning_rate <= args.learning_rate:
+        fail(f"--final-learning-rate {args.final_learning_rate}: it must be from 0 to --learning-rate")
+    if args.eval_rows < 1:
+        fail(f"--eval-rows {args.eval_rows}: it must be at least 1")
     args.offload = args.model == "6.9b" if args.offload is None else args.offload
     args.output_dir = args.output_dir or f"runs/{STAGE}/{name}/{args.seed}"
     if not args.eval_only:
@@ -1206,9 +1284,12 @@ def main(args: Args):
     flag, hints = "--reward-model-paths", hint.format("reward")
     reward_folders = [checkpoint_folder(flag, path, hints) for path in args.reward_model_paths]
     tokenizer = load_tokenizer(policy_folder)
-    for path in reward_folders:
+    gold_is_code = args.gold and re.fullmatch(r".+\.py:\w+", args.gold)
+    gold_folders = [checkpoint_folder("--gold", args.gold)] if args.gold is not None and not gold_is_code else []
+    for path in reward_folders + gold_folders:
         if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
-            fail(f"{flag} {path}: a reward model of another tokenizer than {policy_folder}")
+            which = flag if path in reward_folders else "--gold"
+            fail(f"{which} {path}: a reward model of another tokenizer than {policy_folder}")
     pad_id, eos_id, R = tokenizer.pad_token_id, tokenizer.eos_token_id, args.response_length
     data = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
     train = data["train"].select_columns(["query_token"])
@@ -1220,6 +1301,14 @@ def main(args: Args):
         evaluate_ppo(accelerator, policy, reward_models, data["validation"], tokenizer, args, folder)
         accelerator.print(f"evaluated {policy_folder}: {folder / 'eval'}")
         return accelerator.end_training()
+    gold = gold_function(args.gold) if gold_is_code else None
+    if gold:  # a post without a score is told now, not in the run
+        with reading(f"--gold {args.gold}: a score"):
+            [float(gold(post, "")) for post in data["validation"][: args.eval_rows]["query"]]
+    for path in gold_folders:
+        gold = frozen(accelerator, load_reward_model(path, tokenizer), args.offload)
+        if Path(path).resolve() in [Path(folder).resolve() for folder in reward_folders]:
+            accelerator.print(f"warning: --gold {args.gold} is also trained against, as one of --reward-model-paths")
     ref_policy = frozen(accelerator, load_policy(policy_folder, tokenizer), args.offload)
     policy = load_policy(policy_folder, tokenizer)
     value_model = load_reward_model(reward_folders[0], tokenizer)  # Detail 22: all weights, the head included
@@ -1235,6 +1324,11 @@ def main(args: Args):
         f"{world} process(es) x {args.micro_batch_size}, {accelerator.device}, {accelerator.mixed_precision}"
     )
 
+    gold_inputs = accelerator, model, ref_policy, reward_models, gold, data["validation"], tokenizer, banned, args
+    if gold and first == 0:
+        metrics = gold_metrics(*gold_inputs, 0)
+        if log:
+            log.write(0, {"episode": 0} | metrics)
     begin, caught = time.time(), []
     on_signals(lambda number, _: caught.append(number))  # and no more: the run ends between two updates
     for update in progress(accelerator, range(first + 1, num_updates + 1), STAGE):
@@ -1255,6 +1349,8 @@ def main(args: Args):
         queries = queries.to(accelerator.device)
         lengths = (responses != pad_id).sum(1)  # (B,)
         response_mask, value_mask = episode_masks(lengths, R)  # (B, R)
+        named = [f"update {update}, episode {i} (query {row})" for i, row in zip(episodes, order.tolist(), strict=True)]
+        check_scores(found["scores"], args.reward_model_paths, named)
         raw_scores = combine(found["scores"].T, args.reward_combination, args.uwo_lambda)  # (B,)
         has_eos = (responses == eos_id).any(1)
         scores = torch.where(has_eos, raw_scores, args.penalty_reward_value)  # Detail 23
@@ -1269,7 +1365,9 @@ def main(args: Args):
         rollout_seconds = time.time() - start
 
         # ---- K epochs of clipped updates -----------------------------------------------------
-        learning_rate = linear_learning_rate(update, num_updates, args.learning_rate)
+        schedule = linear_learning_rate if args.lr_schedule == "linear" else cosine_learning_rate
+        fall = args.learning_rate - args.final_learning_rate
+        learning_rate = args.final_learning_rate + schedule(update, num_updates, fall)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         sums, grad_norms = torch.zeros(7, device=accelerator.device), []
@@ -1319,6 +1417,7 @@ def main(args: Args):
             "objective/kl_k3": ((-logratio).exp() - 1 + logratio).sum(1).mean(),
             "objective/entropy": found["entropy"].sum(1).mean(),
             "objective/reward_model_spread": found["scores"].std(1, unbiased=False).mean(),
+            "objective/reward_model_variance": found["scores"].var(1, unbiased=False).mean(),
             "response/eos_rate": has_eos.float().mean(),
             "response/length": lengths.float().mean(),
             "loss/policy": policy_loss,
@@ -1340,8 +1439,11 @@ def main(args: Args):
             fixed = data["validation"].select(range(min(args.eval_rows, len(data["validation"]))))
             with whole(accelerator, model) as module, on_device(reward_models, accelerator.device, args.offload):
                 policy = module.policy
-                rows = sample_and_score(accelerator, policy, reward_models, fixed, tokenizer, args, "validation batch")
+                title = f"validation batch, update {update}"
+                rows = sample_and_score(accelerator, policy, reward_models, fixed, tokenizer, args, title)
             metrics["eval/score"] = sum(row["score"] for row in rows) / len(rows)
+        if gold and (update == num_updates or (args.gold_every and update % args.gold_every == 0)):
+            metrics |= gold_metrics(*gold_inputs, update)
         if log:
             log.write(update, metrics)
         if update % max(1, num_updates // 20) == 0:

@@ -294,7 +294,7 @@ def test_bad_input_is_named(tmp_path):
     with pytest.raises(SystemExit, match=r"no columns \['response', 'reference'\]"):
         judge.main(judge.Args((str(tmp_path / "x.csv"),), "m"))
     file = write_samples(tmp_path / "samples_validation.csv", [(1, 2)])
-    with pytest.raises(SystemExit, match="no function there"):
+    with pytest.raises(SystemExit, match="--judge nowhere.py:score: no function there"):
         judge.main(judge.Args((str(file),), "nowhere.py:score"))
 
 
