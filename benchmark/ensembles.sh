@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# "Reward Model Ensembles Help Mitigate Overoptimization" at its scale: tables 1 to 3, and PPO against the mean, the worst
+# "Reward Model Ensembles Help Mitigate Overoptimization" at its scale: tables 1 to 4, best of n, and PPO against the mean, the worst
 # case and the uncertainty-weighted score of five reward models, and against each of them alone.
 #
 #   bash benchmark/ensembles.sh --dry-run     print the commands
 #   bash benchmark/ensembles.sh               run them, one after another
 #
-# From the environment, in place of the paper's: POLICY, PROXY, GOLD, DATA, LAUNCH, SEEDS (of PPO; figure 4 has three), KL.
-# The gold has the policy's tokenizer and is there before: the paper's, AlpacaFarm's of 7B, is a LLaMA and thus not.
+# From the environment, in place of the paper's: POLICY, PROXY, GOLD, DATA, NOISE (percent), LAUNCH, SEEDS
+# (of PPO; figure 4 has three), KL.
+# The gold is there before, and has the policy's tokenizer with its two turns: AlpacaFarm's of 7B, a LLaMA, has not.
 # 3,000 PPO steps of 32 are 94 updates: 256 rollouts in 4 epochs are 32 steps. What the paper does not say, and is ours:
 # --gold-every and --eval-rows; the rest is ppo.py's default, with the fixed score of an answer without EOS (Detail 23).
 set -euo pipefail
@@ -14,7 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 policy=${POLICY:-EleutherAI/pythia-1.4b}
 proxy=${PROXY:-EleutherAI/pythia-70m} # 44M without its embeddings of the output
-gold=${GOLD:-runs/reward/pythia-6.9b/1}
+gold=${GOLD:-runs/ensembles/gold}
 data=${DATA:-data/alpaca}
 read -ra launch <<<"${LAUNCH:-accelerate launch --config_file benchmark/accelerate/zero2.yaml --num_processes 4}"
 [[ $# == 0 || $* == --dry-run ]] || { echo "error: $*: ensembles.sh takes --dry-run or nothing" >&2 && exit 1; }
@@ -25,27 +26,31 @@ run() {
     [[ -n $dry_run ]] || "$@"
 }
 
-run python ensembles/alpaca_dataset.py --output-dir "$data"
-
-for model in "$policy" "$proxy"; do # table 1
-    run "${launch[@]}" sft.py --model "$model" --seed 1 --dataset "$data/sft" --learning-rate 8e-6 --num-train-epochs 3 \
-        --batch-size 4 --response-length 256
+runs=runs/ensembles
+for name in policy proxy; do # their tokens are the same: the first one's data serve both
+    run python ensembles/alpaca_dataset.py --base "${!name}" --output-dir "$data/$name"
+    run "${launch[@]}" sft.py --model "$data/$name/base" --seed 1 --dataset "$data/policy/sft" --learning-rate 8e-6 \
+        --num-train-epochs 3 --batch-size 4 --response-length 256 --output-dir "$runs/sft/$name" # table 1
 done
+run python ensembles/gold_label.py --policy "$runs/sft/policy" --gold "$gold" --dataset "$data/policy/pref" \
+    --label-noise 0 0.25 0.35 --response-length 256 --output-dir "$data/labelled" # table 4
 
 members=()
 for seed in 1 2 3 4 5; do # table 2: the same data, another head and another order
-    run "${launch[@]}" reward.py --model "$proxy" --seed "$seed" --sft-model-path "runs/sft/${proxy##*/}/1" \
-        --dataset "$data/sft" --preference-dataset "$data/preference" --learning-rate 1e-5 --num-train-epochs 5 \
-        --batch-size 32
-    members+=("runs/reward/${proxy##*/}/$seed")
+    run "${launch[@]}" reward.py --model "$proxy" --seed "$seed" --sft-model-path "$runs/sft/proxy" \
+        --dataset "$data/policy/sft" --preference-dataset "$data/labelled/noise_${NOISE:-25}" --learning-rate 1e-5 \
+        --num-train-epochs 5 --batch-size 32 --run-eval --output-dir "$runs/reward/$seed"
+    members+=("$runs/reward/$seed")
 done
+run python ensembles/best_of_n.py --policy "$runs/sft/policy" --reward-model-paths "${members[@]}" --gold "$gold" \
+    --dataset "$data/policy/sft" --prompts 1000 --samples 12500 --response-length 256 --output-dir "$runs/best_of_n"
 
 ppo() { # folder, kl, seed, flags...: table 3
-    run "${launch[@]}" ppo.py --model "$policy" --seed "$3" --sft-model-path "runs/sft/${policy##*/}/1" \
-        --dataset "$data/sft" --learning-rate 1e-6 --lr-schedule cosine --final-learning-rate 1e-7 --num-ppo-epochs 4 \
+    run "${launch[@]}" ppo.py --model "$policy" --seed "$3" --sft-model-path "$runs/sft/policy" \
+        --dataset "$data/policy/unlabeled" --learning-rate 1e-6 --lr-schedule cosine --final-learning-rate 1e-7 --num-ppo-epochs 4 \
         --batch-size 256 --num-mini-batches 8 --total-episodes 24064 --cliprange 0.2 --cliprange-value 0.2 --lam 0.95 \
         --temperature 1.0 --response-length 256 --kl-coef "$2" --gold "$gold" --gold-every 3 --eval-rows 256 \
-        --output-dir "runs/ppo_ensembles/$1_kl_$2/${policy##*/}/$3" "${@:4}"
+        --output-dir "$runs/ppo/$1_kl_$2/$3" "${@:4}"
 }
 
 for seed in ${SEEDS:-1}; do

@@ -148,7 +148,7 @@ def instruction_columns(row: dict, tokenizer, max_query_length: int, max_respons
     }
 
 
-def column_kinds() -> Features:
+def instruction_features() -> Features:
     """Names and types of the columns."""
     text, number, tokens = Value("string"), Value("int64"), List(Value("int64"))
     features = dict.fromkeys(("id", "instruction", "input", "output"), text)
@@ -205,7 +205,7 @@ def main(args: Args):
                     fail(
                         f"split {split}: every prompt or answer is longer than the limits, --max-query-length and so on"
                     )
-                made[split] = Dataset.from_list(found, features=column_kinds())
+                made[split] = Dataset.from_list(found, features=instruction_features())
                 left_out = len(splits[split]) - len(found)
                 console.print(f"{split}: {len(found):,} rows, {left_out:,} left out as too long")
         for name in ("sft", "pref", "unlabeled"):

@@ -390,7 +390,7 @@ def pair_columns(row: dict, pair: list[dict], flip: bool, split: str, args, toke
     return columns
 
 
-def column_kinds() -> Features:
+def pair_features() -> Features:
     """Names and types of the columns."""
     text, number, tokens = Value("string"), Value("int64"), List(Value("int64"))
     features = {"id": text, "choice": Value("int32"), "batch": text, "split": text}
@@ -482,7 +482,7 @@ def main(args: Args):
                     )
                     for i, flip in zip(kept, flips, strict=True)
                 ]
-                made[name][split] = Dataset.from_list(found, features=column_kinds())
+                made[name][split] = Dataset.from_list(found, features=pair_features())
 
     # ---- save ------------------------------------------------------------------------------------
     temporary = output_dir.with_name(f"{output_dir.name}.tmp-{os.getpid()}")

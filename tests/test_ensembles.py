@@ -12,8 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import alpaca_dataset
+import best_of_n
 import curves
 import figures
+import gold_label
 import posts
 import push
 import pytest
@@ -413,28 +416,43 @@ def test_readers_cope_with_the_line_before_the_first_update(plain, golden):
 def test_the_commands_are_the_papers_tables():
     command = ["bash", str(ROOT / "benchmark" / "ensembles.sh"), "--dry-run"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    found = {"sft.py": [], "reward.py": [], "ppo.py": []}
-    for words in map(shlex.split, lines[1:]):  # the first makes the data
+    modules = {"sft.py": sft, "reward.py": reward, "ppo.py": ppo}
+    modules |= {f"ensembles/{x.__name__}.py": x for x in (alpaca_dataset, gold_label, best_of_n)}
+    found = {script: [] for script in modules}
+    for words in map(shlex.split, lines):
         script = next(word for word in words if word in found)
-        module = {"sft.py": sft, "reward.py": reward, "ppo.py": ppo}[script]
-        found[script].append(tyro.cli(module.Args, args=words[words.index(script) + 1 :]))
+        found[script].append(tyro.cli(modules[script].Args, args=words[words.index(script) + 1 :]))
     policy, proxy = "EleutherAI/pythia-1.4b", "EleutherAI/pythia-70m"
-    assert [(x.model, x.learning_rate, x.num_train_epochs, x.batch_size) for x in found["sft.py"]] == [
-        (policy, 8e-6, 3, 4),
-        (proxy, 8e-6, 3, 4),
+    data = found["ensembles/alpaca_dataset.py"]
+    assert [(x.base, x.max_query_length, x.max_response_length) for x in data] == [
+        (policy, 520, 256),
+        (proxy, 520, 256),
     ]
+    assert [
+        (x.model, x.learning_rate, x.num_train_epochs, x.batch_size, x.response_length) for x in found["sft.py"]
+    ] == [(f"{x.output_dir}/base", 8e-6, 3, 4, 256) for x in data]
+    own, small = (x.output_dir for x in found["sft.py"])
+    [labels], [bon] = found["ensembles/gold_label.py"], found["ensembles/best_of_n.py"]
+    for x in (labels, bon):
+        assert (x.policy, x.temperature, x.top_p, x.top_k, x.response_length) == (own, 1.0, 0.9, 0, 256)
+    assert (bon.prompts, bon.samples, labels.label_noise) == (1000, 12_500, (0.0, 0.25, 0.35))
+    assert (
+        labels.dataset == f"{data[0].output_dir}/pref"
+        and found["ppo.py"][0].dataset == f"{data[0].output_dir}/unlabeled"
+    )
     members = found["reward.py"]
     assert [x.seed for x in members] == [1, 2, 3, 4, 5]
     assert {(x.model, x.learning_rate, x.num_train_epochs, x.batch_size) for x in members} == {(proxy, 1e-5, 5, 32)}
-    assert {x.sft_model_path for x in members} == {"runs/sft/pythia-70m/1"}
-    paths, runs = [f"runs/reward/pythia-70m/{x.seed}" for x in members], found["ppo.py"]
+    assert {(x.sft_model_path, x.preference_dataset) for x in members} == {(small, f"{labels.output_dir}/noise_25")}
+    paths, runs = [x.output_dir for x in members], found["ppo.py"]
+    assert bon.reward_model_paths == paths
     for x in runs:
         assert (x.learning_rate, x.lr_schedule, x.final_learning_rate, x.num_ppo_epochs) == (1e-6, "cosine", 1e-7, 4)
         assert (x.batch_size, x.batch_size // x.num_mini_batches, x.forward_batch_size) == (256, 32, 32)
         steps = x.total_episodes // x.batch_size * x.num_ppo_epochs * x.num_mini_batches
         assert 0 <= steps - 3000 < 32  # whole updates
         assert (x.cliprange, x.cliprange_value, x.lam, x.temperature, x.response_length) == (0.2, 0.2, 0.95, 1.0, 256)
-        assert x.model == policy and x.sft_model_path == "runs/sft/pythia-1.4b/1" and x.gold not in paths
+        assert x.model == policy and x.sft_model_path == own and x.gold == bon.gold == labels.gold
     how = [("mean", None, paths), ("wco", None, paths), ("uwo", 0.1, paths), *(("mean", None, [x]) for x in paths)]
     ways = [(x.kl_coef, x.reward_combination, x.uwo_lambda, x.reward_model_paths) for x in runs]
     assert ways == [(kl, *way) for kl in (0, 0.01, 0.1, 0.2) for way in how]
