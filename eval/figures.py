@@ -279,7 +279,8 @@ def draw_panel(axis, panel: Panel, models: tuple[str, ...]):
         axis.set_xlim(-0.5, len(models) - 0.5)
     if panel.kind == "tokens":
         axis.axhline(0, color="gray", linewidth=0.5)
-    axis.legend(fontsize=7)
+    beside = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if panel.kind == "points" else {}  # else it hides points
+    axis.legend(fontsize=7, **beside)
 
 
 def write_figure(args: Args, name: str, title: str, panels: list[Panel], columns: int) -> bool:
