@@ -9,4 +9,5 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MOD
 
 ruff check .
 ruff format --check .
-python -m pytest -n 2 tests "$@"
+# a file's runs that its tests share are made once: all of its tests go to one process
+python -m pytest -n 2 --dist loadfile tests "$@"
