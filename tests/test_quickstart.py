@@ -1217,7 +1217,7 @@ def test_test_command(tmp_path, script):
     assert done.returncode == 0, done.stderr
     assert calls[0][:3] == ["-m", "pip", "install"] and calls[0][-1] == "tests/requirements.txt"
     assert calls[1:3] == [["ruff", "check", "."], ["ruff", "format", "--check"]]
-    assert calls[3] == ["-m", "pytest", "-n", "2", "tests", "-k", "some test"]
+    assert calls[3] == ["-m", "pytest", "-n", "2", "--dist", "loadfile", "tests", "-k", "some test"]
     assert [call[0] for call in clone.run(script)[1]] == ["ruff", "ruff", "-m"]  # nothing to install again
 
 
