@@ -34,7 +34,7 @@ POLICIES = ("sft", "dpo", "ppo", "ppo_whiten")
 BINS = [-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0]  # edges of log(summary length / reference length), figure 12
 POINTS = 100  # of a learning curve
 COLORS = {"SFT": "C0", "DPO": "C2", "PPO": "C3", "PPO, whitened rewards": "C4"}
-SINGLE = ("figure_9", "figure_13")  # of single runs
+SINGLE = ("figure_9", "figure_12", "figure_13")  # of single runs
 
 # what the paper says in numbers: table 5, Detail 17, section 7.1
 PAPER = {

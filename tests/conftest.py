@@ -74,6 +74,22 @@ def world(tmp_path_factory, worker_id) -> SimpleNamespace:
     return make_world((root if worker_id == "master" else root.parent) / "world")
 
 
+def make_talker(world, folder: Path, eos: float) -> Path:
+    """A random policy that is far from uniform and, the more the larger `eos` is, ends its responses with EOS."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(world.model)
+    with torch.no_grad():
+        output = model.get_output_embeddings().weight
+        output *= 8
+        model.gpt_neox.final_layer_norm.bias += 0.5
+        output[tokenizer.eos_token_id] += eos
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: minutes of its own; runs with -m long only")
     config.addinivalue_line("markers", "slurm: needs Slurm, and minutes; runs with -m slurm only")

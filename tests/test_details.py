@@ -20,6 +20,7 @@ import pandas
 import pytest
 import rm_report
 import torch
+from conftest import make_talker
 from datasets import load_from_disk
 from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid, softplus
@@ -321,17 +322,7 @@ PPO_BATCH, PPO_UPDATES, RESPONSE_LENGTH = 24, 3, 12  # 72 episodes: one pass ove
 @pytest.fixture(scope="module")
 def talker(world, tmp_path_factory) -> Path:
     """A random policy that is far from uniform and ends about one response in ten tokens with EOS."""
-    folder = tmp_path_factory.mktemp("talker") / "model"
-    model = AutoModelForCausalLM.from_pretrained(world.model)
-    tokenizer = AutoTokenizer.from_pretrained(world.model)
-    with torch.no_grad():
-        output = model.get_output_embeddings().weight
-        output *= 8
-        model.gpt_neox.final_layer_norm.bias += 0.5
-        output[tokenizer.eos_token_id] += 0.1
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return make_talker(world, tmp_path_factory.mktemp("talker") / "model", eos=0.1)
 
 
 def run_ppo(world, talker, reward_run, folder: Path, **changes) -> SimpleNamespace:

@@ -6,6 +6,7 @@ from pathlib import Path
 import gold_label
 import pytest
 import torch
+from conftest import make_talker
 from datasets import load_from_disk
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -16,17 +17,7 @@ SHORT = "def score(post, summary):\n    return -float(len(summary))\n"  # the go
 @pytest.fixture(scope="module")
 def policy(world, tmp_path_factory) -> Path:
     """A random policy that is far from uniform and ends most of its answers."""
-    folder = tmp_path_factory.mktemp("policy") / "model"
-    model = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(world.model)
-    with torch.no_grad():
-        output = model.get_output_embeddings().weight
-        output *= 8
-        model.gpt_neox.final_layer_norm.bias += 0.5
-        output[tokenizer.eos_token_id] += 0.15
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return make_talker(world, tmp_path_factory.mktemp("policy") / "model", eos=0.15)
 
 
 def run(policy: Path, world, root: Path, **settings) -> Path:
