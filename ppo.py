@@ -1198,7 +1198,8 @@ def sample_and_score(accelerator: Accelerator, policy, reward_models, data, toke
 def gold_metrics(accelerator, model, ref_policy, reward_models, gold, posts, tokenizer, banned, args, update) -> dict:
     """How far the policy is from the reference and what that is worth: a response to each of the first --eval-rows
     posts, sampled as in training with noise of its own, the same at every update, and scored by the reward models and
-    by `gold`, a reward model or a function of (post, summary). Returns the metrics gold/..., means over the posts."""
+    by `gold`, a reward model or a function of (post, summary). Returns the metrics gold/..., means over the posts, and
+    leaves the responses, texts and numbers, in the run folder's gold_samples.csv, in place of those before."""
     mine = list(range(accelerator.process_index, min(args.eval_rows, len(posts)), accelerator.num_processes))
     scorers, found = [*reward_models, gold] if isinstance(gold, nn.Module) else reward_models, []
     with whole(accelerator, model) as module:
@@ -1209,15 +1210,21 @@ def gold_metrics(accelerator, model, ref_policy, reward_models, gold, posts, tok
             kl = (0.5 * (seen["logprobs"] - seen["ref_logprobs"]).square()).sum(1)  # k2: the ensemble paper's eq. 10
             lengths = (seen["responses"] != tokenizer.pad_token_id).sum(1)
             rows = torch.cat([torch.stack([kl, lengths], 1), seen["scores"]], 1).tolist()
+            texts = tokenizer.batch_decode(seen["responses"], skip_special_tokens=True)
             if scorers is reward_models:
-                texts = tokenizer.batch_decode(seen["responses"], skip_special_tokens=True)
                 with reading(f"--gold {args.gold}: a score"):
                     rows = [[*r, float(gold(q, t))] for r, q, t in zip(rows, batch["query"], texts, strict=True)]
-            found = list(zip(mine, rows, strict=True))
-    rows = torch.tensor(in_order(found))  # (n, 2 + k + 1)
+            found = list(zip(mine, zip(texts, rows, strict=True), strict=True))
+    texts, rows = zip(*in_order(found), strict=True)
+    rows = torch.tensor(rows)  # (n, 2 + k + 1)
     members, score, kl = rows[:, 2:-1], rows[:, -1], rows[:, 0].mean()
     where = [f"update {update}, gold samples, post {name}" for name in posts[: len(rows)]["id"]]
     check_scores(rows[:, 2:], [*args.reward_model_paths, args.gold], where)
+    if accelerator.is_main_process:
+        names = ["kl_k2", "tokens", *(f"score_{i + 1}" for i in range(members.shape[1])), "gold"]
+        samples = zip(posts[: len(rows)]["id"], texts, rows.tolist(), strict=True)
+        samples = [{"id": i, "response": text} | dict(zip(names, row, strict=True)) for i, text, row in samples]
+        write_table(Path(args.output_dir) / "gold_samples.csv", samples)
     proxy = combine(members.T, args.reward_combination, args.uwo_lambda).mean()
     error = score.std(unbiased=len(rows) > 1) / len(rows) ** 0.5
     found = {"score": score.mean(), "se": error, "proxy": proxy, "kl_k2": kl, "sqrt_kl": kl.sqrt()}

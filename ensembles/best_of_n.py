@@ -5,13 +5,15 @@ Model Ensembles Help Mitigate Overoptimization".
         --gold runs/reward/6.9b/44413 --output-dir runs/best_of_n/1b    # gold: or path.py:function of (post, summary)
     torchrun --nproc_per_node 8 ensembles/best_of_n.py ...              # the prompts split over processes
     python ensembles/best_of_n.py --output-dir runs/best_of_n/1b --estimate --uwo-lambdas 0.5    # tables anew
+    python ensembles/best_of_n.py --output-dir runs/best_of_n/1b --estimate --members 2 4 --tables-dir runs/best_2_4
 
 1. N samples for each prompt, every distinct one scored by k proxies and by the gold reward: OUTPUT/samples_{prompt}.npz
    with scores (N, k), gold (N,) float32, lengths (N,) in tokens (EOS counted), has_eos (N,), and texts (N,) with
    --keep-texts. Each file is there whole or not at all: killed at any instant, the same command makes what is missing.
    A sample is a function of (seed, prompt, its number), not of the micro-batch. A prompt runs through each model once;
    all models are held at once. A response without EOS is scored as it stands, at its last token; their share is told.
-2. The tables, which --estimate alone makes from OUTPUT, of as many prompts as are there:
+2. The tables, which --estimate alone makes from OUTPUT, of as many prompts as are there, and with --members of some of
+   the proxies, in a folder of their own: samples cost most, so that all proxies to compare score the same ones once.
    best_of_n.csv  of every n and method the expected gold reward of the best of n (equation 8) with its 95 % band over
                   prompts, the method's own objective, and the variance (/ k) of all k members' scores of that response
    win_rates.csv  share of prompts on which a method's gold reward is above a single member's (appendix F.9; ties half),
@@ -58,7 +60,9 @@ from transformers import (
     DynamicCache,
 )
 
-FREE = "output_dir micro_batch_size estimate ns uwo_lambdas bootstrap_draws"  # what may differ in one folder
+FREE = (
+    "output_dir micro_batch_size estimate members tables_dir ns uwo_lambdas bootstrap_draws"  # may differ in one folder
+)
 BLOCK = 1_000_000  # samples estimated at once
 
 
@@ -98,6 +102,10 @@ class Args:
 
     estimate: bool = False
     """sample nothing: make the tables of what output_dir holds"""
+    members: list[int] | None = None
+    """with --estimate: the proxies of these tables, by their place in --reward-model-paths, from 1; default all"""
+    tables_dir: str | None = None
+    """folder of these tables, and of an args.json that names their proxies"""
     ns: list[int] | None = None
     """values of n, at most N; default about 30, evenly spaced in log n"""
     uwo_lambdas: list[float] | None = None
@@ -479,17 +487,35 @@ def grid(args: Args, N: int) -> numpy.ndarray:
     return ns
 
 
+def choose_members(args: Args, settings: dict):
+    """Name the proxies of --members in the args.json of --tables-dir."""
+    paths, out = settings["reward_model_paths"], args.tables_dir and Path(args.tables_dir)
+    members = args.members or [i + 1 for i in range(len(paths))]
+    if len(set(members)) < len(members) or not all(1 <= i <= len(paths) for i in members):
+        fail(f"--members {members}: places in --reward-model-paths, from 1 to {len(paths)}, each once")
+    if out is None or any(out.glob("samples_*.npz")):
+        fail("--members needs a --tables-dir of its own: the tables beside the samples are those of all proxies")
+    settings = settings | {"reward_model_paths": [paths[i - 1] for i in members], "samples_of": args.output_dir}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--tables-dir {out} cannot be made ({one_line(error)})")
+    put(out / "args.json", (json.dumps(settings, indent=2) + "\n").encode())
+
+
 def make_tables(args: Args, settings: dict):
     """Make the tables of the prompts that are done in output_dir; `settings` are those of its samples."""
-    folder, N, k = Path(args.output_dir), settings["samples"], len(settings["reward_model_paths"])
+    folder, N, members = Path(args.output_dir), settings["samples"], args.members
+    members = members or [i + 1 for i in range(len(settings["reward_model_paths"]))]
+    k, out = len(members), Path(args.tables_dir or folder)
     ns, lambdas = grid(args, N), [0.1, 0.5, 1.0] if args.uwo_lambdas is None else args.uwo_lambdas
     files = [file for i in range(settings["prompts"]) if (file := folder / f"samples_{i:06d}.npz").exists()]
     if not files:
         fail(f"{folder}: not one prompt is sampled there; without --estimate the command samples them")
     weights = numpy.stack([bon_weights(int(n), N) for n in ns])  # (n, N)
     methods = [(f"single_{i + 1}", 1, None) for i in range(k)]
-    for members in range(2, k + 1):
-        methods += [("mean", members, None), ("wco", members, None), *(("uwo", members, x) for x in lambdas)]
+    for first in range(2, k + 1):
+        methods += [("mean", first, None), ("wco", first, None), *(("uwo", first, x) for x in lambdas)]
     found = {method: numpy.empty((3, len(files), len(ns))) for method in methods}  # gold, objective, variance
     lengths, ended, size = [], [], max(1, BLOCK // N)
     with progress_bar("estimating", len(files)) as done:
@@ -501,36 +527,37 @@ def make_tables(args: Args, settings: dict):
             lengths += [shard["lengths"].mean() for shard in shards]
             ended += [shard["has_eos"].mean() for shard in shards]
             gold = numpy.stack([shard["gold"] for shard in shards]).astype(float)  # (P, N)
-            scores = torch.from_numpy(numpy.stack([shard["scores"].T for shard in shards], 1)).double()  # (k, P, N)
+            scores = numpy.stack([shard["scores"].T[[i - 1 for i in members]] for shard in shards], 1)
+            scores = torch.from_numpy(scores).double()  # (k, P, N)
             variance, part = scores.var(0, correction=0).numpy(), slice(start, start + len(shards))
             for method in methods:
-                name, members, uwo_lambda = method
+                name, first, uwo_lambda = method
                 single = name.startswith("single_")
-                used = scores[int(name[7:]) - 1] if single else combine(scores[:members], name, uwo_lambda)
+                used = scores[int(name[7:]) - 1] if single else combine(scores[:first], name, uwo_lambda)
                 found[method][:, part] = bon_values(used.numpy(), [gold, used.numpy(), variance], weights)
             done(len(shards))
     singles = numpy.stack([found[method] for method in methods[:k]])  # (k, 3, P, n)
     curves, wins, short = [], [], []
-    for (name, members, uwo_lambda), curve in ({("single", 1, None): singles.mean(0)} | found).items():
-        method = {"method": name, "members": members, "uwo_lambda": "" if uwo_lambda is None else uwo_lambda}
+    for (name, first, uwo_lambda), curve in ({("single", 1, None): singles.mean(0)} | found).items():
+        method = {"method": name, "members": first, "uwo_lambda": "" if uwo_lambda is None else uwo_lambda}
         low, high = bands(curve[0], settings["seed"], args.bootstrap_draws)
         gold, objective, variance = curve.mean(1)  # (n,) each
         columns = {"n": ns, "kl": bon_kl(ns), "gold": gold, "gold_low": low, "gold_high": high}
         curves.append(pandas.DataFrame(method | columns | {"proxy": objective, "variance": variance}))
-        if members > 1:
+        if first > 1:
             rate, deviation = win_rate(curve[0, :, -1], singles[:, 0, :, -1])
             wins.append(method | {"n": ns[-1], "win_rate": rate, "win_rate_sd": deviation})
-        if name == "single" or members == k > 1:
+        if name == "single" or first == k > 1:
             row = method | {"gold": gold[-1], "95 %": f"{low[-1]:.4g} to {high[-1]:.4g}", "proxy": objective[-1]}
             row |= {"variance": variance[-1], "best gold": gold.max(), "at n": ns[gold.argmax()]}
-            short.append(row | {"wins": f"{rate:.1%} ± {deviation:.1%}" if members > 1 else ""})
+            short.append(row | {"wins": f"{rate:.1%} ± {deviation:.1%}" if first > 1 else ""})
     text = f"# Best of {ns[-1]:,}: {len(files):,} of {settings['prompts']:,} prompts, {N:,} samples each\n\n"
     text += f"{k} reward models, gold {settings['gold']}; {numpy.mean(lengths):.1f} tokens a response, "
     text += f"{numpy.mean(ended):.1%} of the responses with EOS.\n\n{markdown(short)}"
-    put(folder / "best_of_n.csv", pandas.concat(curves).to_csv(index=False).encode())
+    put(out / "best_of_n.csv", pandas.concat(curves).to_csv(index=False).encode())
     header = ["method", "members", "uwo_lambda", "n", "win_rate", "win_rate_sd"]
-    put(folder / "win_rates.csv", pandas.DataFrame(wins, columns=header).to_csv(index=False).encode())
-    put(folder / "best_of_n.md", text.encode())
+    put(out / "win_rates.csv", pandas.DataFrame(wins, columns=header).to_csv(index=False).encode())
+    put(out / "best_of_n.md", text.encode())
     print(text)
 
 
@@ -544,7 +571,12 @@ def main(args: Args):
     if args.estimate:
         with reading(f"--estimate: {saved}, which the sampling writes,"):
             settings = json.loads(saved.read_text())
+        grid(args, settings["samples"])
+        if args.members or args.tables_dir:
+            choose_members(args, settings)
         return make_tables(args, settings)
+    if args.members or args.tables_dir:
+        fail("--members and --tables-dir are for --estimate: samples are scored by all of --reward-model-paths")
     if not (args.policy and args.reward_model_paths and args.gold):
         fail("--policy, --reward-model-paths and --gold are needed to sample; without sampling: --estimate")
     if min(args.prompts, args.samples, args.response_length, args.micro_batch_size) < 1:

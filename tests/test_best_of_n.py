@@ -476,6 +476,47 @@ def test_the_tables_alone_need_the_samples_alone(written, tmp_path, capsys):
     assert (mean == uwo).all()  # a penalty of 0
 
 
+def test_tables_of_some_members_are_those_of_their_scores_alone(written, tmp_path):
+    """--members 2 1 against shards whose columns are in that order."""
+    folder, tables = Path(shutil.copytree(written, tmp_path / "all")), tmp_path / "tables"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    common = {"estimate": True, "bootstrap_draws": 20}
+    best_of_n.main(best_of_n.Args(str(folder), **common, members=[2, 1], tables_dir=str(tables)))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    turned = Path(shutil.copytree(folder, tmp_path / "turned"))
+    for shard in turned.glob("samples_*.npz"):
+        arrays = dict(numpy.load(shard))
+        numpy.savez(shard, **arrays | {"scores": arrays["scores"][:, [1, 0]]})
+    settings = json.loads((turned / "args.json").read_text())
+    settings["reward_model_paths"] = [settings["reward_model_paths"][i] for i in (1, 0)]
+    (turned / "args.json").write_text(json.dumps(settings))
+    best_of_n.main(best_of_n.Args(str(turned), **common))
+    for name in ("best_of_n.csv", "win_rates.csv", "best_of_n.md"):
+        assert (tables / name).read_bytes() == (turned / name).read_bytes()
+    assert json.loads((tables / "args.json").read_text()) == settings | {"samples_of": str(folder)}
+    whole, some = (pandas.read_csv(x / "best_of_n.csv").set_index(["method", "n"]) for x in (folder, tables))
+    assert some.loc["single_1", "proxy"].tolist() == whole.loc["single_2", "proxy"].tolist()
+    assert some.loc["single_1", "proxy"].tolist() != whole.loc["single_1", "proxy"].tolist()
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"estimate": True, "members": [1, 4]}, r"--members \[1, 4\]: places in --reward-model-paths, from 1 to 3"),
+        ({"estimate": True, "members": [1, 1]}, "each once"),
+        ({"estimate": True, "members": [0]}, "from 1 to 3"),
+        ({"estimate": True, "tables_dir": None}, "--members needs a --tables-dir of its own"),
+        ({"estimate": True, "ns": [10**6]}, "at most the"),
+        ({}, "--members and --tables-dir are for --estimate"),
+    ],
+)
+def test_bad_members_leave_nothing_behind(written, tmp_path, changes, words):
+    changes = {"members": [1], "tables_dir": str(tmp_path / "tables")} | changes
+    with pytest.raises(SystemExit, match=words):
+        best_of_n.main(best_of_n.Args(str(written), **changes))
+    assert not (tmp_path / "tables").exists()
+
+
 def test_one_reward_model_has_no_ensemble(made, tmp_path):
     one = made.args | {"reward_model_paths": made.rewards[:1], "prompts": 1, "output_dir": str(tmp_path)}
     best_of_n.main(best_of_n.Args(**one))

@@ -17,6 +17,7 @@ import best_of_n
 import curves
 import figures
 import gold_label
+import pandas
 import posts
 import push
 import pytest
@@ -205,6 +206,18 @@ def test_gold_metrics_are_those_of_plain_code(setting, world, golden, by_functio
     assert {key: line[f"gold/{key}"] for key in expected} == pytest.approx(expected, rel=2e-4, abs=1e-7)
 
     told = [len(x.query) / 100 - len(x.text) / 7 for x in samples]  # FUNCTION
+    if update:  # of which the samples are left
+        for folder, golds in ((golden.folder, [x.gold for x in samples]), (by_function, told)):
+            rows = pandas.read_csv(folder / "gold_samples.csv", keep_default_na=False)
+            assert rows["id"].tolist() == load_from_disk(str(world.dataset))["validation"][:ROWS]["id"]
+            assert rows["response"].tolist() == [x.text for x in samples]
+            columns = [(x.kl, len(x.tokens), *x.scores, gold) for x, gold in zip(samples, golds, strict=True)]
+            columns = dict(
+                zip(["kl_k2", "tokens", "score_1", "score_2", "gold"], zip(*columns, strict=True), strict=True)
+            )
+            assert list(rows) == ["id", "response", *columns]
+            for name, column in columns.items():
+                assert rows[name].tolist() == pytest.approx(column, rel=1e-3, abs=1e-5)
     expected |= {"score": statistics.fmean(told), "se": statistics.stdev(told) / math.sqrt(ROWS)}
     line = read(by_function)[update]
     assert {key: line[f"gold/{key}"] for key in expected} == pytest.approx(expected, rel=2e-4, abs=1e-7)
@@ -219,6 +232,7 @@ def test_a_killed_run_with_a_gold_ends_with_the_same_bytes(golden, save_every):
     run(replace(args, resume=True))
     assert weights(folder) == weights(golden.folder)
     assert without(read(folder), "time/") == without(read(golden.folder), "time/")
+    assert (folder / "gold_samples.csv").read_bytes() == (golden.folder / "gold_samples.csv").read_bytes()
 
 
 def test_a_gold_that_is_also_trained_against_is_told(setting, capsys):
