@@ -53,7 +53,7 @@ SETTINGS = [
 MEMBERS = (1, 2, 3, 4, 5)  # seeds
 EPOCHS = 3  # of the members
 # of a run of each step, of one core of an AMD EPYC, two side by side
-SECONDS = {"SFT": 60, "labels": 90, "members": 80, "best of n": 3600, "PPO": 480, "tables": 20}
+SECONDS = {"SFT": 60, "labels": 90, "members": 80, "best of n": 3600, "PPO": 270, "tables": 20}
 METHODS = {  # of PPO: members, flags
     "single_1": ((1,), ""),
     "single_2": ((2,), ""),
@@ -69,7 +69,7 @@ class Args:
     """seeds of the PPO runs; none: no PPO"""
     kl_coefs: tuple[float, ...] = (0.0, 0.05)
     """KL penalties of the PPO runs"""
-    updates: int = 60
+    updates: int = 36
     """of a PPO run, 64 episodes each"""
     bon_prompts: int = 128
     """validation posts that are sampled for best-of-n"""

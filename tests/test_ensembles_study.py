@@ -1,4 +1,4 @@
-"""quickstart/ensembles.py: a matrix whose commands the scripts understand and whose steps read what earlier ones wrote."""
+"""quickstart/ensembles.py: a matrix whose commands the scripts understand; its steps read what earlier ones wrote."""
 
 import importlib
 import shlex
