@@ -1,0 +1,643 @@
+"""Figures 3 to 14 of "Reward Model Ensembles Help Mitigate Overoptimization", its win rates (appendix F.9) and a table of
+what it claims, from whatever runs are there.
+
+    python ensembles/figures.py --runs runs/ensembles --output-dir benchmark/results/ensembles
+
+Reads, in every folder below --runs:
+- args.json, best_of_n.csv and win_rates.csv of ensembles/best_of_n.py;
+- args.json, metrics.jsonl and gold_samples.csv of ppo.py --gold: the last gold-scored samples, for the win rates.
+A run's setting is that of its reward models, whose args.json lie where its own says, relative to the working directory:
+label noise (of the folder noise_N that gold_label.py wrote), model size (the name of --model) and number of pairs.
+
+Writes figure_3 to figure_14 as PNG (--pdf: as PDF, too) and as CSV of exactly what is drawn; win_rates.csv; claims.csv;
+figures.md: claims, win rates beside the paper's, what is missing, what was left out. Lines are means over runs at equal
+updates in a band of one sample standard deviation: over seeds, of `single` over members and seeds; a best-of-n ensemble
+has best_of_n.py's 95 % band over prompts. Bars begin at the gold score before optimisation. Final is the last gold score
+of a run, of best of n that of the largest n. Ensembles are those with the most members, where nothing else is said.
+"""
+
+import json
+import os
+import re
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import NamedTuple
+
+import numpy
+import pandas
+import tyro
+from matplotlib.figure import Figure
+
+METHODS = {"single": ("C0", "o"), "mean": ("C1", "s"), "wco": ("C2", "^"), "uwo": ("C3", "D")}  # color, marker
+ENSEMBLES = ("mean", "wco", "uwo")
+CONSERVATIVE = ("wco", "uwo")
+EXPERIMENT = ["procedure", "noise", "size", "pairs", "kl_coef"]  # in which methods are compared
+
+# win rates in percent: table 6 (44M) and, by the model, table 7; of PPO at the penalties of figure 4; uwo: lambda 0.5
+TABLE_7 = {"pythia-14m": "7M", "pythia-1.4b": "1.3B"}
+PAPER = {
+    ("BoN", 0, "44M"): {"mean": "54.9 ± 0.9", "wco": "57.1 ± 0.6", "uwo": "57.2 ± 0.9"},
+    ("BoN", 25, "44M"): {"mean": "57.8 ± 1.3", "wco": "58.3 ± 0.8", "uwo": "58.2 ± 1.0"},
+    ("BoN", 25, "7M"): {"mean": "57.7 ± 1.4", "wco": "58.8 ± 1.4", "uwo": "61.3 ± 1.4"},
+    ("BoN", 25, "1.3B"): {"mean": "72.3 ± 1.0", "wco": "71.2 ± 1.2", "uwo": "73.8 ± 0.8"},
+    ("PPO", 0, "44M"): {"mean": "58.1 ± 3.3", "wco": "59.4 ± 3.3", "uwo": "60.2 ± 3.4"},
+    ("PPO", 25, "44M"): {"mean": "60.2 ± 3.5", "wco": "62.2 ± 2.9", "uwo": "63.0 ± 3.1"},
+    ("PPO", 25, "7M"): {"mean": "50.8 ± 3.4", "wco": "57.9 ± 3.7", "uwo": "59.0 ± 3.7"},
+    ("PPO", 25, "1.3B"): {"mean": "56.2 ± 3.5", "wco": "62.9 ± 2.9", "uwo": "63.1 ± 3.2"},
+}
+
+NEEDS = {
+    "figure_3": "best of n",
+    "figure_4": "PPO runs",
+    "figure_5": "PPO runs with KL penalty 0",
+    "figure_6": "PPO runs of single reward models with two KL penalties or more",
+    "figure_7": "PPO runs with two KL penalties or more",
+    "figure_8": "best of n or PPO runs with reward models of two sizes or more (PROXY=...)",
+    "figure_9": "best of n or PPO runs with reward models of two numbers of pairs or more",
+    "figure_10": "PPO runs of mean and uwo",
+    "figure_11": "best of n with three reward models or more, or PPO runs with ensembles of two sizes or more",
+    "figure_12": "best of n (--uwo-lambdas) or PPO runs of uwo with two lambdas or more",
+    "figure_13": "best of n with reward models of two sizes or two numbers of pairs or more",
+    "figure_14": "PPO runs of single reward models of two numbers of pairs or more",
+}
+COMMANDS = (
+    "`bash benchmark/ensembles.sh` makes the runs, with NOISE=0, 25 or 35, PROXY=... and KL=... in its environment for "
+    "other label noise, reward models and KL penalties; `python quickstart/ensembles.py` makes those of a nano study."
+)
+
+# number: (what the paper claims, the rule by which it holds here); 1, 2, 4 and 7 are of KL penalty 0
+CLAIMS = {
+    1: (
+        "A single reward model overoptimises.",
+        "In more than half of the runs the best gold score of the curve is above the final one by more than 2 standard "
+        "errors (over posts) of the final one.",
+    ),
+    2: (
+        "WCO and UWO reduce overoptimisation.",
+        "Of both the mean drop (best minus final gold score) is smaller than that of single runs, and the mean final "
+        "gold score is higher. Told: the final one minus that of single runs, of PPO over seeds, of best of n over "
+        "members.",
+    ),
+    3: (
+        "With a small KL penalty WCO and UWO prevent overoptimisation at no cost.",
+        "At the smallest KL penalty above 0, of both the mean drop is at most 2 standard errors of the final gold score, "
+        "which is not below the one at penalty 0 by more than 2 standard errors.",
+    ),
+    4: (
+        "Mean optimisation is not conservative.",
+        "More than half of its runs overoptimise as in claim 1, and its mean final gold score is below that of WCO and "
+        "that of UWO.",
+    ),
+    5: (
+        "Four or five members are enough.",
+        "Of mean, WCO and UWO each the fifth member adds to the final gold score at most a tenth of what five members "
+        "gain over the single ones' mean.",
+    ),
+    6: (
+        "UWO's λ hardly matters.",
+        "Over λ the final gold score of UWO differs (largest minus smallest) by less than half of its mean gain over "
+        "single runs; of PPO at the KL penalty with the most λ.",
+    ),
+    7: (
+        "The variance within the ensemble grows under mean, and little under UWO.",
+        "From the first tenth of the updates to the last its mean grows under mean by more than half, and under UWO by "
+        "less than half of the share by which it grows under mean.",
+    ),
+    8: (
+        "Ensembles almost always beat a single reward model.",
+        "In at least 90 % of all settings, KL penalties and objectives the mean final gold score is above that of the "
+        "single runs.",
+    ),
+    9: (
+        "WCO and UWO match or outperform a single reward model at every KL penalty.",
+        "At every KL penalty the mean final gold score of both is not below that of single runs by more than 2 standard "
+        "errors.",
+    ),
+}
+
+
+@dataclass
+class Args:
+    runs: str = "runs/ensembles"
+    """folder with the runs, at any depth"""
+    output_dir: str = "runs/ensembles/figures"
+    """folder for everything that is written"""
+    noise: float = 25
+    """label noise in percent of the figures of one noise level (6 to 9, 11 to 14)"""
+    size: str | None = None
+    """reward models of the figures that do not compare sizes; default: that of most runs with this noise"""
+    pairs: int | None = None
+    """pairs that they were trained on in figures that do not compare these; default: that of most such runs"""
+    bon_lambda: float = 0.5
+    """uwo's weight of the variance that best of n is drawn with (section 5.1)"""
+    ppo_lambda: float = 0.1
+    """likewise of PPO (section 5.5)"""
+    max_kl: float = 150.0
+    """KL distance of PPO at which curves are cut off (section 5)"""
+    pdf: bool = False
+    """write each figure as PDF, too"""
+
+
+class Run(NamedTuple):
+    """One curve: a PPO run, or best of n against one objective."""
+
+    procedure: str  # BoN or PPO
+    folder: str
+    noise: float  # share of flipped labels in percent
+    size: str  # the reward models' name
+    pairs: int
+    kl_coef: float  # 0 for BoN
+    method: str  # single, mean, wco, uwo
+    uwo_lambda: float | None
+    members: int
+    paths: str  # of the members
+    seed: int
+    curve: pandas.DataFrame  # step (n or update, rising), x (KL), y (gold), se of gold, proxy; of BoN low and high (95 %)
+    variance: pandas.DataFrame | None = None  # of PPO: step and x (update), y (variance within the ensemble)
+    samples: pandas.Series | None = None  # of PPO: the last gold scores by post
+    wins: tuple[float, float] | None = None  # of BoN: win rate against the single members, mean and sd
+
+
+class Plot(NamedTuple):
+    """One panel. Rows are dicts of series, x, y, low and high (the band), by kind:
+    kl       step, x the KL distance on a square root scale, and proxy, on an axis of its own
+    updates  step, x the update
+    bars     x a category, start where the bars begin
+    by: column of which there must be two values or more, else there is nothing to compare and nothing is drawn"""
+
+    title: str
+    kind: str
+    xlabel: str
+    rows: list[dict]
+    by: str = "y"
+
+
+# ---- helpers: reading ------------------------------------------------------------------------------------------------
+
+
+def fail(message: str):
+    """End the process with one clear message on standard error and exit code 1."""
+    raise SystemExit(f"error: {message}")
+
+
+def one_line(error: Exception) -> str:
+    """Kind and first line of an exception."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+@contextmanager
+def reading(what: str):
+    """Around the reading of `what`: a damaged file, or code where there should be data, ends the run with a message."""
+    try:
+        yield
+    except Exception as error:  # of as many kinds as there are formats
+        fail(f"{what} cannot be read ({one_line(error)})")
+
+
+def put(path: Path, content: bytes):
+    """Write a file beside its place, then rename it: it is there whole or not at all."""
+    partial = path.with_name(f"{path.name}.tmp")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        fail(f"{path} could not be written ({one_line(error)}): make room, then give the same command again")
+
+
+def read_settings(file: Path) -> dict:
+    """An args.json."""
+    with reading(str(file)):
+        return dict(json.loads(file.read_text()))
+
+
+def read_numbers(file: Path, texts: list[str], numbers: list[str]) -> pandas.DataFrame:
+    """These columns of a CSV; an error where one is missing or a number is none."""
+    with reading(str(file)):
+        frame = pandas.read_csv(file, dtype=dict.fromkeys(texts, str))
+        if missing := [column for column in texts + numbers if column not in frame]:
+            raise ValueError(f"no column {', '.join(missing)}")
+        if not len(frame) or not numpy.isfinite(frame[numbers].astype(float)).all(axis=None):
+            raise ValueError("no rows, or a number is missing")
+    return frame
+
+
+def member_setting(path: str) -> tuple[float, str, int]:
+    """(label noise in percent, model size, pairs) of a reward model; a LookupError says what its run does not tell."""
+    file = Path(path).parent / "args.json" if Path(path).name == "model" else Path(path) / "args.json"
+    if not file.exists():
+        raise LookupError(f"its reward model {path} has no {file}")
+    settings = read_settings(file)
+    noise = re.fullmatch(r"noise_(\d+\.?\d*)", Path(str(settings.get("preference_dataset"))).name)
+    if not noise:
+        data = settings.get("preference_dataset")
+        raise LookupError(f"{file}: preference_dataset {data} is no folder noise_N of gold_label.py")
+    with reading(str(file)):
+        pairs = round(settings["total_episodes"] / settings["num_train_epochs"])
+        return float(noise[1]), Path(settings["model"]).name, pairs
+
+
+def read_bon(folder: Path, settings: dict, setting: tuple) -> list[Run]:
+    """The curves of one folder of best_of_n.py, without the mean over single members, which the figures take."""
+    paths, numbers = settings["reward_model_paths"], ["members", "n", "kl", "gold", "gold_low", "gold_high", "proxy"]
+    curves = read_numbers(folder / "best_of_n.csv", ["method", "uwo_lambda"], numbers).fillna({"uwo_lambda": ""})
+    numbers = ["members", "win_rate", "win_rate_sd"]
+    wins, runs = read_numbers(folder / "win_rates.csv", ["method", "uwo_lambda"], numbers), []
+    wins = wins.fillna({"uwo_lambda": ""}).set_index(["method", "members", "uwo_lambda"])
+    for key, frame in curves[curves["method"] != "single"].groupby(["method", "members", "uwo_lambda"]):
+        name, members, uwo_lambda = key
+        of = [paths[int(name[7:]) - 1]] if name.startswith("single_") else paths[:members]
+        curve = frame.sort_values("n").rename(columns={"n": "step", "kl": "x", "gold": "y"})
+        curve = curve.rename(columns={"gold_low": "low", "gold_high": "high"}).reset_index(drop=True)
+        curve["se"] = (curve["high"] - curve["low"]) / (2 * 1.96)
+        win = tuple(wins.loc[key, ["win_rate", "win_rate_sd"]]) if key in wins.index else None
+        method, strength = name.partition("_")[0], float(uwo_lambda) if uwo_lambda else None
+        run = Run("BoN", str(folder), *setting, 0.0, method, strength, members, " ".join(of), 0, curve, wins=win)
+        runs.append(run)
+    return runs
+
+
+def read_ppo(folder: Path, settings: dict, setting: tuple) -> Run:
+    """A run of ppo.py --gold; a LookupError where it is not complete."""
+    paths, file = settings["reward_model_paths"], folder / "metrics.jsonl"
+    if not file.exists():
+        raise LookupError("it has no metrics.jsonl")
+    with reading(str(file)):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        last, num_updates = lines[-1]["update"] if lines else 0, settings["total_episodes"] // settings["batch_size"]
+        keys = {"x": "gold/kl_k2", "y": "gold/score", "se": "gold/se", "proxy": "gold/proxy"}
+        curve = [line for line in lines if "gold/score" in line]
+        curve = [{"step": line["update"]} | {name: float(line[key]) for name, key in keys.items()} for line in curve]
+        key = "objective/reward_model_variance"
+        variance = [(line["update"], line["update"], line[key]) for line in lines if line["update"] > 0]
+    if last < num_updates or not curve or curve[-1]["step"] < num_updates:
+        raise LookupError(f"it is not complete (update {last} of {num_updates}, {len(curve)} gold scores)")
+    samples, method = None, "single" if len(paths) == 1 else settings["reward_combination"]
+    if (file := folder / "gold_samples.csv").exists():
+        samples = read_numbers(file, ["id"], ["gold"]).set_index("id")["gold"]
+        if not samples.index.is_unique:
+            fail(f"{file}: two rows of post {samples.index[samples.index.duplicated()][0]}")
+    members = len(paths), " ".join(paths), settings["seed"]
+    curve, variance = pandas.DataFrame(curve), pandas.DataFrame(variance, columns=["step", "x", "y"])
+    uwo_lambda = settings["uwo_lambda"] if method == "uwo" else None
+    start = "PPO", str(folder), *setting, settings["kl_coef"], method, uwo_lambda
+    return Run(*start, *members, curve, variance, samples)
+
+
+def read_runs(root: str) -> tuple[list[Run], list[str]]:
+    """The curves of all complete runs below a folder, and what was left out, with the reason."""
+    runs, problems, seen = [], [], {}
+    for file in sorted(Path(root).rglob("args.json")):
+        settings, folder = read_settings(file), file.parent
+        ppo = settings.get("stage") == "ppo" and settings.get("gold") is not None
+        bon = "stage" not in settings and {"reward_model_paths", "samples", "prompts"} <= set(settings)
+        if not ppo and not bon:
+            continue
+        try:
+            found = {member_setting(path) for path in settings["reward_model_paths"]}
+            if len(found) > 1:
+                raise LookupError("its reward models differ in label noise, size or pairs")
+            setting = found.pop()
+            if bon and not ((folder / "best_of_n.csv").exists() and (folder / "win_rates.csv").exists()):
+                raise LookupError(f"no tables; `python ensembles/best_of_n.py --output-dir {folder} --estimate`")
+            new = read_bon(folder, settings, setting) if bon else [read_ppo(folder, settings, setting)]
+            key = setting if bon else (setting, *new[0][5:11])
+            if key in seen:
+                raise LookupError(f"{seen[key]} is a run of the same settings")
+        except LookupError as error:
+            problems.append(f"{folder}: {error.args[0]}")
+            continue
+        seen[key] = folder
+        runs += new
+        if ppo and new[0].samples is None:
+            problems.append(f"{folder}: no gold_samples.csv, and so no win rates of it; all else is there")
+    return runs, problems
+
+
+# ---- helpers: choosing, averaging --------------------------------------------------------------------------------
+
+
+def pick(runs: list[Run], **where) -> list[Run]:
+    """The runs with these values."""
+    return [run for run in runs if all(getattr(run, key) == value for key, value in where.items())]
+
+
+def of_method(runs: list[Run], method: str, args: Args) -> list[Run]:
+    """Of one procedure's runs those of a method, uwo at --bon-lambda or --ppo-lambda, ensembles with most members."""
+    most = max((run.members for run in runs), default=1) if method != "single" else 1
+    strength = {"BoN": args.bon_lambda, "PPO": args.ppo_lambda}
+    found = pick(runs, method=method, members=most)
+    return [run for run in found if method != "uwo" or run.uwo_lambda == strength[run.procedure]]
+
+
+def values(runs: list[Run], field: str) -> list:
+    """What there is of a field, sorted; names of models by size."""
+    return sorted({getattr(run, field) for run in runs}, key=size_order if field == "size" else None)
+
+
+def size_order(name: str) -> tuple:
+    """To sort names of models by the size in them: pythia-70m, pythia-1.4b, nano-xs, nano-s, nano-m, others."""
+    found, last = re.search(r"([\d.]+)([kmb])\b", name.lower()), re.split(r"\W", name.lower())[-1]
+    if found:
+        return 0, float(found[1]) * {"k": 1e3, "m": 1e6, "b": 1e9}[found[2]], name
+    return 1, {"xs": 0, "s": 1, "m": 2, "l": 3, "xl": 4}.get(last, 5), name
+
+
+def mean_and_sd(values: Iterable[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation (n - 1); 0 for a single value."""
+    values = list(values)
+    return mean(values), stdev(values) if len(values) > 1 else 0.0
+
+
+def mean_and_deviation(values) -> str:
+    """`mean ± sample standard deviation`, the latter with two values or more."""
+    values = numpy.asarray(values, float)
+    return f"{values.mean():.3f}" + (f" ± {values.std(ddof=1):.3f}" if len(values) > 1 else "")
+
+
+def average(curves: list[pandas.DataFrame]) -> pandas.DataFrame:
+    """Mean of curves at the steps that all have: x, y with low and high, one sample sd (n - 1) away, and the proxy; a
+    single curve keeps its own band, where it has one."""
+    if len(curves) == 1:
+        return curves[0] if "low" in curves[0] else curves[0].assign(low=curves[0]["y"], high=curves[0]["y"])
+    steps = sorted(set.intersection(*(set(curve["step"]) for curve in curves)))
+    columns = [column for column in ("x", "y", "proxy") if column in curves[0]]
+    stacked = numpy.stack([curve.set_index("step").loc[steps, columns] for curve in curves])  # (runs, steps, columns)
+    found, sd = pandas.DataFrame(stacked.mean(0), columns=columns), stacked[:, :, 1].std(0, ddof=1)
+    return found.assign(step=steps, low=found["y"] - sd, high=found["y"] + sd)
+
+
+def curve_rows(series: str, runs: list[Run], max_kl: float, proxy: bool = True) -> list[dict]:
+    """Rows of a curve of gold over the KL distance, of PPO up to max_kl."""
+    found = average([run.curve for run in runs])
+    if runs[0].procedure == "PPO":
+        found = found[found["x"] <= max_kl]
+    columns = ["step", "x", "y", "low", "high", *(["proxy"] if proxy else [])]
+    return [{"series": series, "runs": len(runs)} | row for row in found[columns].to_dict("records")]
+
+
+def variance_rows(series: str, runs: list[Run]) -> list[dict]:
+    """Rows of a curve of the variance within the ensemble over updates."""
+    found = average([run.variance for run in runs])[["step", "x", "y", "low", "high"]]
+    return [{"series": series, "runs": len(runs)} | row for row in found.to_dict("records")]
+
+
+def final(run: Run) -> float:
+    """Its last gold score."""
+    return float(run.curve["y"].iloc[-1])
+
+
+def error(run: Run) -> float:
+    """Standard error (over posts) of its last gold score."""
+    return float(run.curve["se"].iloc[-1])
+
+
+def drop(run: Run) -> float:
+    """From its best gold score to its last."""
+    return float(run.curve["y"].max()) - final(run)
+
+
+def bar(series: str, x, runs: list[Run]) -> dict:
+    """The final gold score of runs: mean ± sd; of best of n against one ensemble with its 95 % band."""
+    y, sd = mean_and_sd(map(final, runs))
+    low, high = runs[0].curve[["low", "high"]].iloc[-1] if "low" in runs[0].curve and len(runs) == 1 else (y - sd, y + sd)
+    start = mean(run.curve["y"].iloc[0] for run in runs)
+    return {"series": series, "runs": len(runs), "x": x, "y": y, "low": low, "high": high, "start": start}
+
+
+def label(method: str, procedure: str, args: Args) -> str:
+    """A method's name in legends."""
+    return f"uwo, λ {args.bon_lambda if procedure == 'BoN' else args.ppo_lambda:g}" if method == "uwo" else method
+
+
+def markdown(rows: list[dict]) -> str:
+    """A Markdown table of rows with equal keys."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+# ---- figures -----------------------------------------------------------------------------------------------------
+
+
+def paper_figures(runs: list[Run], base: dict, small: float | None, args: Args) -> dict[str, tuple[str, list[Plot]]]:
+    """{file name: (title, panels)}. base: noise, size and pairs of what does not compare these; small: the smallest KL
+    penalty above 0."""
+    bon, ppo = pick(runs, procedure="BoN"), pick(runs, procedure="PPO")
+    penalties = [0.0, *([small] if small else [])]
+    parts = {"BoN": bon} | {f"PPO, KL penalty {kl:g}": pick(ppo, kl_coef=kl) for kl in penalties}
+
+    def by_method(found: list[Run]) -> dict[str, list[Run]]:
+        """{name in legends: runs} of the methods."""
+        groups = {method: of_method(found, method, args) for method in METHODS}
+        return {label(mine[0], args): mine for mine in groups.values() if mine}
+
+    def by_penalty(found: list[Run]) -> dict[str, list[Run]]:
+        """Likewise, of mean and uwo at the penalties 0 and small."""
+        found = [run for run in found if run.method in ("mean", "uwo")]
+        groups = {kl: by_method(pick(found, kl_coef=kl)) for kl in penalties}
+        return {f"{name}, KL penalty {kl:g}": group[name] for kl, group in groups.items() for name in group}
+
+    def at_best_penalty(found: list[Run]) -> dict[str, list[Run]]:
+        """Likewise, of each method at the KL penalty with its best mean final gold score."""
+        groups = {}
+        for name, mine in by_method(found).items():
+            by_kl = {kl: pick(mine, kl_coef=kl) for kl in values(mine, "kl_coef")}
+            best = max(by_kl, key=lambda kl: mean(map(final, by_kl[kl])))  # noqa: B023
+            groups[f"{name}, KL penalty {best:g}"] = by_kl[best]
+        return groups
+
+    def single_by(found: list[Run], field: str, name: str) -> dict[str, list[Run]]:
+        """Likewise, of single reward models, a group for each value of a field."""
+        singles = pick(found, method="single")
+        return {name.format(value): pick(singles, **{field: value}) for value in values(singles, field)}
+
+    def curves(groups: dict[str, list[Run]]) -> list[dict]:
+        """Rows of gold and proxy over the KL distance."""
+        return [row for name, mine in groups.items() for row in curve_rows(name, mine, args.max_kl)]
+
+    def bars(found: list[Run], field: str) -> list[dict]:
+        """A bar for each method and value of a field."""
+        groups = {value: by_method(pick(found, **{field: value})) for value in values(found, field)}
+        rows = [bar(name, value, mine) for value, group in groups.items() for name, mine in group.items()]
+        return sorted(rows, key=lambda row: list(METHODS).index(row["series"].partition(",")[0]))
+
+    def lambda_bars(found: list[Run]) -> list[dict]:
+        """A bar for each number of members and lambda of uwo."""
+        found = pick(found, method="uwo")
+        keys = [(k, x) for k in values(found, "members") for x in values(pick(found, members=k), "uwo_lambda")]
+        return [bar(f"{k} members", x, pick(found, members=k, uwo_lambda=x)) for k, x in keys]
+
+    def by_noise(found: list[Run], rows, kind: str = "kl", xlabel: str = "KL") -> list[Plot]:
+        """A panel for each noise level."""
+        found = {noise: pick(found, **base | {"noise": noise}) for noise in values(runs, "noise")}
+        return [Plot(f"{noise:g} % label noise", kind, xlabel, rows(mine)) for noise, mine in found.items()]
+
+    def by_part(rows, xlabel: str, free: str = "") -> list[Plot]:
+        """A panel of bars for best of n and for PPO at the penalties 0 and small; `free`: what is compared."""
+        fixed = {key: value for key, value in base.items() if key != free}
+        return [Plot(title, "bars", xlabel, rows(pick(found, **fixed)), "x") for title, found in parts.items()]
+
+    def variances(found: list[Run]) -> list[dict]:
+        return [row for name, mine in by_penalty(found).items() for row in variance_rows(name, mine)]
+
+    noise, size, pairs = f"{base['noise']:g} % label noise", base["size"], f"{base['pairs']:,} pairs"
+    by_size = single_by(pick(bon, noise=base["noise"], pairs=base["pairs"]), "size", "{}")
+    by_pairs = {key: pick(found, noise=base["noise"], size=size) for key, found in parts.items()}
+    by_pairs = {key: curves(single_by(found, "pairs", "{:,} pairs")) for key, found in by_pairs.items()}
+    by_kl, ensembles = single_by(pick(ppo, **base), "kl_coef", "KL penalty {:g}"), "mean wco uwo".split()
+    return {
+        "figure_3": (f"Best of n, {size}, {pairs}", by_noise(bon, lambda x: curves(by_method(x)))),
+        "figure_4": (
+            f"PPO at each method's best KL penalty, {size}, {pairs}",
+            by_noise(ppo, lambda x: curves(at_best_penalty(x))),
+        ),
+        "figure_5": (
+            f"PPO without KL penalty, {size}, {pairs}",
+            by_noise(pick(ppo, kl_coef=0), lambda x: curves(by_method(x))),
+        ),
+        "figure_6": (
+            f"PPO, single reward models, {noise}, {size}, {pairs}",
+            [Plot("", "kl", "KL", curves(by_kl), "series")],
+        ),
+        "figure_7": (
+            f"PPO: final gold by KL penalty, {noise}, {size}, {pairs}",
+            [Plot("", "bars", "KL penalty", bars(pick(ppo, **base), "kl_coef"), "x")],
+        ),
+        "figure_8": (
+            f"Final gold by size of the reward models, {noise}, {pairs}",
+            by_part(lambda x: bars(x, "size"), "reward models", "size"),
+        ),
+        "figure_9": (
+            f"Final gold by number of pairs, {noise}, {size}",
+            by_part(lambda x: bars(x, "pairs"), "pairs", "pairs"),
+        ),
+        "figure_10": (
+            f"PPO: variance within the ensemble, {size}, {pairs}",
+            by_noise(ppo, variances, "updates", "update"),
+        ),
+        "figure_11": (
+            f"Final gold by number of members, {noise}, {size}, {pairs}",
+            by_part(lambda x: bars([run for run in x if run.method in ensembles], "members"), "members"),
+        ),
+        "figure_12": (f"Final gold of uwo by λ, {noise}, {size}, {pairs}", by_part(lambda_bars, "λ")),
+        "figure_13": (
+            f"Best of n, single reward models, {noise}",
+            [
+                Plot(f"by size, {pairs}", "kl", "KL", curves(by_size), "series"),
+                Plot(f"by number of pairs, {size}", "kl", "KL", by_pairs.pop("BoN"), "series"),
+            ],
+        ),
+        "figure_14": (
+            f"PPO, single reward models, by number of pairs, {noise}, {size}",
+            [Plot(title, "kl", "KL", rows, "series") for title, rows in by_pairs.items()],
+        ),
+    }
+
+
+def draw_plot(axis, plot: Plot, styles: dict):
+    """Draw a panel; styles: {series: (color, marker)}."""
+    frame = pandas.DataFrame(plot.rows)
+    axis.set(title=plot.title, xlabel=plot.xlabel, ylabel="variance" if plot.kind == "updates" else "gold")
+    axis.title.set_size(9)
+    names = list(dict.fromkeys(frame["series"]))
+    places = sorted(set(frame["x"]), key=lambda x: size_order(x) if isinstance(x, str) else x)
+    right = axis.twinx() if "proxy" in frame else None
+    for i, name in enumerate(names):
+        mine, (color, marker) = frame[frame["series"] == name], styles[name]
+        x, y, low, high = (mine[column].to_numpy() for column in ("x", "y", "low", "high"))
+        if plot.kind == "bars":
+            x = [places.index(place) + 0.8 * ((i + 0.5) / len(names) - 0.5) for place in x]
+            axis.bar(x, y - mine["start"], 0.8 / len(names), bottom=mine["start"], color=color, alpha=0.5)
+            spread = [y - low, high - y]
+            axis.errorbar(x, y, spread, color=color, marker=marker, ms=5, mec="black", ecolor="black", ls="", label=name)
+            continue
+        every = max(1, len(x) // 10)
+        axis.plot(x, y, color=color, marker=marker, ms=4, markevery=(i % every, every), label=name)
+        axis.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
+        if right:
+            right.plot(x, mine["proxy"], color=color, ls="--", lw=1)
+            right.set_ylabel("proxy")
+    if plot.kind == "bars":
+        axis.axhline(frame["start"].mean(), color="gray", linewidth=0.8)
+        texts = [place if isinstance(place, str) else f"{place:,.10g}" for place in places]
+        axis.set_xticks(range(len(places)), texts)
+        axis.set_xlim(-0.6, len(places) - 0.4)
+    if plot.kind == "kl":
+        top = max(places)
+        axis.set_xscale("function", functions=(lambda x: numpy.sqrt(numpy.maximum(x, 0)), numpy.square))
+        ticks = [float(f"{x:.2g}") for x in numpy.linspace(0, top**0.5, 6) ** 2]
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_xlim(0, 1.02 * top or 1)
+
+
+def save_figure(args: Args, name: str, title: str, plots: list[Plot]) -> bool:
+    """Write a figure and its CSV; nothing, and False, where no panel has anything to show."""
+    frames = [pandas.DataFrame(plot.rows, columns=None if plot.rows else ["series", "x", "y"]) for plot in plots]
+    least = [1 if plot.by == "y" else 2 for plot in plots]
+    plots = [p for p, frame, n in zip(plots, frames, least, strict=True) if frame[p.by].nunique() >= n]
+    if not plots:
+        return False
+    names = list(dict.fromkeys(row["series"] for plot in plots for row in plot.rows))
+    first = [re.split(r"\W", series)[0] for series in names]
+    methods = set(first) <= set(METHODS) and len(set(first)) == len(first)
+    styles = {series: METHODS[word] for series, word in zip(names, first, strict=True)} if methods else None
+    styles = styles or {series: (f"C{i % 10}", "os^Dv<>Pp*"[i % 10]) for i, series in enumerate(names)}
+    figure = Figure(figsize=(max(6.0, 4.4 * len(plots)), 4.2), layout="constrained")
+    axes = figure.subplots(1, len(plots), squeeze=False)[0]
+    for axis, plot in zip(axes, plots, strict=True):
+        draw_plot(axis, plot, styles)
+    handles = {text: handle for axis in axes for handle, text in zip(*axis.get_legend_handles_labels(), strict=True)}
+    columns = min(len(handles), 4 if len(plots) > 1 else 3)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, fontsize=8)
+    figure.suptitle(title, size=10)
+    target = Path(args.output_dir) / name
+    figure.savefig(f"{target}.png", dpi=90)
+    if args.pdf:
+        figure.savefig(f"{target}.pdf")
+    rows = [{"panel": plot.title} | row for plot in plots for row in plot.rows]
+    put(Path(f"{target}.csv"), pandas.DataFrame(rows).to_csv(index=False, float_format="%.6g").encode())
+    return True
+
+
+# ---- win rates, claims -------------------------------------------------------------------------------------------
+
+
+def share_won(mine: pandas.Series, other: pandas.Series) -> float:
+    """Share of the posts of both on which `mine` is higher, a tie half."""
+    posts = mine.index.intersection(other.index)
+    mine, other = mine[posts].to_numpy(), other[posts].to_numpy()
+    return float(numpy.where(numpy.isclose(mine, other, rtol=1e-9, atol=1e-9), 0.5, mine > other).mean())
+
+
+def win_rate_rows(runs: list[Run], args: Args) -> list[dict]:
+    """Win rates of ensembles against single members (appendix F.9): mean and sample sd over the members. PPO: of runs
+    of the same setting, KL penalty and seed, of each member the mean over seeds."""
+    rows = []
+    for key in dict.fromkeys((run.procedure, *run[2:9]) for run in runs if run.method != "single"):
+        mine = [run for run in runs if (run.procedure, *run[2:9]) == key]
+        rivals = [run for run in runs if run[2:6] == mine[0][2:6] and run[0] == key[0] and run.method == "single"]
+        if key[0] == "BoN":
+            (rate, sd), against = mine[0].wins, len(rivals)
+        else:
+            shares: dict[str, list[float]] = {}
+            for run in mine:
+                for rival in (rival for rival in rivals if rival.seed == run.seed):
+                    if run.samples is not None and rival.samples is not None:
+                        shares.setdefault(rival.paths, []).append(share_won(run.samples, rival.samples))
+            if not shares:
+                continue
+            (rate, sd), against = mean_and_sd(map(mean, shares.values())), len(shares)
+        row = dict(zip(["procedure", *Run._fields[2:9]], key, strict=True))
+        named = TABLE_7.get(row["size"], "44M")
+        paper = PAPER.get((key[0], row["noise"], named), {}).get(row["method"])
+        drawn = of_method([run for run in runs if run[2:6] == mine[0][2:6] and run[0] == key[0]], row["method"], args)
+        paper = f"{paper} ({named})" if paper and mine[0] in drawn else ""
+        rows.append(row | {"win_rate": rate, "win_rate_sd": sd, "against": against, "paper": paper})
+    return rows
