@@ -1,5 +1,5 @@
-"""Figures 3 to 14 of "Reward Model Ensembles Help Mitigate Overoptimization", its win rates (appendix F.9) and a table of
-what it claims, from whatever runs are there.
+"""Figures 3 to 14 of "Reward Model Ensembles Help Mitigate Overoptimization", its win rates (appendix F.9) and a table
+of what it claims, from whatever runs are there.
 
     python ensembles/figures.py --runs runs/ensembles --output-dir benchmark/results/ensembles
 
@@ -10,10 +10,11 @@ A run's setting is that of its reward models, whose args.json lie where its own 
 label noise (of the folder noise_N that gold_label.py wrote), model size (the name of --model) and number of pairs.
 
 Writes figure_3 to figure_14 as PNG (--pdf: as PDF, too) and as CSV of exactly what is drawn; win_rates.csv; claims.csv;
-figures.md: claims, win rates beside the paper's, what is missing, what was left out. Lines are means over runs at equal
-updates in a band of one sample standard deviation: over seeds, of `single` over members and seeds; a best-of-n ensemble
-has best_of_n.py's 95 % band over prompts. Bars begin at the gold score before optimisation. Final is the last gold score
-of a run, of best of n that of the largest n. Ensembles are those with the most members, where nothing else is said.
+figures.md: claims, win rates beside the paper's, what is missing, what was left out. Gold is drawn on the left axis,
+solid, the proxy on the right one, dashed. Lines are means over runs at equal updates in a band of one sample standard
+deviation: over seeds, of `single` over members and seeds. A best-of-n ensemble has best_of_n.py's 95 % band over
+prompts. Bars begin at the gold score before optimisation. Final is the last gold score of a run, of best of n that of
+the largest n. Ensembles are those with the most members, where members are not compared.
 """
 
 import json
@@ -35,9 +36,8 @@ import tyro
 from matplotlib.figure import Figure
 
 METHODS = {"single": ("C0", "o"), "mean": ("C1", "s"), "wco": ("C2", "^"), "uwo": ("C3", "D")}  # color, marker
-ENSEMBLES = ("mean", "wco", "uwo")
-CONSERVATIVE = ("wco", "uwo")
-EXPERIMENT = ["procedure", "noise", "size", "pairs", "kl_coef"]  # in which methods are compared
+
+PPO_SETTINGS = "reward_model_paths reward_combination uwo_lambda kl_coef seed total_episodes batch_size"
 
 # win rates in percent: table 6 (44M) and, by the model, table 7; of PPO at the penalties of figure 4; uwo: lambda 0.5
 TABLE_7 = {"pythia-14m": "7M", "pythia-1.4b": "1.3B"}
@@ -86,8 +86,8 @@ CLAIMS = {
     ),
     3: (
         "With a small KL penalty WCO and UWO prevent overoptimisation at no cost.",
-        "At the smallest KL penalty above 0, of both the mean drop is at most 2 standard errors of the final gold score, "
-        "which is not below the one at penalty 0 by more than 2 standard errors.",
+        "At the smallest KL penalty above 0, of both the mean drop is at most 2 standard errors of the final gold "
+        "score, which is not below the one at penalty 0 by more than 2 standard errors.",
     ),
     4: (
         "Mean optimisation is not conservative.",
@@ -116,8 +116,8 @@ CLAIMS = {
     ),
     9: (
         "WCO and UWO match or outperform a single reward model at every KL penalty.",
-        "At every KL penalty the mean final gold score of both is not below that of single runs by more than 2 standard "
-        "errors.",
+        "At every KL penalty of which all three are there, the mean final gold score of both is not below that of "
+        "single runs by more than 2 standard errors.",
     ),
 }
 
@@ -145,11 +145,12 @@ class Args:
 
 
 class Run(NamedTuple):
-    """One curve: a PPO run, or best of n against one objective."""
+    """One curve: a PPO run, or best of n against one objective. The first five fields say in what methods are compared,
+    the first eight what is averaged over seeds or members. curve has the columns step (n or update, rising), x (KL), y
+    (gold), se (of gold, over posts), proxy and, of best of n, low and high (95 %)."""
 
     procedure: str  # BoN or PPO
-    folder: str
-    noise: float  # share of flipped labels in percent
+    noise: float  # flipped labels, percent
     size: str  # the reward models' name
     pairs: int
     kl_coef: float  # 0 for BoN
@@ -158,18 +159,19 @@ class Run(NamedTuple):
     members: int
     paths: str  # of the members
     seed: int
-    curve: pandas.DataFrame  # step (n or update, rising), x (KL), y (gold), se of gold, proxy; of BoN low and high (95 %)
+    folder: str
+    curve: pandas.DataFrame
     variance: pandas.DataFrame | None = None  # of PPO: step and x (update), y (variance within the ensemble)
-    samples: pandas.Series | None = None  # of PPO: the last gold scores by post
+    samples: pandas.Series = pandas.Series()  # of PPO: the last gold scores by post, where they are there
     wins: tuple[float, float] | None = None  # of BoN: win rate against the single members, mean and sd
 
 
 class Plot(NamedTuple):
     """One panel. Rows are dicts of series, x, y, low and high (the band), by kind:
-    kl       step, x the KL distance on a square root scale, and proxy, on an axis of its own
-    updates  step, x the update
+    kl       x the KL distance, on a square root scale, and proxy, on an axis of its own
+    updates  x the update
     bars     x a category, start where the bars begin
-    by: column of which there must be two values or more, else there is nothing to compare and nothing is drawn"""
+    Of by, where it is not y, there must be two values or more: else there is nothing to compare, and nothing drawn."""
 
     title: str
     kind: str
@@ -211,6 +213,10 @@ def put(path: Path, content: bytes):
         fail(f"{path} could not be written ({one_line(error)}): make room, then give the same command again")
 
 
+class LeftOut(Exception):
+    """Says why a run cannot be used."""
+
+
 def read_settings(file: Path) -> dict:
     """An args.json."""
     with reading(str(file)):
@@ -223,21 +229,21 @@ def read_numbers(file: Path, texts: list[str], numbers: list[str]) -> pandas.Dat
         frame = pandas.read_csv(file, dtype=dict.fromkeys(texts, str))
         if missing := [column for column in texts + numbers if column not in frame]:
             raise ValueError(f"no column {', '.join(missing)}")
-        if not len(frame) or not numpy.isfinite(frame[numbers].astype(float)).all(axis=None):
-            raise ValueError("no rows, or a number is missing")
+        if not numpy.isfinite(frame[numbers].astype(float)).all(axis=None):
+            raise ValueError("a number is missing")
     return frame
 
 
 def member_setting(path: str) -> tuple[float, str, int]:
-    """(label noise in percent, model size, pairs) of a reward model; a LookupError says what its run does not tell."""
+    """(label noise in percent, model size, pairs) of a reward model; LeftOut where its run does not tell."""
     file = Path(path).parent / "args.json" if Path(path).name == "model" else Path(path) / "args.json"
     if not file.exists():
-        raise LookupError(f"its reward model {path} has no {file}")
+        raise LeftOut(f"its reward model {path} has no {file}")
     settings = read_settings(file)
     noise = re.fullmatch(r"noise_(\d+\.?\d*)", Path(str(settings.get("preference_dataset"))).name)
     if not noise:
         data = settings.get("preference_dataset")
-        raise LookupError(f"{file}: preference_dataset {data} is no folder noise_N of gold_label.py")
+        raise LeftOut(f"{file}: preference_dataset {data} is no folder noise_N of gold_label.py")
     with reading(str(file)):
         pairs = round(settings["total_episodes"] / settings["num_train_epochs"])
         return float(noise[1]), Path(settings["model"]).name, pairs
@@ -250,24 +256,25 @@ def read_bon(folder: Path, settings: dict, setting: tuple) -> list[Run]:
     numbers = ["members", "win_rate", "win_rate_sd"]
     wins, runs = read_numbers(folder / "win_rates.csv", ["method", "uwo_lambda"], numbers), []
     wins = wins.fillna({"uwo_lambda": ""}).set_index(["method", "members", "uwo_lambda"])
-    for key, frame in curves[curves["method"] != "single"].groupby(["method", "members", "uwo_lambda"]):
-        name, members, uwo_lambda = key
-        of = [paths[int(name[7:]) - 1]] if name.startswith("single_") else paths[:members]
-        curve = frame.sort_values("n").rename(columns={"n": "step", "kl": "x", "gold": "y"})
-        curve = curve.rename(columns={"gold_low": "low", "gold_high": "high"}).reset_index(drop=True)
-        curve["se"] = (curve["high"] - curve["low"]) / (2 * 1.96)
-        win = tuple(wins.loc[key, ["win_rate", "win_rate_sd"]]) if key in wins.index else None
-        method, strength = name.partition("_")[0], float(uwo_lambda) if uwo_lambda else None
-        run = Run("BoN", str(folder), *setting, 0.0, method, strength, members, " ".join(of), 0, curve, wins=win)
-        runs.append(run)
+    names = ["method", "members", "uwo_lambda"]
+    with reading(str(folder / "best_of_n.csv")):
+        for key, frame in curves[curves["method"] != "single"].groupby(names):
+            method, k, strength = key
+            members = [paths[int(method[7:]) - 1]] if method.startswith("single_") else paths[:k]
+            curve = frame.sort_values("n", ignore_index=True)
+            curve = curve.rename(columns={"n": "step", "kl": "x", "gold": "y", "gold_low": "low", "gold_high": "high"})
+            curve["se"] = (curve["high"] - curve["low"]) / (2 * 1.96)
+            what = method.partition("_")[0], float(strength) if strength else None, len(members), " ".join(members)
+            win = tuple(wins.loc[key, ["win_rate", "win_rate_sd"]]) if key in wins.index else None
+            runs.append(Run("BoN", *setting, 0.0, *what, 0, str(folder), curve, wins=win))
     return runs
 
 
 def read_ppo(folder: Path, settings: dict, setting: tuple) -> Run:
-    """A run of ppo.py --gold; a LookupError where it is not complete."""
+    """A run of ppo.py --gold; LeftOut where it is not complete."""
     paths, file = settings["reward_model_paths"], folder / "metrics.jsonl"
     if not file.exists():
-        raise LookupError("it has no metrics.jsonl")
+        raise LeftOut("it has no metrics.jsonl")
     with reading(str(file)):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         last, num_updates = lines[-1]["update"] if lines else 0, settings["total_episodes"] // settings["batch_size"]
@@ -277,17 +284,15 @@ def read_ppo(folder: Path, settings: dict, setting: tuple) -> Run:
         key = "objective/reward_model_variance"
         variance = [(line["update"], line["update"], line[key]) for line in lines if line["update"] > 0]
     if last < num_updates or not curve or curve[-1]["step"] < num_updates:
-        raise LookupError(f"it is not complete (update {last} of {num_updates}, {len(curve)} gold scores)")
-    samples, method = None, "single" if len(paths) == 1 else settings["reward_combination"]
+        raise LeftOut(f"it is not complete (update {last} of {num_updates}, {len(curve)} gold scores)")
+    samples, method = pandas.Series(), "single" if len(paths) == 1 else settings["reward_combination"]
     if (file := folder / "gold_samples.csv").exists():
         samples = read_numbers(file, ["id"], ["gold"]).set_index("id")["gold"]
         if not samples.index.is_unique:
             fail(f"{file}: two rows of post {samples.index[samples.index.duplicated()][0]}")
-    members = len(paths), " ".join(paths), settings["seed"]
+    which = "PPO", *setting, settings["kl_coef"], method, settings["uwo_lambda"], len(paths), " ".join(paths)
     curve, variance = pandas.DataFrame(curve), pandas.DataFrame(variance, columns=["step", "x", "y"])
-    uwo_lambda = settings["uwo_lambda"] if method == "uwo" else None
-    start = "PPO", str(folder), *setting, settings["kl_coef"], method, uwo_lambda
-    return Run(*start, *members, curve, variance, samples)
+    return Run(*which, settings["seed"], str(folder), curve, variance, samples)
 
 
 def read_runs(root: str) -> tuple[list[Run], list[str]]:
@@ -299,23 +304,25 @@ def read_runs(root: str) -> tuple[list[Run], list[str]]:
         bon = "stage" not in settings and {"reward_model_paths", "samples", "prompts"} <= set(settings)
         if not ppo and not bon:
             continue
+        if lacking := [key for key in PPO_SETTINGS.split() if ppo and key not in settings]:
+            fail(f"{file} has no {', '.join(lacking)}")
         try:
             found = {member_setting(path) for path in settings["reward_model_paths"]}
             if len(found) > 1:
-                raise LookupError("its reward models differ in label noise, size or pairs")
+                raise LeftOut("its reward models differ in label noise, size or pairs")
             setting = found.pop()
             if bon and not ((folder / "best_of_n.csv").exists() and (folder / "win_rates.csv").exists()):
-                raise LookupError(f"no tables; `python ensembles/best_of_n.py --output-dir {folder} --estimate`")
+                raise LeftOut(f"no tables; `python ensembles/best_of_n.py --output-dir {folder} --estimate`")
             new = read_bon(folder, settings, setting) if bon else [read_ppo(folder, settings, setting)]
-            key = setting if bon else (setting, *new[0][5:11])
+            key = setting if bon else new[0][:10]
             if key in seen:
-                raise LookupError(f"{seen[key]} is a run of the same settings")
-        except LookupError as error:
+                raise LeftOut(f"{seen[key]} is a run of the same settings")
+        except LeftOut as error:
             problems.append(f"{folder}: {error.args[0]}")
             continue
         seen[key] = folder
         runs += new
-        if ppo and new[0].samples is None:
+        if ppo and new[0].samples.empty:
             problems.append(f"{folder}: no gold_samples.csv, and so no win rates of it; all else is there")
     return runs, problems
 
@@ -373,13 +380,12 @@ def average(curves: list[pandas.DataFrame]) -> pandas.DataFrame:
     return found.assign(step=steps, low=found["y"] - sd, high=found["y"] + sd)
 
 
-def curve_rows(series: str, runs: list[Run], max_kl: float, proxy: bool = True) -> list[dict]:
-    """Rows of a curve of gold over the KL distance, of PPO up to max_kl."""
+def curve_rows(series: str, runs: list[Run], max_kl: float) -> list[dict]:
+    """Rows of a curve of gold and proxy over the KL distance, of PPO up to max_kl."""
     found = average([run.curve for run in runs])
-    if runs[0].procedure == "PPO":
-        found = found[found["x"] <= max_kl]
-    columns = ["step", "x", "y", "low", "high", *(["proxy"] if proxy else [])]
-    return [{"series": series, "runs": len(runs)} | row for row in found[columns].to_dict("records")]
+    found = found[found["x"] <= max_kl] if runs[0].procedure == "PPO" else found
+    found = found[["step", "x", "y", "low", "high", "proxy"]]
+    return [{"series": series, "runs": len(runs)} | row for row in found.to_dict("records")]
 
 
 def variance_rows(series: str, runs: list[Run]) -> list[dict]:
@@ -406,14 +412,15 @@ def drop(run: Run) -> float:
 def bar(series: str, x, runs: list[Run]) -> dict:
     """The final gold score of runs: mean ± sd; of best of n against one ensemble with its 95 % band."""
     y, sd = mean_and_sd(map(final, runs))
-    low, high = runs[0].curve[["low", "high"]].iloc[-1] if "low" in runs[0].curve and len(runs) == 1 else (y - sd, y + sd)
+    own = len(runs) == 1 and runs[0].procedure == "BoN"
+    low, high = runs[0].curve[["low", "high"]].iloc[-1] if own else (y - sd, y + sd)
     start = mean(run.curve["y"].iloc[0] for run in runs)
     return {"series": series, "runs": len(runs), "x": x, "y": y, "low": low, "high": high, "start": start}
 
 
-def label(method: str, procedure: str, args: Args) -> str:
+def label(run: Run) -> str:
     """A method's name in legends."""
-    return f"uwo, λ {args.bon_lambda if procedure == 'BoN' else args.ppo_lambda:g}" if method == "uwo" else method
+    return f"uwo, λ {run.uwo_lambda:g}" if run.method == "uwo" else run.method
 
 
 def markdown(rows: list[dict]) -> str:
@@ -428,43 +435,43 @@ def markdown(rows: list[dict]) -> str:
 
 def paper_figures(runs: list[Run], base: dict, small: float | None, args: Args) -> dict[str, tuple[str, list[Plot]]]:
     """{file name: (title, panels)}. base: noise, size and pairs of what does not compare these; small: the smallest KL
-    penalty above 0."""
+    penalty above 0. A group is {name in the legend: runs}."""
     bon, ppo = pick(runs, procedure="BoN"), pick(runs, procedure="PPO")
     penalties = [0.0, *([small] if small else [])]
     parts = {"BoN": bon} | {f"PPO, KL penalty {kl:g}": pick(ppo, kl_coef=kl) for kl in penalties}
 
-    def by_method(found: list[Run]) -> dict[str, list[Run]]:
-        """{name in legends: runs} of the methods."""
-        groups = {method: of_method(found, method, args) for method in METHODS}
-        return {label(mine[0], args): mine for mine in groups.values() if mine}
-
-    def by_penalty(found: list[Run]) -> dict[str, list[Run]]:
-        """Likewise, of mean and uwo at the penalties 0 and small."""
-        found = [run for run in found if run.method in ("mean", "uwo")]
-        groups = {kl: by_method(pick(found, kl_coef=kl)) for kl in penalties}
-        return {f"{name}, KL penalty {kl:g}": group[name] for kl, group in groups.items() for name in group}
+    def by_method(found: list[Run], methods=tuple(METHODS)) -> dict[str, list[Run]]:
+        groups = [of_method(found, method, args) for method in methods]
+        return {label(mine[0]): mine for mine in groups if mine}
 
     def at_best_penalty(found: list[Run]) -> dict[str, list[Run]]:
-        """Likewise, of each method at the KL penalty with its best mean final gold score."""
+        """Of each method the runs at the KL penalty with the best mean final gold score."""
         groups = {}
         for name, mine in by_method(found).items():
             by_kl = {kl: pick(mine, kl_coef=kl) for kl in values(mine, "kl_coef")}
-            best = max(by_kl, key=lambda kl: mean(map(final, by_kl[kl])))  # noqa: B023
+            scores = {kl: mean(map(final, group)) for kl, group in by_kl.items()}
+            best = max(scores, key=scores.get)
             groups[f"{name}, KL penalty {best:g}"] = by_kl[best]
         return groups
 
+    def at_penalties(found: list[Run]) -> dict[str, list[Run]]:
+        """Mean and uwo at the penalties 0 and small."""
+        groups = {kl: by_method(pick(found, kl_coef=kl), ("mean", "uwo")) for kl in penalties}
+        return {f"{name}, KL penalty {kl:g}": mine for kl, group in groups.items() for name, mine in group.items()}
+
     def single_by(found: list[Run], field: str, name: str) -> dict[str, list[Run]]:
-        """Likewise, of single reward models, a group for each value of a field."""
         singles = pick(found, method="single")
         return {name.format(value): pick(singles, **{field: value}) for value in values(singles, field)}
 
     def curves(groups: dict[str, list[Run]]) -> list[dict]:
-        """Rows of gold and proxy over the KL distance."""
         return [row for name, mine in groups.items() for row in curve_rows(name, mine, args.max_kl)]
 
-    def bars(found: list[Run], field: str) -> list[dict]:
+    def variances(groups: dict[str, list[Run]]) -> list[dict]:
+        return [row for name, mine in groups.items() for row in variance_rows(name, mine)]
+
+    def bars(found: list[Run], field: str, methods=tuple(METHODS)) -> list[dict]:
         """A bar for each method and value of a field."""
-        groups = {value: by_method(pick(found, **{field: value})) for value in values(found, field)}
+        groups = {value: by_method(pick(found, **{field: value}), methods) for value in values(found, field)}
         rows = [bar(name, value, mine) for value, group in groups.items() for name, mine in group.items()]
         return sorted(rows, key=lambda row: list(METHODS).index(row["series"].partition(",")[0]))
 
@@ -474,71 +481,43 @@ def paper_figures(runs: list[Run], base: dict, small: float | None, args: Args) 
         keys = [(k, x) for k in values(found, "members") for x in values(pick(found, members=k), "uwo_lambda")]
         return [bar(f"{k} members", x, pick(found, members=k, uwo_lambda=x)) for k, x in keys]
 
-    def by_noise(found: list[Run], rows, kind: str = "kl", xlabel: str = "KL") -> list[Plot]:
+    def by_noise(found: list[Run], group, rows=curves, kind="kl", xlabel="KL") -> list[Plot]:
         """A panel for each noise level."""
         found = {noise: pick(found, **base | {"noise": noise}) for noise in values(runs, "noise")}
-        return [Plot(f"{noise:g} % label noise", kind, xlabel, rows(mine)) for noise, mine in found.items()]
+        return [Plot(f"{noise:g} % label noise", kind, xlabel, rows(group(mine))) for noise, mine in found.items()]
 
     def by_part(rows, xlabel: str, free: str = "") -> list[Plot]:
         """A panel of bars for best of n and for PPO at the penalties 0 and small; `free`: what is compared."""
         fixed = {key: value for key, value in base.items() if key != free}
         return [Plot(title, "bars", xlabel, rows(pick(found, **fixed)), "x") for title, found in parts.items()]
 
-    def variances(found: list[Run]) -> list[dict]:
-        return [row for name, mine in by_penalty(found).items() for row in variance_rows(name, mine)]
-
-    noise, size, pairs = f"{base['noise']:g} % label noise", base["size"], f"{base['pairs']:,} pairs"
-    by_size = single_by(pick(bon, noise=base["noise"], pairs=base["pairs"]), "size", "{}")
-    by_pairs = {key: pick(found, noise=base["noise"], size=size) for key, found in parts.items()}
-    by_pairs = {key: curves(single_by(found, "pairs", "{:,} pairs")) for key, found in by_pairs.items()}
-    by_kl, ensembles = single_by(pick(ppo, **base), "kl_coef", "KL penalty {:g}"), "mean wco uwo".split()
-    return {
-        "figure_3": (f"Best of n, {size}, {pairs}", by_noise(bon, lambda x: curves(by_method(x)))),
-        "figure_4": (
-            f"PPO at each method's best KL penalty, {size}, {pairs}",
-            by_noise(ppo, lambda x: curves(at_best_penalty(x))),
-        ),
-        "figure_5": (
-            f"PPO without KL penalty, {size}, {pairs}",
-            by_noise(pick(ppo, kl_coef=0), lambda x: curves(by_method(x))),
-        ),
-        "figure_6": (
-            f"PPO, single reward models, {noise}, {size}, {pairs}",
-            [Plot("", "kl", "KL", curves(by_kl), "series")],
-        ),
-        "figure_7": (
-            f"PPO: final gold by KL penalty, {noise}, {size}, {pairs}",
-            [Plot("", "bars", "KL penalty", bars(pick(ppo, **base), "kl_coef"), "x")],
-        ),
-        "figure_8": (
-            f"Final gold by size of the reward models, {noise}, {pairs}",
-            by_part(lambda x: bars(x, "size"), "reward models", "size"),
-        ),
-        "figure_9": (
-            f"Final gold by number of pairs, {noise}, {size}",
-            by_part(lambda x: bars(x, "pairs"), "pairs", "pairs"),
-        ),
-        "figure_10": (
-            f"PPO: variance within the ensemble, {size}, {pairs}",
-            by_noise(ppo, variances, "updates", "update"),
-        ),
-        "figure_11": (
-            f"Final gold by number of members, {noise}, {size}, {pairs}",
-            by_part(lambda x: bars([run for run in x if run.method in ensembles], "members"), "members"),
-        ),
-        "figure_12": (f"Final gold of uwo by λ, {noise}, {size}, {pairs}", by_part(lambda_bars, "λ")),
-        "figure_13": (
-            f"Best of n, single reward models, {noise}",
-            [
-                Plot(f"by size, {pairs}", "kl", "KL", curves(by_size), "series"),
-                Plot(f"by number of pairs, {size}", "kl", "KL", by_pairs.pop("BoN"), "series"),
-            ],
-        ),
-        "figure_14": (
-            f"PPO, single reward models, by number of pairs, {noise}, {size}",
-            [Plot(title, "kl", "KL", rows, "series") for title, rows in by_pairs.items()],
-        ),
+    noise, size, pairs = base["noise"], base["size"], base["pairs"]
+    flips, amount = f"{noise:g} % label noise", f"{pairs:,} pairs"
+    by_size = curves(single_by(pick(bon, noise=noise, pairs=pairs), "size", "{}"))
+    by_pairs = {
+        key: single_by(pick(found, noise=noise, size=size), "pairs", "{:,} pairs") for key, found in parts.items()
     }
+    by_pairs = [Plot(key, "kl", "KL", curves(group), "series") for key, group in by_pairs.items()]
+    by_kl = Plot("", "kl", "KL", curves(single_by(pick(ppo, **base), "kl_coef", "KL penalty {:g}")), "series")
+    found, some = {}, f"{size}, {amount}"
+    found[3] = f"Best of n, {some}", by_noise(bon, by_method)
+    found[4] = f"PPO at each method's best KL penalty, {some}", by_noise(ppo, at_best_penalty)
+    found[5] = f"PPO without KL penalty, {some}", by_noise(pick(ppo, kl_coef=0), by_method)
+    found[6] = f"PPO, single reward models, {flips}, {some}", [by_kl]
+    by_kl = Plot("", "bars", "KL penalty", bars(pick(ppo, **base), "kl_coef"), "x")
+    found[7] = f"PPO: final gold by KL penalty, {flips}, {some}", [by_kl]
+    plots = by_part(lambda x: bars(x, "size"), "reward models", "size")
+    found[8] = f"Final gold by size of the reward models, {flips}, {amount}", plots
+    found[9] = f"Final gold by number of pairs, {flips}, {size}", by_part(lambda x: bars(x, "pairs"), "pairs", "pairs")
+    plots = by_noise(ppo, at_penalties, variances, "updates", "update")
+    found[10] = f"PPO: variance within the ensemble, {some}", plots
+    plots = by_part(lambda x: bars(x, "members", ("mean", "wco", "uwo")), "members")
+    found[11] = f"Final gold by number of members, {flips}, {some}", plots
+    found[12] = f"Final gold of uwo by λ, {flips}, {some}", by_part(lambda_bars, "λ")
+    plots = [Plot("by size", "kl", "KL", by_size, "series"), by_pairs[0]._replace(title="by number of pairs")]
+    found[13] = f"Best of n, single reward models, {flips}; by size: {amount}; by pairs: {size}", plots
+    found[14] = f"PPO, single reward models by number of pairs, {flips}, {size}", by_pairs[1:]
+    return {f"figure_{number}": figure for number, figure in found.items()}
 
 
 def draw_plot(axis, plot: Plot, styles: dict):
@@ -556,7 +535,9 @@ def draw_plot(axis, plot: Plot, styles: dict):
             x = [places.index(place) + 0.8 * ((i + 0.5) / len(names) - 0.5) for place in x]
             axis.bar(x, y - mine["start"], 0.8 / len(names), bottom=mine["start"], color=color, alpha=0.5)
             spread = [y - low, high - y]
-            axis.errorbar(x, y, spread, color=color, marker=marker, ms=5, mec="black", ecolor="black", ls="", label=name)
+            axis.errorbar(
+                x, y, spread, color=color, marker=marker, ms=5, mec="black", ecolor="black", ls="", label=name
+            )
             continue
         every = max(1, len(x) // 10)
         axis.plot(x, y, color=color, marker=marker, ms=4, markevery=(i % every, every), label=name)
@@ -620,24 +601,204 @@ def win_rate_rows(runs: list[Run], args: Args) -> list[dict]:
     """Win rates of ensembles against single members (appendix F.9): mean and sample sd over the members. PPO: of runs
     of the same setting, KL penalty and seed, of each member the mean over seeds."""
     rows = []
-    for key in dict.fromkeys((run.procedure, *run[2:9]) for run in runs if run.method != "single"):
-        mine = [run for run in runs if (run.procedure, *run[2:9]) == key]
-        rivals = [run for run in runs if run[2:6] == mine[0][2:6] and run[0] == key[0] and run.method == "single"]
+    for key in dict.fromkeys(run[:8] for run in runs if run.method != "single"):
+        there = [run for run in runs if run[:5] == key[:5]]  # the same procedure, setting and KL penalty
+        mine, singles = [run for run in there if run[:8] == key], pick(there, method="single")
+        if mine[0].members < max(run.members for run in there):
+            continue
         if key[0] == "BoN":
-            (rate, sd), against = mine[0].wins, len(rivals)
+            (rate, sd), against = mine[0].wins, len(singles)
         else:
             shares: dict[str, list[float]] = {}
-            for run in mine:
-                for rival in (rival for rival in rivals if rival.seed == run.seed):
-                    if run.samples is not None and rival.samples is not None:
-                        shares.setdefault(rival.paths, []).append(share_won(run.samples, rival.samples))
+            met = [(run, single) for run in mine for single in singles if run.seed == single.seed]
+            for run, single in met:
+                if set(run.samples.index) & set(single.samples.index):
+                    shares.setdefault(single.paths, []).append(share_won(run.samples, single.samples))
             if not shares:
                 continue
             (rate, sd), against = mean_and_sd(map(mean, shares.values())), len(shares)
-        row = dict(zip(["procedure", *Run._fields[2:9]], key, strict=True))
-        named = TABLE_7.get(row["size"], "44M")
-        paper = PAPER.get((key[0], row["noise"], named), {}).get(row["method"])
-        drawn = of_method([run for run in runs if run[2:6] == mine[0][2:6] and run[0] == key[0]], row["method"], args)
-        paper = f"{paper} ({named})" if paper and mine[0] in drawn else ""
-        rows.append(row | {"win_rate": rate, "win_rate_sd": sd, "against": against, "paper": paper})
+        row = dict(zip(Run._fields, key, strict=False)) | {"win_rate": rate, "win_rate_sd": sd, "against": against}
+        model = TABLE_7.get(row["size"], "44M")
+        paper = PAPER.get((key[0], row["noise"], model), {}).get(row["method"])
+        drawn = paper and mine[0] in of_method(there, row["method"], args)  # uwo at the lambda of the figures
+        rows.append(row | {"paper": f"{paper} ({model})" if drawn else ""})
     return rows
+
+
+def gains(mine: list[Run], singles: list[Run]) -> list[float]:
+    """Final gold of an ensemble's runs minus that of single runs: of PPO for each seed that both have, of the means; of
+    best of n for each member."""
+    if mine[0].procedure == "BoN":
+        return [final(mine[0]) - final(single) for single in singles]
+    seeds = [seed for seed in values(mine, "seed") if pick(singles, seed=seed)]
+    return [mean(map(final, pick(mine, seed=seed))) - mean(map(final, pick(singles, seed=seed))) for seed in seeds]
+
+
+def growth(run: Run) -> float:
+    """Mean variance of the last tenth of the updates over that of the first."""
+    y, tenth = run.variance["y"], -(-len(run.variance) // 10)
+    return float(y.iloc[-tenth:].mean() / y.iloc[:tenth].mean())
+
+
+class Group(NamedTuple):
+    """What the claims compare: means over runs."""
+
+    final: float
+    drop: float
+    noise: float  # 2 standard errors of the final gold score
+    share: float  # of the runs whose drop is above their own noise
+    short: str  # name and final gold score, mean ± sd
+    text: str  # and all else
+
+
+def group_of(runs: list[Run]) -> Group:
+    """The numbers of runs of one method."""
+    finals, drops, noises = [final(run) for run in runs], [drop(run) for run in runs], [2 * error(run) for run in runs]
+    count = sum(fall > noise for fall, noise in zip(drops, noises, strict=True))
+    name = label(runs[0]) + (f", {runs[0].members} members" if runs[0].members > 1 else "")
+    name += f", KL penalty {runs[0].kl_coef:g}" if runs[0].procedure == "PPO" else ""
+    short = f"{name}: final {mean_and_deviation(finals)}"
+    text = f"{short}, drop {mean_and_deviation(drops)} (2 se: {mean(noises):.3f}; {count} of {len(runs)} runs above)"
+    return Group(mean(finals), mean(drops), mean(noises), count / len(runs), short, text)
+
+
+def verdicts(here: list[Run], small: float | None, args: Args) -> dict[int, tuple[bool, str]]:
+    """{number: (whether it holds, the numbers)} of the claims of which there are runs. here: the runs of one procedure
+    and setting; small: the smallest KL penalty above 0."""
+    penalties, found, gain = values(here, "kl_coef"), {}, ""
+    runs = {(kl, method): of_method(pick(here, kl_coef=kl), method, args) for kl in penalties for method in METHODS}
+    sizes, at_0 = [(m, k) for m in ("mean", "wco", "uwo") for k in (3, 4, 5)], pick(here, kl_coef=0)
+    runs |= {(0, method, k): of_method(pick(at_0, members=k), method, args) for method, k in sizes}
+    most = max((run.members for run in here), default=0)
+    uwo = {kl: pick(here, kl_coef=kl, method="uwo", members=most) for kl in penalties if (kl, "single") in runs}
+    widest = max(uwo, key=lambda kl: len(values(uwo[kl], "uwo_lambda")), default=0)  # the penalty with most lambdas
+    runs |= {("λ", x): pick(uwo[widest], uwo_lambda=x) for x in values(uwo.get(widest, []), "uwo_lambda")}
+
+    def have(*keys) -> list[Group]:
+        """The groups with these keys; [] where one has no runs."""
+        return [group_of(runs[key]) for key in keys] if all(runs.get(key) for key in keys) else []
+
+    def whole(groups: list[Group]) -> str:
+        return "; ".join(group.text for group in groups)
+
+    if x := have((0, "single")):
+        found[1] = x[0].share > 0.5, whole(x)
+    if x := have((0, "single"), (0, "wco"), (0, "uwo")):
+        for method in ("wco", "uwo"):
+            gain += f"; {method} minus single: {mean_and_deviation(gains(runs[0, method], runs[0, 'single']))}"
+        found[2] = all(e.drop < x[0].drop and e.final > x[0].final for e in x[1:]), whole(x) + gain
+    if x := have((small, "wco"), (small, "uwo"), (0, "wco"), (0, "uwo")):
+        pairs = list(zip(x[:2], x[2:], strict=True))
+        found[3] = all(e.drop <= e.noise and e.final >= free.final - e.noise for e, free in pairs), whole(x)
+    if x := have((0, "mean"), (0, "wco"), (0, "uwo")):
+        found[4] = x[0].share > 0.5 and all(x[0].final < e.final for e in x[1:]), whole(x)
+    if x := have((0, "single"), *((0, *size) for size in sizes)):
+        fours, fives = x[2::3], x[3::3]  # of mean, wco, uwo
+        enough = [b.final - a.final <= 0.1 * (b.final - x[0].final) for a, b in zip(fours, fives, strict=True)]
+        found[5] = all(enough), "; ".join(group.short for group in x)
+    if x := have((widest, "single"), *(key for key in runs if key[0] == "λ")):
+        finals = [group.final for group in x[1:]]
+        if len(finals) > 1:
+            hardly = max(finals) - min(finals) < 0.5 * (mean(finals) - x[0].final)
+            found[6] = hardly, "; ".join(group.short for group in x)
+    grown = {
+        method: [growth(run) for run in runs.get((0, method), []) if run.variance is not None] for method in METHODS
+    }
+    if grown["mean"] and grown["uwo"]:
+        under_mean, under_uwo = mean(grown["mean"]), mean(grown["uwo"])
+        text = "; ".join(f"{method}: times {mean_and_deviation(grown[method])}" for method in ("mean", "uwo"))
+        found[7] = under_mean > 1.5 and under_uwo - 1 < 0.5 * (under_mean - 1), text
+    if x := [x for kl in penalties if (x := have((kl, "single"), (kl, "wco"), (kl, "uwo")))]:
+        matched = all(e.final >= single.final - e.noise for single, *both in x for e in both)
+        found[9] = matched, "; ".join(whole(groups) for groups in x)
+    return found
+
+
+def claims_table(runs: list[Run], base: dict, small: float | None, args: Args) -> list[dict]:
+    """A row for each claim, procedure and noise level, at the size and number of pairs of `base`."""
+    rows = []
+
+    def add(number: int, procedure: str, noise: str, holds: bool | None, numbers: str):
+        verdict = {True: "holds", False: "does not hold", None: "no runs"}[holds]
+        row = {"claim": number, "text": CLAIMS[number][0], "procedure": procedure, "label noise, %": noise}
+        rows.append(row | {"numbers": numbers, "verdict": verdict, "rule": CLAIMS[number][1]})
+
+    for procedure, numbers in (("BoN", (1, 2, 4, 5, 6)), ("PPO", (1, 2, 3, 4, 6, 7, 9))):
+        for noise in values(runs, "noise"):
+            here = pick(runs, procedure=procedure, **base | {"noise": noise})
+            found = verdicts(here, small, args)
+            for number in numbers:
+                add(number, procedure, f"{noise:g}", *found.get(number, (None, "")))
+        above, against = 0, 0
+        for key in dict.fromkeys(run[:5] for run in runs if run.procedure == procedure):
+            there = [run for run in runs if run[:5] == key]
+            single, *groups = [of_method(there, method, args) for method in METHODS]
+            met = [group for group in groups if group and single]
+            above += sum(mean(map(final, group)) > mean(map(final, single)) for group in met)
+            against += len(met)
+        text = f"{above} of {against} above" if against else ""
+        add(8, procedure, "all", above >= 0.9 * against if against else None, text)
+    return sorted(rows, key=lambda row: row["claim"])
+
+
+def most_common(runs: list[Run], field: str, wanted):
+    """The value of a field that was asked for, else that of most run folders."""
+    counts = Counter(value for _, value in sorted({(run.folder, getattr(run, field)) for run in runs}))
+    if wanted is not None and wanted not in counts:
+        fail(f"--{field} {wanted}: no such runs; there are {', '.join(map(str, values(runs, field)))}")
+    return counts.most_common(1)[0][0] if wanted is None else wanted
+
+
+def main(args: Args):
+    # ---- runs ------------------------------------------------------------------------------------
+    runs, problems = read_runs(args.runs)
+    if not runs:
+        why = "".join(f"\n  {problem}" for problem in problems)
+        fail(f"{args.runs}: no best-of-n or PPO runs with gold scores there. {COMMANDS.replace('`', '')}{why}")
+    base = {"noise": most_common(runs, "noise", args.noise)}
+    for field in ("size", "pairs"):
+        base[field] = most_common(pick(runs, **base), field, getattr(args, field))
+    here = pick(runs, **base)
+    small = min((run.kl_coef for run in here if run.kl_coef > 0), default=None)
+    for procedure, flag, wanted in (("BoN", "bon", args.bon_lambda), ("PPO", "ppo", args.ppo_lambda)):
+        there = values(pick(here, procedure=procedure, method="uwo"), "uwo_lambda")
+        if there and wanted not in there:
+            problems.append(f"--{flag}-lambda {wanted:g}: of uwo there is λ {', '.join(f'{x:g}' for x in there)}")
+
+    # ---- figures and tables ----------------------------------------------------------------------
+    figures, wins = paper_figures(runs, base, small, args), win_rate_rows(runs, args)
+    claims = claims_table(runs, base, small, args)
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = [f"{name}: {NEEDS[name]}" for name, figure in figures.items() if not save_figure(args, name, *figure)]
+    missing += [] if wins else ["win rates: best of n, or PPO runs with gold_samples.csv"]
+    for row in claims:
+        if row["verdict"] == "no runs":
+            missing.append(f"claim {row['claim']}, {row['procedure']}, label noise {row['label noise, %']}")
+    put(folder / "claims.csv", pandas.DataFrame(claims).to_csv(index=False).encode())
+    put(folder / "win_rates.csv", pandas.DataFrame(wins).to_csv(index=False, float_format="%.6g").encode())
+
+    # ---- figures.md ------------------------------------------------------------------------------
+    text = f"# Reward model ensembles\n\n`python ensembles/figures.py {shlex.join(sys.argv[1:])}`\n\n"
+    text += f"Where nothing else is said: {base['noise']:g} % label noise, reward models {base['size']} trained on "
+    text += f"{base['pairs']:,} pairs. ± is one sample standard deviation, se the standard error over posts.\n\n"
+    text += "## Claims\n\n"
+    text += "".join(f"{number}. {claim} *Holds if:* {rule}\n" for number, (claim, rule) in CLAIMS.items()) + "\n"
+    text += markdown([{key: row[key] for key in row if key not in ("text", "rule")} for row in claims]) + "\n"
+    if wins:
+        shown = [row | {"win rate, %": f"{100 * row['win_rate']:.1f} ± {100 * row['win_rate_sd']:.1f}"} for row in wins]
+        columns = "procedure noise size pairs kl_coef method uwo_lambda members".split() + ["win rate, %", "paper"]
+        shown = [{key: "" if row[key] is None else row[key] for key in columns} for row in shown]
+        text += "## Win rates against single reward models\n\nMean ± standard deviation over the members. The paper's: "
+        text += (
+            "table 6 (44M reward models) and 7 (7M and 1.3B), its uwo with λ 0.5, its PPO at the KL penalties of its "
+        )
+        text += f"figure 4.\n\n{markdown(shown)}\n"
+    for title, lines in (("Missing", [*missing, COMMANDS] if missing else []), ("Left out", problems)):
+        text += f"## {title}\n\n" + "".join(f"- {line}\n" for line in lines) + "\n" if lines else ""
+    put(folder / "figures.md", (text.rstrip() + "\n").encode())
+    print(text)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
