@@ -71,53 +71,62 @@ COMMANDS = (
     "other label noise, reward models and KL penalties; `python quickstart/ensembles.py` makes those of a nano study."
 )
 
-# number: (what the paper claims, the rule by which it holds here); 1, 2, 4 and 7 are of KL penalty 0
+# number: (what the paper claims, the rule by which it holds here, what must be there); 1, 2, 4, 7: at KL penalty 0
 CLAIMS = {
     1: (
         "A single reward model overoptimises.",
         "In more than half of the runs the best gold score of the curve is above the final one by more than 2 standard "
         "errors (over posts) of the final one.",
+        "single reward models at KL penalty 0",
     ),
     2: (
         "WCO and UWO reduce overoptimisation.",
         "Of both the mean drop (best minus final gold score) is smaller than that of single runs, and the mean final "
         "gold score is higher. Told: the final one minus that of single runs, of PPO over seeds, of best of n over "
         "members.",
+        "single, wco and uwo at KL penalty 0",
     ),
     3: (
         "With a small KL penalty WCO and UWO prevent overoptimisation at no cost.",
         "At the smallest KL penalty above 0, of both the mean drop is at most 2 standard errors of the final gold "
         "score, which is not below the one at penalty 0 by more than 2 standard errors.",
+        "wco and uwo at KL penalty 0 and at a small one",
     ),
     4: (
         "Mean optimisation is not conservative.",
         "More than half of its runs overoptimise as in claim 1, and its mean final gold score is below that of WCO and "
         "that of UWO.",
+        "mean, wco and uwo at KL penalty 0",
     ),
     5: (
         "Four or five members are enough.",
         "Of mean, WCO and UWO each the fifth member adds to the final gold score at most a tenth of what five members "
         "gain over the single ones' mean.",
+        "five reward models",
     ),
     6: (
         "UWO's λ hardly matters.",
         "Over λ the final gold score of UWO differs (largest minus smallest) by less than half of its mean gain over "
         "single runs; of PPO at the KL penalty with the most λ.",
+        "single, and uwo with two λ or more",
     ),
     7: (
         "The variance within the ensemble grows under mean, and little under UWO.",
         "From the first tenth of the updates to the last its mean grows under mean by more than half, and under UWO by "
         "less than half of the share by which it grows under mean.",
+        "mean and uwo at KL penalty 0",
     ),
     8: (
         "Ensembles almost always beat a single reward model.",
         "In at least 90 % of all settings, KL penalties and objectives the mean final gold score is above that of the "
         "single runs.",
+        "ensembles and single reward models",
     ),
     9: (
         "WCO and UWO match or outperform a single reward model at every KL penalty.",
         "At every KL penalty of which all three are there, the mean final gold score of both is not below that of "
         "single runs by more than 2 standard errors.",
+        "single, wco and uwo",
     ),
 }
 
@@ -139,7 +148,7 @@ class Args:
     ppo_lambda: float = 0.1
     """likewise of PPO (section 5.5)"""
     max_kl: float = 150.0
-    """KL distance of PPO at which curves are cut off (section 5)"""
+    """KL distance at which curves are cut off (section 5)"""
     pdf: bool = False
     """write each figure as PDF, too"""
 
@@ -380,18 +389,11 @@ def average(curves: list[pandas.DataFrame]) -> pandas.DataFrame:
     return found.assign(step=steps, low=found["y"] - sd, high=found["y"] + sd)
 
 
-def curve_rows(series: str, runs: list[Run], max_kl: float) -> list[dict]:
-    """Rows of a curve of gold and proxy over the KL distance, of PPO up to max_kl."""
-    found = average([run.curve for run in runs])
-    found = found[found["x"] <= max_kl] if runs[0].procedure == "PPO" else found
-    found = found[["step", "x", "y", "low", "high", "proxy"]]
-    return [{"series": series, "runs": len(runs)} | row for row in found.to_dict("records")]
-
-
-def variance_rows(series: str, runs: list[Run]) -> list[dict]:
-    """Rows of a curve of the variance within the ensemble over updates."""
-    found = average([run.variance for run in runs])[["step", "x", "y", "low", "high"]]
-    return [{"series": series, "runs": len(runs)} | row for row in found.to_dict("records")]
+def curve_rows(series: str, curves: list[pandas.DataFrame], max_x: float = float("inf")) -> list[dict]:
+    """Rows of the mean of curves, up to max_x."""
+    found = average(curves)
+    found = found.loc[found["x"] <= max_x, found.columns.intersection(["step", "x", "y", "low", "high", "proxy"])]
+    return [{"series": series, "runs": len(curves)} | row for row in found.to_dict("records")]
 
 
 def final(run: Run) -> float:
@@ -464,10 +466,12 @@ def paper_figures(runs: list[Run], base: dict, small: float | None, args: Args) 
         return {name.format(value): pick(singles, **{field: value}) for value in values(singles, field)}
 
     def curves(groups: dict[str, list[Run]]) -> list[dict]:
-        return [row for name, mine in groups.items() for row in curve_rows(name, mine, args.max_kl)]
+        return [
+            row for name, mine in groups.items() for row in curve_rows(name, [run.curve for run in mine], args.max_kl)
+        ]
 
     def variances(groups: dict[str, list[Run]]) -> list[dict]:
-        return [row for name, mine in groups.items() for row in variance_rows(name, mine)]
+        return [row for name, mine in groups.items() for row in curve_rows(name, [run.variance for run in mine])]
 
     def bars(found: list[Run], field: str, methods=tuple(METHODS)) -> list[dict]:
         """A bar for each method and value of a field."""
@@ -520,74 +524,68 @@ def paper_figures(runs: list[Run], base: dict, small: float | None, args: Args) 
     return {f"figure_{number}": figure for number, figure in found.items()}
 
 
-def draw_plot(axis, plot: Plot, styles: dict):
-    """Draw a panel; styles: {series: (color, marker)}."""
+def draw_plot(axis, plot: Plot):
+    """Draw a panel. Series whose first words are methods, each once, have the methods' colors and markers."""
     frame = pandas.DataFrame(plot.rows)
-    axis.set(title=plot.title, xlabel=plot.xlabel, ylabel="variance" if plot.kind == "updates" else "gold")
-    axis.title.set_size(9)
     names = list(dict.fromkeys(frame["series"]))
     places = sorted(set(frame["x"]), key=lambda x: size_order(x) if isinstance(x, str) else x)
-    right = axis.twinx() if "proxy" in frame else None
-    for i, name in enumerate(names):
-        mine, (color, marker) = frame[frame["series"] == name], styles[name]
+    words = [name.partition(",")[0] for name in names]
+    methods = set(words) <= set(METHODS) and len(set(words)) == len(words)
+    right = axis.twinx() if plot.kind == "kl" else None
+    for i, (name, word) in enumerate(zip(names, words, strict=True)):
+        color, marker = METHODS[word] if methods else (f"C{i % 10}", "os^Dv<>Pp*"[i % 10])
+        mine = frame[frame["series"] == name]
         x, y, low, high = (mine[column].to_numpy() for column in ("x", "y", "low", "high"))
         if plot.kind == "bars":
-            x = [places.index(place) + 0.8 * ((i + 0.5) / len(names) - 0.5) for place in x]
-            axis.bar(x, y - mine["start"], 0.8 / len(names), bottom=mine["start"], color=color, alpha=0.5)
-            spread = [y - low, high - y]
-            axis.errorbar(
-                x, y, spread, color=color, marker=marker, ms=5, mec="black", ecolor="black", ls="", label=name
+            x, start = (
+                [places.index(place) + 0.8 * ((i + 0.5) / len(names) - 0.5) for place in x],
+                frame["start"].mean(),
             )
-            continue
-        every = max(1, len(x) // 10)
-        axis.plot(x, y, color=color, marker=marker, ms=4, markevery=(i % every, every), label=name)
-        axis.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
+            axis.bar(x, y - start, 0.8 / len(names), bottom=start, color=color, alpha=0.5)
+            style = {"color": color, "marker": marker, "ms": 5, "mec": "black", "ecolor": "black"}
+            axis.errorbar(x, y, [y - low, high - y], ls="", label=name, **style)
+        else:
+            every = max(1, len(x) // 10)
+            axis.plot(x, y, color=color, marker=marker, ms=4, markevery=(i % every, every), label=name)
+            axis.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
         if right:
             right.plot(x, mine["proxy"], color=color, ls="--", lw=1)
-            right.set_ylabel("proxy")
+            right.set_ylabel("proxy (dashed)")
     if plot.kind == "bars":
         axis.axhline(frame["start"].mean(), color="gray", linewidth=0.8)
-        texts = [place if isinstance(place, str) else f"{place:,.10g}" for place in places]
-        axis.set_xticks(range(len(places)), texts)
-        axis.set_xlim(-0.6, len(places) - 0.4)
+        axis.set_xticks(range(len(places)), [x if isinstance(x, str) else f"{x:,.10g}" for x in places])
     if plot.kind == "kl":
-        top = max(places)
+        ticks = [float(f"{x:.2g}") for x in numpy.linspace(0, max(places) ** 0.5, 6) ** 2]
         axis.set_xscale("function", functions=(lambda x: numpy.sqrt(numpy.maximum(x, 0)), numpy.square))
-        ticks = [float(f"{x:.2g}") for x in numpy.linspace(0, top**0.5, 6) ** 2]
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axis.set_xlim(0, 1.02 * top or 1)
+        axis.set_xlim(0, 1.02 * max(max(places), ticks[-1]) or 1)
+    axis.set_title(plot.title, size=9)
+    axis.set(xlabel=plot.xlabel, ylabel="variance" if plot.kind == "updates" else "gold")
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize=8)
 
 
 def save_figure(args: Args, name: str, title: str, plots: list[Plot]) -> bool:
     """Write a figure and its CSV; nothing, and False, where no panel has anything to show."""
-    frames = [pandas.DataFrame(plot.rows, columns=None if plot.rows else ["series", "x", "y"]) for plot in plots]
-    least = [1 if plot.by == "y" else 2 for plot in plots]
-    plots = [p for p, frame, n in zip(plots, frames, least, strict=True) if frame[p.by].nunique() >= n]
+    plots = [plot for plot in plots if len({row[plot.by] for row in plot.rows}) > (plot.by != "y")]
     if not plots:
         return False
-    names = list(dict.fromkeys(row["series"] for plot in plots for row in plot.rows))
-    first = [re.split(r"\W", series)[0] for series in names]
-    methods = set(first) <= set(METHODS) and len(set(first)) == len(first)
-    styles = {series: METHODS[word] for series, word in zip(names, first, strict=True)} if methods else None
-    styles = styles or {series: (f"C{i % 10}", "os^Dv<>Pp*"[i % 10]) for i, series in enumerate(names)}
-    figure = Figure(figsize=(max(6.0, 4.4 * len(plots)), 4.2), layout="constrained")
-    axes = figure.subplots(1, len(plots), squeeze=False)[0]
-    for axis, plot in zip(axes, plots, strict=True):
-        draw_plot(axis, plot, styles)
-    handles = {text: handle for axis in axes for handle, text in zip(*axis.get_legend_handles_labels(), strict=True)}
-    columns = min(len(handles), 4 if len(plots) > 1 else 3)
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, fontsize=8)
+    figure = Figure(figsize=(max(6.0, 4.4 * len(plots)), 4.6), layout="constrained")
+    for axis, plot in zip(figure.subplots(1, len(plots), squeeze=False)[0], plots, strict=True):
+        draw_plot(axis, plot)
     figure.suptitle(title, size=10)
-    target = Path(args.output_dir) / name
-    figure.savefig(f"{target}.png", dpi=90)
-    if args.pdf:
-        figure.savefig(f"{target}.pdf")
+    for kind in ("png", "pdf") if args.pdf else ("png",):
+        figure.savefig(Path(args.output_dir) / f"{name}.{kind}", dpi=90)
     rows = [{"panel": plot.title} | row for plot in plots for row in plot.rows]
-    put(Path(f"{target}.csv"), pandas.DataFrame(rows).to_csv(index=False, float_format="%.6g").encode())
+    put(Path(args.output_dir) / f"{name}.csv", pandas.DataFrame(rows).to_csv(index=False, float_format="%.6g").encode())
     return True
 
 
 # ---- win rates, claims -------------------------------------------------------------------------------------------
+
+
+def setting_order(key: tuple) -> tuple:
+    """To sort what Run begins with: procedure, noise, size, pairs, kl_coef, method, uwo_lambda, members."""
+    return *key[:2], size_order(key[2]), *key[3:5], list(METHODS).index(key[5]), key[6] or 0.0, key[7]
 
 
 def share_won(mine: pandas.Series, other: pandas.Series) -> float:
@@ -601,7 +599,7 @@ def win_rate_rows(runs: list[Run], args: Args) -> list[dict]:
     """Win rates of ensembles against single members (appendix F.9): mean and sample sd over the members. PPO: of runs
     of the same setting, KL penalty and seed, of each member the mean over seeds."""
     rows = []
-    for key in dict.fromkeys(run[:8] for run in runs if run.method != "single"):
+    for key in sorted({run[:8] for run in runs if run.method != "single"}, key=setting_order):
         there = [run for run in runs if run[:5] == key[:5]]  # the same procedure, setting and KL penalty
         mine, singles = [run for run in there if run[:8] == key], pick(there, method="single")
         if mine[0].members < max(run.members for run in there):
@@ -658,7 +656,7 @@ def group_of(runs: list[Run]) -> Group:
     name = label(runs[0]) + (f", {runs[0].members} members" if runs[0].members > 1 else "")
     name += f", KL penalty {runs[0].kl_coef:g}" if runs[0].procedure == "PPO" else ""
     short = f"{name}: final {mean_and_deviation(finals)}"
-    text = f"{short}, drop {mean_and_deviation(drops)} (2 se: {mean(noises):.3f}; {count} of {len(runs)} runs above)"
+    text = f"{short}, drop {mean_and_deviation(drops)} (2 se {mean(noises):.3f}; {count} of {len(runs)} above)"
     return Group(mean(finals), mean(drops), mean(noises), count / len(runs), short, text)
 
 
@@ -670,7 +668,7 @@ def verdicts(here: list[Run], small: float | None, args: Args) -> dict[int, tupl
     sizes, at_0 = [(m, k) for m in ("mean", "wco", "uwo") for k in (3, 4, 5)], pick(here, kl_coef=0)
     runs |= {(0, method, k): of_method(pick(at_0, members=k), method, args) for method, k in sizes}
     most = max((run.members for run in here), default=0)
-    uwo = {kl: pick(here, kl_coef=kl, method="uwo", members=most) for kl in penalties if (kl, "single") in runs}
+    uwo = {kl: pick(here, kl_coef=kl, method="uwo", members=most) for kl in penalties if runs[kl, "single"]}
     widest = max(uwo, key=lambda kl: len(values(uwo[kl], "uwo_lambda")), default=0)  # the penalty with most lambdas
     runs |= {("λ", x): pick(uwo[widest], uwo_lambda=x) for x in values(uwo.get(widest, []), "uwo_lambda")}
 
@@ -685,7 +683,8 @@ def verdicts(here: list[Run], small: float | None, args: Args) -> dict[int, tupl
         found[1] = x[0].share > 0.5, whole(x)
     if x := have((0, "single"), (0, "wco"), (0, "uwo")):
         for method in ("wco", "uwo"):
-            gain += f"; {method} minus single: {mean_and_deviation(gains(runs[0, method], runs[0, 'single']))}"
+            above = gains(runs[0, method], runs[0, "single"])
+            gain += f"; {method} minus single: {mean_and_deviation(above) if above else 'no seed in common'}"
         found[2] = all(e.drop < x[0].drop and e.final > x[0].final for e in x[1:]), whole(x) + gain
     if x := have((small, "wco"), (small, "uwo"), (0, "wco"), (0, "uwo")):
         pairs = list(zip(x[:2], x[2:], strict=True))
@@ -701,9 +700,7 @@ def verdicts(here: list[Run], small: float | None, args: Args) -> dict[int, tupl
         if len(finals) > 1:
             hardly = max(finals) - min(finals) < 0.5 * (mean(finals) - x[0].final)
             found[6] = hardly, "; ".join(group.short for group in x)
-    grown = {
-        method: [growth(run) for run in runs.get((0, method), []) if run.variance is not None] for method in METHODS
-    }
+    grown = {method: [growth(run) for run in runs.get((0, method), []) if run.procedure == "PPO"] for method in METHODS}
     if grown["mean"] and grown["uwo"]:
         under_mean, under_uwo = mean(grown["mean"]), mean(grown["uwo"])
         text = "; ".join(f"{method}: times {mean_and_deviation(grown[method])}" for method in ("mean", "uwo"))
@@ -774,7 +771,8 @@ def main(args: Args):
     missing += [] if wins else ["win rates: best of n, or PPO runs with gold_samples.csv"]
     for row in claims:
         if row["verdict"] == "no runs":
-            missing.append(f"claim {row['claim']}, {row['procedure']}, label noise {row['label noise, %']}")
+            what = f"claim {row['claim']}, {row['procedure']}, label noise {row['label noise, %']} %"
+            missing.append(f"{what}: {CLAIMS[row['claim']][2]}")
     put(folder / "claims.csv", pandas.DataFrame(claims).to_csv(index=False).encode())
     put(folder / "win_rates.csv", pandas.DataFrame(wins).to_csv(index=False, float_format="%.6g").encode())
 
@@ -783,7 +781,7 @@ def main(args: Args):
     text += f"Where nothing else is said: {base['noise']:g} % label noise, reward models {base['size']} trained on "
     text += f"{base['pairs']:,} pairs. ± is one sample standard deviation, se the standard error over posts.\n\n"
     text += "## Claims\n\n"
-    text += "".join(f"{number}. {claim} *Holds if:* {rule}\n" for number, (claim, rule) in CLAIMS.items()) + "\n"
+    text += "".join(f"{number}. {claim} *Holds if:* {rule}\n" for number, (claim, rule, _) in CLAIMS.items()) + "\n"
     text += markdown([{key: row[key] for key in row if key not in ("text", "rule")} for row in claims]) + "\n"
     if wins:
         shown = [row | {"win rate, %": f"{100 * row['win_rate']:.1f} ± {100 * row['win_rate_sd']:.1f}"} for row in wins]
