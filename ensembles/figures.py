@@ -264,8 +264,8 @@ def read_bon(folder: Path, settings: dict, setting: tuple) -> list[Run]:
     curves = read_numbers(folder / "best_of_n.csv", ["method", "uwo_lambda"], numbers).fillna({"uwo_lambda": ""})
     numbers = ["members", "win_rate", "win_rate_sd"]
     wins, runs = read_numbers(folder / "win_rates.csv", ["method", "uwo_lambda"], numbers), []
-    wins = wins.fillna({"uwo_lambda": ""}).set_index(["method", "members", "uwo_lambda"])
     names = ["method", "members", "uwo_lambda"]
+    wins = wins.fillna({"uwo_lambda": ""}).set_index(names)
     with reading(str(folder / "best_of_n.csv")):
         for key, frame in curves[curves["method"] != "single"].groupby(names):
             method, k, strength = key
@@ -537,10 +537,8 @@ def draw_plot(axis, plot: Plot):
         mine = frame[frame["series"] == name]
         x, y, low, high = (mine[column].to_numpy() for column in ("x", "y", "low", "high"))
         if plot.kind == "bars":
-            x, start = (
-                [places.index(place) + 0.8 * ((i + 0.5) / len(names) - 0.5) for place in x],
-                frame["start"].mean(),
-            )
+            x = [places.index(place) + 0.8 * ((i + 0.5) / len(names) - 0.5) for place in x]
+            start = frame["start"].mean()
             axis.bar(x, y - start, 0.8 / len(names), bottom=start, color=color, alpha=0.5)
             style = {"color": color, "marker": marker, "ms": 5, "mec": "black", "ecolor": "black"}
             axis.errorbar(x, y, [y - low, high - y], ls="", label=name, **style)
@@ -602,7 +600,7 @@ def win_rate_rows(runs: list[Run], args: Args) -> list[dict]:
     for key in sorted({run[:8] for run in runs if run.method != "single"}, key=setting_order):
         there = [run for run in runs if run[:5] == key[:5]]  # the same procedure, setting and KL penalty
         mine, singles = [run for run in there if run[:8] == key], pick(there, method="single")
-        if mine[0].members < max(run.members for run in there):
+        if mine[0].members < max(run.members for run in there) or key[0] == "BoN" and mine[0].wins is None:
             continue
         if key[0] == "BoN":
             (rate, sd), against = mine[0].wins, len(singles)
@@ -788,10 +786,8 @@ def main(args: Args):
         columns = "procedure noise size pairs kl_coef method uwo_lambda members".split() + ["win rate, %", "paper"]
         shown = [{key: "" if row[key] is None else row[key] for key in columns} for row in shown]
         text += "## Win rates against single reward models\n\nMean ± standard deviation over the members. The paper's: "
-        text += (
-            "table 6 (44M reward models) and 7 (7M and 1.3B), its uwo with λ 0.5, its PPO at the KL penalties of its "
-        )
-        text += f"figure 4.\n\n{markdown(shown)}\n"
+        text += "table 6 (44M reward models) and 7 (7M and 1.3B), uwo with λ 0.5, PPO at the KL penalties of figure 4."
+        text += f"\n\n{markdown(shown)}\n"
     for title, lines in (("Missing", [*missing, COMMANDS] if missing else []), ("Left out", problems)):
         text += f"## {title}\n\n" + "".join(f"- {line}\n" for line in lines) + "\n" if lines else ""
     put(folder / "figures.md", (text.rstrip() + "\n").encode())
