@@ -524,8 +524,9 @@ def paper_figures(runs: list[Run], base: dict, small: float | None, args: Args) 
     return {f"figure_{number}": figure for number, figure in found.items()}
 
 
-def draw_plot(axis, plot: Plot):
-    """Draw a panel. Series whose first words are methods, each once, have the methods' colors and markers."""
+def draw_plot(axis, plot: Plot, order: list[str]):
+    """Draw a panel. Series whose first words are methods, each once, have the methods' colors and markers, others those
+    of their place in `order`."""
     frame = pandas.DataFrame(plot.rows)
     names = list(dict.fromkeys(frame["series"]))
     places = sorted(set(frame["x"]), key=lambda x: size_order(x) if isinstance(x, str) else x)
@@ -533,7 +534,8 @@ def draw_plot(axis, plot: Plot):
     methods = set(words) <= set(METHODS) and len(set(words)) == len(words)
     right = axis.twinx() if plot.kind == "kl" else None
     for i, (name, word) in enumerate(zip(names, words, strict=True)):
-        color, marker = METHODS[word] if methods else (f"C{i % 10}", "os^Dv<>Pp*"[i % 10])
+        place = order.index(name) % 10
+        color, marker = METHODS[word] if methods else (f"C{place}", "os^Dv<>Pp*"[place])
         mine = frame[frame["series"] == name]
         x, y, low, high = (mine[column].to_numpy() for column in ("x", "y", "low", "high"))
         if plot.kind == "bars":
@@ -552,6 +554,7 @@ def draw_plot(axis, plot: Plot):
     if plot.kind == "bars":
         axis.axhline(frame["start"].mean(), color="gray", linewidth=0.8)
         axis.set_xticks(range(len(places)), [x if isinstance(x, str) else f"{x:,.10g}" for x in places])
+        axis.set_xlim(-0.6, len(places) - 0.4)
     if plot.kind == "kl":
         ticks = [float(f"{x:.2g}") for x in numpy.linspace(0, max(places) ** 0.5, 6) ** 2]
         axis.set_xscale("function", functions=(lambda x: numpy.sqrt(numpy.maximum(x, 0)), numpy.square))
@@ -568,8 +571,9 @@ def save_figure(args: Args, name: str, title: str, plots: list[Plot]) -> bool:
     if not plots:
         return False
     figure = Figure(figsize=(max(6.0, 4.4 * len(plots)), 4.6), layout="constrained")
+    order = list(dict.fromkeys(row["series"] for plot in plots for row in plot.rows))
     for axis, plot in zip(figure.subplots(1, len(plots), squeeze=False)[0], plots, strict=True):
-        draw_plot(axis, plot)
+        draw_plot(axis, plot, order)
     figure.suptitle(title, size=10)
     for kind in ("png", "pdf") if args.pdf else ("png",):
         figure.savefig(Path(args.output_dir) / f"{name}.{kind}", dpi=90)
