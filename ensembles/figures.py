@@ -744,7 +744,8 @@ def most_common(runs: list[Run], field: str, wanted):
     """The value of a field that was asked for, else that of most run folders."""
     counts = Counter(value for _, value in sorted({(run.folder, getattr(run, field)) for run in runs}))
     if wanted is not None and wanted not in counts:
-        fail(f"--{field} {wanted}: no such runs; there are {', '.join(map(str, values(runs, field)))}")
+        there = ", ".join(str(x).removesuffix(".0") for x in values(runs, field))
+        fail(f"--{field} {wanted}: no such runs; there are {there}")
     return counts.most_common(1)[0][0] if wanted is None else wanted
 
 

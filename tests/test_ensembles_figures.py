@@ -236,7 +236,8 @@ def test_incomplete_runs_and_runs_of_the_same_settings_are_left_out(tmp_path, mo
     there = {run.folder for run in runs}
     assert there == {"runs/bon/25_nano-s_100", "runs/ppo/a", "runs/ppo/old", "runs/ppo/other_seed"}
     assert problems == [
-        "runs/bon/0_nano-s_100: no tables; `python ensembles/best_of_n.py --output-dir runs/bon/0_nano-s_100 --estimate`",
+        "runs/bon/0_nano-s_100: no tables; "
+        "`python ensembles/best_of_n.py --output-dir runs/bon/0_nano-s_100 --estimate`",
         "runs/bon/twice: runs/bon/25_nano-s_100 is a run of the same settings",
         "runs/ppo/again: runs/ppo/a is a run of the same settings",
         "runs/ppo/killed: it is not complete (update 4 of 5, 2 gold scores)",
@@ -308,3 +309,195 @@ def test_sizes_are_sorted_by_parameters():
     names = ["pythia-1.4b", "nano-m", "pythia-70m", "other", "nano-xs", "pythia-410m", "nano-s"]
     found = sorted(names, key=figures.size_order)
     assert found == ["pythia-70m", "pythia-410m", "pythia-1.4b", "nano-xs", "nano-s", "nano-m", "other"]
+
+
+# ---- figures -----------------------------------------------------------------------------------------------------
+
+
+def test_best_of_n_curves(world):
+    plots = world[1][3]
+    assert [plot.title for plot in plots] == ["0 % label noise", "25 % label noise"]
+    for plot, setting in zip(plots, (SETTINGS[1], BASE), strict=True):
+        rows = rows_of(plot)
+        assert list(rows["series"].unique()) == ["single", "mean", "wco", "uwo, λ 0.5"]
+        for method, uwo_lambda in (("mean", None), ("wco", None), ("uwo", 0.5)):
+            mine = rows[rows["series"].str.startswith(method)]
+            gold = [10 + i * level(setting, method, uwo_lambda, 3) for i in range(3)]
+            assert list(mine["step"]) == [1, 4, 16] and list(mine["x"]) == [0, 1.5, 3]
+            assert list(mine["y"]) == pytest.approx(gold)
+            assert list(mine["low"]) == pytest.approx([x - 0.3 for x in gold])
+            assert list(mine["high"]) == pytest.approx([x + 0.1 for x in gold])
+            assert list(mine["proxy"]) == pytest.approx([2 * x for x in gold])
+        single, gains = rows[rows["series"] == "single"], [level(setting, "single", member=i) for i in range(3)]
+        gold, sd = 10 + 2 * statistics.mean(gains), 2 * statistics.stdev(gains)
+        assert list(single.iloc[-1][["y", "low", "high", "proxy", "runs"]]) == pytest.approx(
+            [gold, gold - sd, gold + sd, 2 * gold, 3]
+        )
+
+
+def test_ppo_curves_are_means_over_seeds_and_members_at_equal_updates(world):
+    rows = rows_of(world[1][5][1])
+    assert list(rows["series"].unique()) == ["single", "mean", "wco", "uwo, λ 0.1"]
+    both = {"wco": [level(BASE, "wco", members=3, seed=seed) for seed in (1, 2)]}
+    both["single"] = [level(BASE, "single", member=i, seed=seed) for i in range(3) for seed in (1, 2)]
+    for method, gains in both.items():
+        mine = rows[rows["series"] == method]
+        assert list(mine["step"]) == [0, 2, 5] and list(mine["x"]) == [0, 4, 10.5] and set(mine["runs"]) == {len(gains)}
+        gold = [10 + i * statistics.mean(gains) for i in range(3)]
+        sd = [i * statistics.stdev(gains) for i in range(3)]
+        assert list(mine["y"]) == pytest.approx(gold)
+        assert list(mine["proxy"]) == pytest.approx([3 * x for x in gold])
+        assert list(mine["low"]) == pytest.approx([x - y for x, y in zip(gold, sd, strict=True)])
+        assert list(mine["high"]) == pytest.approx([x + y for x, y in zip(gold, sd, strict=True)])
+    alone = rows_of(world[1][5][0])  # one seed at label noise 0: no band
+    alone = alone[alone["series"] == "wco"]
+    assert list(alone["low"]) == list(alone["high"]) == list(alone["y"])
+
+
+def test_only_common_steps_are_averaged_and_curves_end_at_max_kl():
+    first = pandas.DataFrame({"step": [0, 2, 5], "x": [0.0, 4, 8], "y": [1.0, 2, 3], "proxy": [0.0, 0, 6]})
+    second = pandas.DataFrame({"step": [0, 5], "x": [0.0, 16], "y": [2.0, 7], "proxy": [0.0, 2]})
+    row = {"series": "s", "runs": 2, "step": 5, "x": 12, "y": 5, "low": 5 - 8**0.5, "high": 5 + 8**0.5, "proxy": 4}
+    found = figures.curve_rows("s", [first, second])
+    assert [x["step"] for x in found] == [0, 5] and found[1] == pytest.approx(row)
+    assert [x["step"] for x in figures.curve_rows("s", [first], 4)] == [0, 2]
+
+
+def test_single_reward_models_by_penalty_size_and_pairs(world):
+    def ends(plot):
+        return {row["series"]: row["y"] for row in plot.rows}  # the last row of each
+
+    (plot,) = world[1][6]
+    expected = {f"KL penalty {kl:g}": single_end(BASE, kl, (1, 2)) for kl in (0, 0.05, 0.2)}
+    assert ends(plot) == pytest.approx(expected) and plot.by == "series"
+    by_size, by_pairs = world[1][13]
+    assert ends(by_size) == pytest.approx({"nano-xs": single_end(SETTINGS[2]), "nano-s": single_end(BASE)})
+    assert ends(by_pairs) == pytest.approx({"50 pairs": single_end(SETTINGS[3]), "100 pairs": single_end(BASE)})
+    for plot, kl in zip(world[1][14], (0, 0.05), strict=True):
+        assert plot.title == f"PPO, KL penalty {kl:g}"
+        few = single_end(SETTINGS[3], kl, (1,))
+        assert ends(plot) == pytest.approx({"50 pairs": few, "100 pairs": single_end(BASE, kl, (1, 2))})
+
+
+def test_bars_by_kl_penalty(world):
+    (plot,) = world[1][7]
+    expected = {("single", kl): single_end(BASE, kl, (1, 2)) for kl in (0, 0.05, 0.2)}
+    for method, uwo_lambda in (("mean", None), ("wco", None), ("uwo", 0.1)):
+        name = "uwo, λ 0.1" if uwo_lambda else method
+        for kl in (0, 0.05, 0.2):
+            expected[name, kl] = statistics.mean(end(BASE, method, uwo_lambda, 3, kl=kl, seed=s) for s in (1, 2))
+    assert finals(plot) == pytest.approx(expected)
+    row = next(row for row in plot.rows if row["series"] == "wco" and row["x"] == 0.05)
+    sd = statistics.stdev(end(BASE, "wco", members=3, kl=0.05, seed=s) for s in (1, 2))
+    assert [row["low"], row["high"], row["start"], row["runs"]] == pytest.approx([row["y"] - sd, row["y"] + sd, 10, 2])
+
+
+@pytest.mark.parametrize(("number", "other", "column"), [(8, SETTINGS[2], 1), (9, SETTINGS[3], 2)])
+def test_bars_by_size_and_by_pairs(world, number, other, column):
+    plots = world[1][number]
+    assert [plot.title for plot in plots] == ["BoN", "PPO, KL penalty 0", "PPO, KL penalty 0.05"]
+    for plot, kl, uwo_lambda in zip(plots, (0, 0, 0.05), (0.5, 0.1, 0.1), strict=True):
+        expected = {}
+        for setting in (BASE, other):
+            seeds = (0,) if plot.title == "BoN" else (1, 2) if setting == BASE else (1,)
+            expected["single", setting[column]] = single_end(setting, kl, seeds)
+            for name, method, x in (("mean",) * 2 + (None,), ("wco",) * 2 + (None,), ("uwo, λ %g", "uwo", uwo_lambda)):
+                found = [end(setting, method, x, 3, kl=kl, seed=seed) for seed in seeds]
+                expected[name % x if "%" in name else name, setting[column]] = statistics.mean(found)
+        assert finals(plot) == pytest.approx(expected)
+    band = next(row for row in plots[0].rows if row["series"] == "mean")
+    assert [band["low"], band["high"]] == pytest.approx([band["y"] - 0.3, band["y"] + 0.1])
+
+
+def test_variance_over_updates(world):
+    for plot, setting, seeds in zip(world[1][10], (SETTINGS[1], BASE), ((1,), (1, 2)), strict=True):
+        rows = rows_of(plot)
+        names = {("mean", None): "mean", ("uwo", 0.1): "uwo, λ 0.1"}
+        assert set(rows["series"]) == {f"{name}, KL penalty {kl}" for name in names.values() for kl in ("0", "0.05")}
+        for (method, x), name in names.items():
+            for kl in (0, 0.05):
+                mine = rows[rows["series"] == f"{name}, KL penalty {kl:g}"]
+                gain = statistics.mean(level(setting, method, x, 3, kl=kl, seed=seed) for seed in seeds)
+                assert list(mine["x"]) == [1, 2, 3, 4, 5]
+                assert list(mine["y"]) == pytest.approx([update * gain for update in range(1, 6)])
+
+
+def test_bars_by_members_and_by_lambda(world):
+    for number in (11, 12):
+        assert [plot.title for plot in world[1][number]] == ["BoN", "PPO, KL penalty 0", "PPO, KL penalty 0.05"]
+    for plot, kl, seeds in zip(world[1][11], (0, 0, 0.05), ((0,), (1, 2), (1, 2)), strict=True):
+        x = 0.5 if seeds == (0,) else 0.1
+        expected = {}
+        for k in (2, 3):
+            for name, method, y in (("mean", "mean", None), ("wco", "wco", None), (f"uwo, λ {x}", "uwo", x)):
+                expected[name, k] = statistics.mean(end(BASE, method, y, k, kl=kl, seed=seed) for seed in seeds)
+        assert finals(plot) == pytest.approx(expected)
+    for plot, kl, seeds in zip(world[1][12], (0, 0, 0.05), ((0,), (1, 2), (1, 2)), strict=True):
+        expected = {}
+        for k in (2, 3):
+            for x in (0.1, 0.5) if seeds == (0,) else (0.1, 0.4):
+                ends = [end(BASE, "uwo", x, k, kl=kl, seed=seed) for seed in seeds]
+                expected[f"{k} members", x] = statistics.mean(ends)
+        assert finals(plot) == pytest.approx(expected)
+
+
+def a_run(method, *golds, procedure="PPO", kl=0.0, se=0.25, uwo_lambda=None, members=None, **more):
+    """A run with this curve of gold scores; its variance grows `grown` times."""
+    members = members or (1 if method == "single" else 5)
+    uwo_lambda = uwo_lambda or ({"PPO": 0.1, "BoN": 0.5}[procedure] if method == "uwo" else None)
+    curve = pandas.DataFrame({"step": range(len(golds)), "x": range(len(golds)), "y": golds, "se": se, "proxy": 0.0})
+    curve = curve.assign(low=curve["y"] - 1, high=curve["y"] + 1) if procedure == "BoN" else curve
+    variance = pandas.DataFrame({"step": range(20), "x": range(20), "y": [1.0] * 10 + [more.get("grown", 1.0)] * 10})
+    start = procedure, *more.get("setting", BASE), kl, method, uwo_lambda, members, more.get("paths", "a")
+    return figures.Run(*start, more.get("seed", 1), "folder", curve, variance, more.get("samples", pandas.Series()))
+
+
+def test_figure_4_takes_each_methods_best_final_penalty():
+    runs = [a_run("single", 0, 9, 1), a_run("single", 0, 1, 2, kl=0.1), a_run("single", 0, 2, 2.5, kl=0.1, seed=2)]
+    runs += [a_run("single", 0, 1, 2.75, kl=0.2, seed=1), a_run("single", 0, 1, 1, kl=0.2, seed=2)]  # mean 1.875
+    runs += [a_run("wco", 0, 4, 3), a_run("wco", 0, 2.5, 2.75, kl=0.1)]
+    base = dict(zip(("noise", "size", "pairs"), BASE, strict=True))
+    _, (plot,) = figures.paper_figures(runs, base, 0.1, figures.Args())["figure_4"]
+    found = {row["series"]: (row["y"], row["runs"]) for row in plot.rows}
+    assert found == {"single, KL penalty 0.1": (2.25, 2), "wco, KL penalty 0": (3, 1)}
+
+
+# ---- win rates ---------------------------------------------------------------------------------------------------
+
+
+def test_ppo_win_rates_count_ties_half_and_average_over_seeds_then_members():
+    def scores(**golds):
+        return pandas.Series(golds)
+
+    runs = [
+        a_run("wco", 0, seed=1, samples=scores(p=1.0, q=2.0, r=3.0, s=4.0)),
+        a_run("wco", 0, seed=2, samples=scores(p=1.0, q=1.0)),
+        a_run("single", 0, paths="a", seed=1, samples=scores(s=0.0, r=3.0, q=5.0, p=0.0, t=9.0)),  # 1 1/2 0 1
+        a_run("single", 0, paths="a", seed=2, samples=scores(p=2.0, q=2.0)),  # 0 0
+        a_run("single", 0, paths="b", seed=1, samples=scores(p=0.0, q=0.0, r=0.0, s=0.0)),  # 1 1 1 1
+        a_run("single", 0, paths="c", seed=1),  # no samples
+        a_run("single", 0, paths="d", seed=3, samples=scores(p=0.0)),  # no such seed
+        a_run("single", 0, paths="b", seed=1, kl=0.1, samples=scores(p=9.0)),  # another penalty
+    ]
+    (row,) = figures.win_rate_rows(runs, figures.Args())
+    rates = [(0.625 + 0.0) / 2, 1.0]
+    assert row["win_rate"] == statistics.mean(rates) and row["win_rate_sd"] == pytest.approx(statistics.stdev(rates))
+    assert (row["method"], row["kl_coef"], row["against"]) == ("wco", 0, 2)
+    assert row["paper"] == "62.2 ± 2.9 (44M)"  # 25 % label noise
+
+
+def test_win_rates_of_best_of_n_beside_the_papers(world):
+    rows = figures.win_rate_rows(figures.pick(world[0], procedure="BoN"), figures.Args())
+    rows = {(row["noise"], row["size"], row["pairs"], row["method"], row["uwo_lambda"]): row for row in rows}
+    methods = [("mean", None), ("wco", None), ("uwo", 0.1), ("uwo", 0.5)]
+    assert set(rows) == {(*setting, *method) for setting in SETTINGS for method in methods}
+    for (*setting, method, x), row in rows.items():
+        rate = 0.5 + level(setting, method, x, 3) / 100
+        assert (row["win_rate"], row["win_rate_sd"], row["members"]) == pytest.approx((rate, 0.03, 3))
+    found = {method: rows[*SETTINGS[1], *method]["paper"] for method in methods}
+    expected = ["54.9 ± 0.9 (44M)", "57.1 ± 0.6 (44M)", "", "57.2 ± 0.9 (44M)"]
+    assert list(found.values()) == expected
+    small = [run._replace(size="pythia-14m") for run in figures.pick(world[0], procedure="BoN", noise=25, pairs=50)]
+    assert [row["paper"] for row in figures.win_rate_rows(small, figures.Args())][:1] == ["57.7 ± 1.4 (7M)"]
+    other = [run._replace(noise=35.0) for run in small]
+    assert {row["paper"] for row in figures.win_rate_rows(other, figures.Args())} == {""}
