@@ -416,7 +416,7 @@ def bar(series: str, x, runs: list[Run]) -> dict:
     y, sd = mean_and_sd(map(final, runs))
     own = len(runs) == 1 and runs[0].procedure == "BoN"
     low, high = runs[0].curve[["low", "high"]].iloc[-1] if own else (y - sd, y + sd)
-    start = mean(run.curve["y"].iloc[0] for run in runs)
+    start = mean(float(run.curve["y"].iloc[0]) for run in runs)
     return {"series": series, "runs": len(runs), "x": x, "y": y, "low": low, "high": high, "start": start}
 
 

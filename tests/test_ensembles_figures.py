@@ -501,3 +501,193 @@ def test_win_rates_of_best_of_n_beside_the_papers(world):
     assert [row["paper"] for row in figures.win_rate_rows(small, figures.Args())][:1] == ["57.7 ± 1.4 (7M)"]
     other = [run._replace(noise=35.0) for run in small]
     assert {row["paper"] for row in figures.win_rate_rows(other, figures.Args())} == {""}
+
+
+# ---- claims ------------------------------------------------------------------------------------------------------
+
+
+def test_drop_and_noise():
+    """The drop is above the noise only where it is more than two standard errors of the final score."""
+    runs = [a_run("wco", 0, 1.5, 1), a_run("wco", 2, 1, 1.25, seed=2), a_run("wco", 0, 1, 3, se=1, seed=3)]
+    group = figures.group_of(runs)  # drops 0.5, 0.75, 0 of noises 0.5, 0.5, 2
+    assert group[:4] == pytest.approx((1.75, 1.25 / 3, 1, 1 / 3))
+    assert group.short == "wco, 5 members, KL penalty 0: final 1.750 ± 1.090"
+    assert group.text == f"{group.short}, drop 0.417 ± 0.382 (2 se 1.000; 1 of 3 above)"
+
+
+SINGLE = [a_run("single", 0, 4, 1), a_run("single", 0, 4, 1, seed=2), a_run("single", 0, 1.25, 1, paths="b")]
+CALM = [a_run("wco", 0, 3.25, 3), a_run("uwo", 0, 3.75, 3.5)]
+SMALL = [a_run("wco", 0, 3, 3, kl=0.1), a_run("uwo", 0, 3, 3.25, kl=0.1)]
+MEAN = [a_run("mean", 0, 3, 2)]
+
+
+def members_of(method, three, four, five):
+    """Best-of-n curves of three to five members."""
+    finals = zip((three, four, five), (3, 4, 5), strict=True)
+    return [a_run(method, 0, x, procedure="BoN", members=k) for x, k in finals]
+
+
+ONE = [a_run("single", 0, 1, procedure="BoN")]
+ENOUGH = [*ONE, *members_of("mean", 2, 3, 3), *members_of("wco", 2, 2.5, 2.25), *members_of("uwo", 9, 10, 11)]
+LAMBDAS = [a_run("uwo", 0, x, uwo_lambda=y) for x, y in ((3, 0.1), (3.5, 0.5), (3.25, 1.0))]
+VARIANCE = [a_run("mean", 0, grown=2.0), a_run("uwo", 0, grown=1.25)]
+
+
+@pytest.mark.parametrize(
+    ("number", "runs", "holds"),
+    [
+        (1, SINGLE, True),  # 2 of 3
+        (1, SINGLE[1:], False),  # 1 of 2
+        (1, [run._replace(kl_coef=0.1) for run in SINGLE], None),
+        (2, SINGLE + CALM, True),
+        (2, SINGLE + [CALM[0], a_run("uwo", 0, 1.25, 0.75)], False),  # falls less, ends lower
+        (2, SINGLE + [a_run("wco", 0, 9, 3), CALM[1]], False),  # ends higher, falls more
+        (2, SINGLE + CALM[:1], None),
+        (3, CALM + SMALL, True),  # uwo: 3.25 is 0.25 below, half of its noise
+        (3, CALM + [SMALL[0], a_run("uwo", 0, 2.75, 2.75, kl=0.1)], False),  # 0.75 below
+        (3, CALM + [SMALL[0], a_run("uwo", 0, 5, 4.25, kl=0.1)], False),  # falls by 0.75
+        (3, CALM + [a_run("wco", 0, 5, 4.25, kl=0.1), SMALL[1]], False),
+        (3, CALM, None),
+        (4, CALM + MEAN, True),
+        (4, CALM + [a_run("mean", 0, 2.25, 2)], False),  # ends lower, does not fall
+        (4, CALM + [a_run("mean", 0, 9, 3.25)], False),  # falls, ends between the two
+        (4, MEAN, None),
+        (5, ENOUGH, True),  # gains of the fifth: 0 of 2, -0.25 of 1.25, 1 of 10
+        (5, [*ENOUGH[:-1], a_run("uwo", 0, 12, procedure="BoN")], False),  # 2 of 11
+        (5, [run for run in ENOUGH if run.members != 4], None),
+        (6, SINGLE + LAMBDAS, True),  # they differ by 0.5, the mean gain is 2.25
+        (6, SINGLE + LAMBDAS + [a_run("uwo", 0, 1.5, uwo_lambda=2.0)], False),  # 2 of 1.8125
+        (6, SINGLE + LAMBDAS[:1], None),
+        (7, VARIANCE, True),  # grows by 1 and by 0.25
+        (7, [VARIANCE[0], a_run("uwo", 0, grown=1.75)], False),
+        (7, [a_run("mean", 0, grown=1.25), a_run("uwo", 0)], False),
+        (7, VARIANCE[:1], None),
+        (9, SINGLE + [a_run("wco", 0, 0.75), CALM[1]], True),  # below by less than 0.5
+        (9, SINGLE + [a_run("wco", 0, 0.25), CALM[1]], False),
+        (9, SINGLE + CALM + SMALL + [a_run("single", 0, 3.4, kl=0.1)], True),
+        (9, SINGLE + CALM + SMALL + [a_run("single", 0, 3.6, kl=0.1)], False),  # wco is below by 0.6 at penalty 0.1
+        (9, SINGLE, None),
+    ],
+)
+def test_verdicts(number, runs, holds):
+    assert figures.verdicts(runs, 0.1, figures.Args()).get(number, (None,))[0] is holds
+
+
+def test_numbers_of_the_claims():
+    runs = SINGLE + CALM + [a_run("wco", 0, 4, 5, seed=2), *SMALL, *VARIANCE]
+    found = {number: text for number, (_, text) in figures.verdicts(runs, 0.1, figures.Args()).items()}
+    assert found[1].startswith("single, KL penalty 0: final 1.000 ± 0.000, drop 2.083 ± 1.588")
+    assert found[2].endswith("; wco minus single: 3.000 ± 1.414; uwo minus single: 0.750")  # seeds 1, 2; uwo: seed 1
+    assert found[7] == "mean: times 2.000; uwo: times 1.125 ± 0.177"
+    bon = ONE + [a_run("single", 0, 2, procedure="BoN", paths="b")]
+    bon += [a_run(method, 0, 4, procedure="BoN") for method in ("wco", "uwo")]
+    text = figures.verdicts(bon, None, figures.Args())[2][1]
+    assert text.endswith("; wco minus single: 2.500 ± 0.707; uwo minus single: 2.500 ± 0.707")  # over members
+
+
+def test_claims_table_counts_ensembles_above_single_runs_in_all_settings():
+    base = dict(zip(("noise", "size", "pairs"), BASE, strict=True))
+    runs = [*SINGLE, *CALM, *MEAN]
+    for pairs in (1, 2):
+        runs += [run._replace(pairs=pairs) for run in [*SINGLE, *CALM, *MEAN]]
+    runs += [run._replace(noise=0) for run in [*SINGLE[:1], a_run("mean", 0, 0.5)]]
+    for fewer, text, verdict in ((0, "9 of 10 above", "holds"), (1, "8 of 9 above", "does not hold")):
+        table = figures.claims_table(runs[fewer * 6 :] + runs[: fewer * 5], base, 0.1, figures.Args())
+        (row,) = (row for row in table if row["claim"] == 8 and row["procedure"] == "PPO")
+        assert (row["numbers"], row["verdict"], row["label noise, %"]) == (text, verdict, "all")
+    rows = {(row["claim"], row["procedure"], row["label noise, %"]): row["verdict"] for row in table}
+    noises = [(number, "PPO", noise) for number in (1, 2, 3, 4, 6, 7, 9) for noise in ("0", "25")]
+    noises += [(number, "BoN", noise) for number in (1, 2, 4, 5, 6) for noise in ("0", "25")]
+    assert set(rows) == {*noises, (8, "PPO", "all"), (8, "BoN", "all")}
+    assert rows[8, "BoN", "all"] == rows[3, "PPO", "25"] == rows[2, "PPO", "0"] == "no runs"
+    assert rows[1, "PPO", "25"] == rows[1, "PPO", "0"] == "holds"
+    assert all(row["rule"] and row["text"] for row in table)
+
+
+# ---- drawing, the whole command ----------------------------------------------------------------------------------
+
+
+def drawn(plot, order=None):
+    axis = Figure().subplots()
+    figures.draw_plot(axis, plot, order or list(dict.fromkeys(row["series"] for row in plot.rows)))
+    return axis
+
+
+def test_curves_as_drawn(world):
+    plot = world[1][3][1]
+    axis = drawn(plot)
+    right = next(other for other in axis.figure.axes if other is not axis)
+    rows = rows_of(plot)
+    for name, line, dashed, band in zip(
+        rows["series"].unique(), axis.lines, right.lines, axis.collections, strict=True
+    ):
+        mine = rows[rows["series"] == name]
+        color, marker = figures.METHODS[name.partition(",")[0]]
+        assert (line.get_label(), line.get_color(), line.get_marker()) == (name, color, marker)
+        assert (dashed.get_color(), dashed.get_linestyle()) == (color, "--")
+        assert list(line.get_xdata()) == list(dashed.get_xdata()) == list(mine["x"])
+        assert list(line.get_ydata()) == list(mine["y"]) and list(dashed.get_ydata()) == list(mine["proxy"])
+        corners = {tuple(point) for point in band.get_paths()[0].vertices}
+        assert corners == {*zip(mine["x"], mine["low"], strict=True), *zip(mine["x"], mine["high"], strict=True)}
+    assert axis.get_xscale() == "function"
+    assert [axis.transScale.transform((x, 0))[0] for x in (0, 4, 9)] == [0, 2, 3]
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == list(rows["series"].unique())
+
+
+def test_bars_as_drawn():
+    rows = [
+        figures.bar("single", x, [a_run("single", 1, y), a_run("single", 1, y + 2)]) for x, y in ((50, 0), (1000, 4))
+    ]
+    rows += [figures.bar("mean", 1000, [a_run("mean", 3, 6, procedure="BoN")])]
+    axis = drawn(figures.Plot("", "bars", "pairs", rows, "x"))
+    found = [(round(bar.get_x() + bar.get_width() / 2, 6), bar.get_y(), bar.get_height()) for bar in axis.patches]
+    start = 5 / 3  # mean of 1, 1 and 3
+    expected = [(-0.2, start, 1 - start), (0.8, start, 5 - start), (1.2, start, 6 - start)]
+    assert found == [pytest.approx(bar) for bar in expected]
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["50", "1,000"]
+    whiskers = [container.lines[2][0].get_segments() for container in axis.containers if hasattr(container, "lines")]
+    spread = 2**0.5
+    heights = [[list(segment[:, 1]) for segment in segments] for segments in whiskers]
+    assert heights == [[pytest.approx([1 - spread, 1 + spread]), pytest.approx([5 - spread, 5 + spread])], [[5, 7]]]
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    """Of one best-of-n folder and three PPO runs: what is drawn, what is written beside it and what is missing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ensembles/figures.py", "--runs", "runs"])
+    paths = make_bon(BASE, (0.1,)).parent and make_members(BASE)
+    make_ppo("single", BASE, paths[:1], golds={0: 1.0, 2: 9.0, 5: 3.0}, samples={"p": 1.0, "q": 0.0})
+    make_ppo("mean", BASE, paths, golds={0: 1.0, 2: 3.0, 5: 4.0}, samples={"p": 1.0, "q": 2.0})
+    make_ppo("killed", BASE, paths, "wco", updates=3)
+    figures.main(figures.Args(runs="runs", output_dir="out/here", pdf=True))
+    kinds = ("png", "pdf", "csv")
+    there = {f"figure_{number}.{kind}" for number in (3, 5, 4, 10, 11) for kind in kinds}
+    assert {path.name for path in Path("out/here").iterdir()} == {*there, "claims.csv", "win_rates.csv", "figures.md"}
+    for name in there:
+        start = {"png": b"\x89PNG", "pdf": b"%PDF", "csv": b"panel,series"}[name[-3:]]
+        assert Path("out/here", name).read_bytes().startswith(start)
+    frame = pandas.read_csv("out/here/figure_5.csv")
+    assert frame[["panel", "series", "x", "y"]].values.tolist() == [
+        ["25 % label noise", method, x, y]
+        for method, golds in (("single", (1, 9, 3)), ("mean", (1, 3, 4)))
+        for x, y in zip((0, 4, 10), golds, strict=True)
+    ]
+    wins = pandas.read_csv("out/here/win_rates.csv")
+    assert wins[wins["procedure"] == "PPO"][["method", "win_rate", "against"]].values.tolist() == [["mean", 0.75, 1]]
+    claims = pandas.read_csv("out/here/claims.csv", keep_default_na=False)
+    (first,) = claims[(claims["claim"] == 1) & (claims["procedure"] == "PPO")].to_dict("records")
+    assert first["verdict"] == "holds" and "drop 6.000" in first["numbers"] and "2 standard errors" in first["rule"]
+    text = Path("out/here/figures.md").read_text()
+    assert capsys.readouterr().out.strip() == text.strip()
+    assert "| PPO | 25 | nano-s | 100 | 0.0 | mean |  | 3 | 75.0 ± 0.0 | 60.2 ± 3.5 (44M) |" in text.replace(
+        "| 0 |", "| 0.0 |"
+    )
+    missing, left_out = text.partition("## Missing")[2].split("## Left out")
+    named = {line.partition(":")[0].removeprefix("- ") for line in missing.strip().splitlines()}
+    assert {f"figure_{number}" for number in (6, 7, 8, 9, 12, 13, 14)} <= named
+    assert not {f"figure_{number}" for number in (3, 4, 5, 10, 11)} & named
+    assert {"claim 2, PPO, label noise 25 %", "claim 5, BoN, label noise 25 %"} <= named
+    assert "claim 1, PPO, label noise 25 %" not in named
+    assert "bash benchmark/ensembles.sh" in missing and "quickstart/ensembles.py" in missing
+    assert "runs/ppo/killed: it is not complete" in left_out
+    assert "--bon-lambda 0.5: of uwo there is λ 0.1" in left_out and "--ppo-lambda" not in left_out
