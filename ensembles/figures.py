@@ -518,8 +518,8 @@ def paper_figures(runs: list[Run], base: dict, small: float | None, args: Args) 
     plots = by_part(lambda x: bars(x, "members", ("mean", "wco", "uwo")), "members")
     found[11] = f"Final gold by number of members, {flips}, {some}", plots
     found[12] = f"Final gold of uwo by λ, {flips}, {some}", by_part(lambda_bars, "λ")
-    plots = [Plot("by size", "kl", "KL", by_size, "series"), by_pairs[0]._replace(title="by number of pairs")]
-    found[13] = f"Best of n, single reward models, {flips}; by size: {amount}; by pairs: {size}", plots
+    plots = [Plot(f"by size, {amount}", "kl", "KL", by_size, "series"), by_pairs[0]._replace(title=f"by pairs, {size}")]
+    found[13] = f"Best of n, single reward models, {flips}", plots
     found[14] = f"PPO, single reward models by number of pairs, {flips}, {size}", by_pairs[1:]
     return {f"figure_{number}": figure for number, figure in found.items()}
 
@@ -574,7 +574,7 @@ def save_figure(args: Args, name: str, title: str, plots: list[Plot]) -> bool:
     order = list(dict.fromkeys(row["series"] for plot in plots for row in plot.rows))
     for axis, plot in zip(figure.subplots(1, len(plots), squeeze=False)[0], plots, strict=True):
         draw_plot(axis, plot, order)
-    figure.suptitle(title, size=10)
+    figure.suptitle(title, size=9.5)
     for kind in ("png", "pdf") if args.pdf else ("png",):
         figure.savefig(Path(args.output_dir) / f"{name}.{kind}", dpi=90)
     rows = [{"panel": plot.title} | row for plot in plots for row in plot.rows]

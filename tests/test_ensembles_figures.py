@@ -198,14 +198,18 @@ def test_what_a_run_is(tmp_path, monkeypatch):
     paths = make_members(BASE)
     make_ppo("one", BASE, paths[:1], seed=4)
     make_ppo("uwo", BASE, paths, "uwo", 0.2, 0.3, samples={"b": 2.5, "a": 1.5})
-    make_bon(BASE, (0.5,), count=2)
+    make_bon(BASE, (0.5,))
     write_json(Path("runs/no_gold/args.json"), {"stage": "ppo", "gold": None})
     write_json(Path("runs/sft/args.json"), {"stage": "sft"})
     runs, problems = figures.read_runs("runs")
     found = {run[5:10] for run in figures.pick(runs, procedure="BoN")}
-    both = " ".join(paths[:2])
-    singles = {("single", None, 1, path, 0) for path in paths[:2]}
-    assert found == singles | {("mean", None, 2, both, 0), ("wco", None, 2, both, 0), ("uwo", 0.5, 2, both, 0)}
+    expected = {("single", None, 1, path, 0) for path in paths}
+    for k in (2, 3):
+        first = " ".join(paths[:k])
+        expected |= {("mean", None, k, first, 0), ("wco", None, k, first, 0), ("uwo", 0.5, k, first, 0)}
+    assert found == expected
+    ends = {run.paths: figures.final(run) for run in figures.pick(runs, procedure="BoN", method="single")}
+    assert ends == pytest.approx({path: end(BASE, "single", member=i) for i, path in enumerate(paths)})
     one, uwo = figures.pick(runs, procedure="PPO")
     assert one[:10] == ("PPO", *BASE, 0.0, "single", None, 1, paths[0], 4)
     assert uwo[:10] == ("PPO", *BASE, 0.3, "uwo", 0.2, 3, " ".join(paths), 1)
@@ -213,7 +217,7 @@ def test_what_a_run_is(tmp_path, monkeypatch):
     assert uwo.curve.to_dict("list") == {
         "step": [0, 2, 5], "x": [0, 4, 10], "y": [10, 11, 12], "se": [0.25] * 3, "proxy": [30, 33, 36]
     }  # fmt: skip
-    curve = figures.pick(runs, procedure="BoN", method="wco")[0].curve
+    curve = figures.pick(runs, procedure="BoN", method="wco", members=2)[0].curve
     gain = level(BASE, "wco", members=2)
     assert list(curve["step"]) == [1, 4, 16] and list(curve["x"]) == [0, 1.5, 3]
     assert list(curve["y"]) == pytest.approx([10, 10 + gain, 10 + 2 * gain])
