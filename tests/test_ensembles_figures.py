@@ -450,7 +450,7 @@ def a_run(method, *golds, procedure="PPO", kl=0.0, se=0.25, uwo_lambda=None, mem
     members = members or (1 if method == "single" else 5)
     uwo_lambda = uwo_lambda or ({"PPO": 0.1, "BoN": 0.5}[procedure] if method == "uwo" else None)
     curve = pandas.DataFrame({"step": range(len(golds)), "x": range(len(golds)), "y": golds, "se": se, "proxy": 0.0})
-    curve = curve.assign(low=curve["y"] - 1, high=curve["y"] + 1) if procedure == "BoN" else curve
+    curve = curve.assign(low=curve["y"] - 1, high=curve["y"] + 3) if procedure == "BoN" else curve
     variance = pandas.DataFrame({"step": range(20), "x": range(20), "y": [1.0] * 10 + [more.get("grown", 1.0)] * 10})
     start = procedure, *more.get("setting", BASE), kl, method, uwo_lambda, members, more.get("paths", "a")
     return figures.Run(*start, more.get("seed", 1), "folder", curve, variance, more.get("samples", pandas.Series()))
@@ -652,7 +652,7 @@ def test_bars_as_drawn():
     whiskers = [container.lines[2][0].get_segments() for container in axis.containers if hasattr(container, "lines")]
     spread = 2**0.5
     heights = [[list(segment[:, 1]) for segment in segments] for segments in whiskers]
-    assert heights == [[pytest.approx([1 - spread, 1 + spread]), pytest.approx([5 - spread, 5 + spread])], [[5, 7]]]
+    assert heights == [[pytest.approx([1 - spread, 1 + spread]), pytest.approx([5 - spread, 5 + spread])], [[5, 9]]]
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
