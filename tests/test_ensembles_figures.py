@@ -1,0 +1,697 @@
+"""ensembles/figures.py: what is read, drawn and judged, against hand-made runs and hand-computed numbers."""
+
+import importlib.util
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import pandas
+import pytest
+from matplotlib.figure import Figure
+
+SCRIPT = Path(__file__).resolve().parents[1] / "ensembles" / "figures.py"
+spec = importlib.util.spec_from_file_location("ensembles_figures", SCRIPT)  # eval/figures.py has the same name
+figures = sys.modules["ensembles_figures"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(figures)
+
+BASE = (25, "nano-s", 100)  # label noise, size and pairs of most runs
+SETTINGS = [BASE, (0, "nano-s", 100), (25, "nano-xs", 100), (25, "nano-s", 50)]
+NS, UPDATES = (1, 4, 16), (0, 2, 5)  # of the curves; 44 episodes in batches of 8 are 5 updates
+
+
+def level(setting, method, uwo_lambda=None, members=1, member=0, kl=0.0, seed=0) -> float:
+    """How much gold a hand-made curve gains from one of its points to the next: another number for every run."""
+    noise, size, pairs = setting
+    found = {"single": 1, "mean": 2, "wco": 3, "uwo": 4}[method] + noise / 100 + (size == "nano-xs") / 2 - pairs / 1000
+    return found + (uwo_lambda or 0) / 7 + members / 90 + member / 30 - kl * 3 + seed / 50
+
+
+def write_json(file: Path, settings: dict):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(settings))
+
+
+def make_members(setting, count: int = 3) -> list[str]:
+    """Reward models of a setting, relative to the working directory; their paths."""
+    noise, size, pairs = setting
+    paths = [f"models/{noise}_{size}_{pairs}/{i}" for i in range(count)]
+    data = {"preference_dataset": f"data/labelled/noise_{noise}", "total_episodes": 2 * pairs + 1}
+    for path in paths:
+        write_json(Path(path, "args.json"), data | {"stage": "reward", "model": f"x/{size}", "num_train_epochs": 2})
+    return paths
+
+
+def make_bon(setting, lambdas=(0.1, 0.5), name: str | None = None, count: int = 3) -> Path:
+    """A folder of best_of_n.py: gold 10 + level x (0, 1, 2), band 0.3 below to 0.1 above, proxy 2 x gold."""
+    paths, folder = make_members(setting, count), Path("runs/bon", name or "_".join(map(str, setting)))
+    write_json(folder / "args.json", {"reward_model_paths": paths, "gold": "g", "samples": 16, "prompts": 9})
+    curves, wins = [], []
+
+    def add(method, members, uwo_lambda, gain):
+        row = {"method": method, "members": members, "uwo_lambda": uwo_lambda}
+        for i, n in reversed(list(enumerate(NS))):
+            gold = 10 + i * gain
+            columns = {"n": n, "kl": i * 1.5, "gold": gold, "gold_low": gold - 0.3, "gold_high": gold + 0.1}
+            curves.append(row | columns | {"proxy": 2 * gold, "variance": 0})
+        if members > 1:
+            wins.append(row | {"n": 16, "win_rate": 0.5 + gain / 100, "win_rate_sd": members / 100})
+
+    add("single", 1, "", 99)
+    for i in range(count):
+        add(f"single_{i + 1}", 1, "", level(setting, "single", member=i))
+    for k in range(2, count + 1):
+        for method, x in [("mean", ""), ("wco", ""), *(("uwo", x) for x in lambdas)]:
+            add(method, k, x, level(setting, method, x or 0, k))
+    pandas.DataFrame(curves).to_csv(folder / "best_of_n.csv", index=False)
+    header = ["method", "members", "uwo_lambda", "n", "win_rate", "win_rate_sd"]
+    pandas.DataFrame(wins, columns=header).to_csv(folder / "win_rates.csv", index=False)
+    return folder
+
+
+def make_ppo(name: str, setting, paths, combination="mean", uwo_lambda=None, kl=0.0, seed=1, gain=1.0, **more) -> Path:
+    """A run of ppo.py --gold: gold 10 + gain x (0, 1, 2), KL 4 and 9 + seed, proxy 3 x gold, se 0.25, variance the
+    update times the gain. more: golds, updates; samples {id: gold} or None."""
+    folder = Path("runs/ppo", name)
+    settings = {"stage": "ppo", "gold": "g", "reward_model_paths": paths, "reward_combination": combination}
+    settings |= {"uwo_lambda": uwo_lambda, "kl_coef": kl, "seed": seed, "total_episodes": 44, "batch_size": 8}
+    write_json(folder / "args.json", settings)
+    golds = more.get("golds") or dict(zip(UPDATES, (10 + i * gain for i in range(3)), strict=True))
+    lines = []
+    for update in range(more.get("updates", 5) + 1):
+        line = {"update": update, "episode": 8 * update}
+        line |= {"objective/reward_model_variance": update * gain} if update else {}
+        if update in golds:
+            distance = {0: 0, 2: 4}.get(update, 9 + seed)
+            line |= {
+                "gold/score": golds[update],
+                "gold/proxy": 3 * golds[update],
+                "gold/kl_k2": distance,
+                "gold/se": 0.25,
+            }
+        lines.append(json.dumps(line) + "\n")
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    if samples := more.get("samples", {"p": 0.0}):
+        rows = [
+            {"id": name, "response": "x", "kl_k2": 1, "tokens": 2, "score_1": 9, "gold": x}
+            for name, x in samples.items()
+        ]
+        pandas.DataFrame(rows).to_csv(folder / "gold_samples.csv", index=False)
+    return folder
+
+
+def make_all_ppo(setting, penalties, seeds, lambdas=(0.1,), sizes=(3,)):
+    """PPO runs of all methods and members of a setting."""
+    paths, start = make_members(setting), "_".join(map(str, setting))
+    for kl in penalties:
+        for seed in seeds:
+            for i, path in enumerate(paths):
+                gain = level(setting, "single", member=i, kl=kl, seed=seed)
+                make_ppo(f"{start}_single_{i}_{kl}_{seed}", setting, [path], kl=kl, seed=seed, gain=gain)
+            for k in sizes:
+                for method, x in [("mean", None), ("wco", None), *(("uwo", x) for x in lambdas)]:
+                    gain, name = level(setting, method, x, k, kl=kl, seed=seed), f"{start}_{method}_{x}_{k}_{kl}_{seed}"
+                    make_ppo(name, setting, paths[:k], method, x, kl, seed, gain)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """(runs, the figures' panels by number) of best of n and PPO in four settings; in the first there are two seeds,
+    three KL penalties, two lambdas and ensembles of two and three."""
+    root = tmp_path_factory.mktemp("world")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        for setting in SETTINGS:
+            make_bon(setting)
+            extended = setting == BASE
+            penalties = (0.0, 0.05, 0.2) if extended else (0.0, 0.05)
+            make_all_ppo(setting, penalties, *(((1, 2), (0.1, 0.4), (2, 3)) if extended else ((1,),)))
+        runs, problems = figures.read_runs("runs")
+    assert problems == []
+    base = dict(zip(("noise", "size", "pairs"), BASE, strict=True))
+    found = figures.paper_figures(runs, base, 0.05, figures.Args())
+    return runs, {int(name[7:]): plots for name, (_, plots) in found.items()}
+
+
+def rows_of(plot) -> pandas.DataFrame:
+    return pandas.DataFrame(plot.rows)
+
+
+def finals(plot) -> dict:
+    """{(series, x): the height of the bar}."""
+    return {(row["series"], row["x"]): row["y"] for row in plot.rows}
+
+
+def end(*key, **more) -> float:
+    """The last gold score of a hand-made curve."""
+    return 10 + 2 * level(*key, **more)
+
+
+def single_end(setting, kl=0.0, seeds=(0,)) -> float:
+    """Mean of it over three single members and seeds."""
+    return statistics.mean(end(setting, "single", member=i, kl=kl, seed=seed) for i in range(3) for seed in seeds)
+
+
+# ---- reading -----------------------------------------------------------------------------------------------------
+
+
+def test_the_setting_is_read_from_the_members(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = {"model": "EleutherAI/pythia-70m", "total_episodes": 231, "num_train_epochs": 5}
+    write_json(Path("rm/args.json"), settings | {"preference_dataset": "data/noise_12.5/"})
+    assert figures.member_setting("rm") == figures.member_setting("rm/model") == (12.5, "pythia-70m", 46)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda p: Path(p[1], "args.json").unlink(),
+            "reward model models/25_nano-s_100/1 has no models/25_nano-s_100/1/args.json",
+        ),
+        (
+            lambda p: write_json(Path(p[0], "args.json"), {"preference_dataset": "data/tldr"}),
+            "models/25_nano-s_100/0/args.json: preference_dataset data/tldr is no folder noise_N",
+        ),
+        (
+            lambda p: write_json(
+                Path(p[0], "args.json"),
+                {"preference_dataset": "noise_0", "model": "nano-s", "total_episodes": 201, "num_train_epochs": 2},
+            ),
+            "differ in label noise, size or pairs",
+        ),
+    ],
+)
+def test_a_run_whose_members_do_not_tell_their_setting_is_left_out(tmp_path, monkeypatch, change, message):
+    monkeypatch.chdir(tmp_path)
+    paths = make_members(BASE)
+    make_ppo("alone", BASE, paths[2:])
+    make_ppo("all", BASE, paths)
+    change(paths)
+    runs, problems = figures.read_runs("runs")
+    assert [run.folder for run in runs] == ["runs/ppo/alone"]
+    assert len(problems) == 1 and problems[0].startswith("runs/ppo/all: ") and message in problems[0]
+
+
+def test_what_a_run_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths = make_members(BASE)
+    make_ppo("one", BASE, paths[:1], seed=4)
+    make_ppo("uwo", BASE, paths, "uwo", 0.2, 0.3, samples={"b": 2.5, "a": 1.5})
+    make_bon(BASE, (0.5,))
+    write_json(Path("runs/no_gold/args.json"), {"stage": "ppo", "gold": None})
+    write_json(Path("runs/sft/args.json"), {"stage": "sft"})
+    runs, problems = figures.read_runs("runs")
+    found = {run[5:10] for run in figures.pick(runs, procedure="BoN")}
+    expected = {("single", None, 1, path, 0) for path in paths}
+    for k in (2, 3):
+        first = " ".join(paths[:k])
+        expected |= {("mean", None, k, first, 0), ("wco", None, k, first, 0), ("uwo", 0.5, k, first, 0)}
+    assert found == expected
+    ends = {run.paths: figures.final(run) for run in figures.pick(runs, procedure="BoN", method="single")}
+    assert ends == pytest.approx({path: end(BASE, "single", member=i) for i, path in enumerate(paths)})
+    one, uwo = figures.pick(runs, procedure="PPO")
+    assert one[:10] == ("PPO", *BASE, 0.0, "single", None, 1, paths[0], 4)
+    assert uwo[:10] == ("PPO", *BASE, 0.3, "uwo", 0.2, 3, " ".join(paths), 1)
+    assert uwo.samples.to_dict() == {"a": 1.5, "b": 2.5} and list(uwo.variance["y"]) == [1, 2, 3, 4, 5]
+    assert uwo.curve.to_dict("list") == {
+        "step": [0, 2, 5], "x": [0, 4, 10], "y": [10, 11, 12], "se": [0.25] * 3, "proxy": [30, 33, 36]
+    }  # fmt: skip
+    curve = figures.pick(runs, procedure="BoN", method="wco", members=2)[0].curve
+    gain = level(BASE, "wco", members=2)
+    assert list(curve["step"]) == [1, 4, 16] and list(curve["x"]) == [0, 1.5, 3]
+    assert list(curve["y"]) == pytest.approx([10, 10 + gain, 10 + 2 * gain])
+    assert list(curve["se"]) == pytest.approx([0.4 / 3.92] * 3)
+    assert problems == []
+
+
+def test_incomplete_runs_and_runs_of_the_same_settings_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths = make_members(BASE)
+    make_ppo("a", BASE, paths)
+    make_ppo("again", BASE, paths)
+    make_ppo("killed", BASE, paths, "wco", updates=4)
+    make_ppo("old", BASE, paths, "uwo", 0.1, samples=None)
+    make_ppo("other_seed", BASE, paths, seed=2)
+    make_bon(BASE)
+    make_bon(BASE, name="twice")
+    Path(make_bon(SETTINGS[1]), "best_of_n.csv").unlink()
+    runs, problems = figures.read_runs("runs")
+    there = {run.folder for run in runs}
+    assert there == {"runs/bon/25_nano-s_100", "runs/ppo/a", "runs/ppo/old", "runs/ppo/other_seed"}
+    assert problems == [
+        "runs/bon/0_nano-s_100: no tables; "
+        "`python ensembles/best_of_n.py --output-dir runs/bon/0_nano-s_100 --estimate`",
+        "runs/bon/twice: runs/bon/25_nano-s_100 is a run of the same settings",
+        "runs/ppo/again: runs/ppo/a is a run of the same settings",
+        "runs/ppo/killed: it is not complete (update 4 of 5, 2 gold scores)",
+        "runs/ppo/old: no gold_samples.csv, and so no win rates of it; all else is there",
+    ]
+
+
+def replaced(name: str, old: str, new: str):
+    """Replace every `old` in a file."""
+    text = Path(name).read_text()
+    assert old in text
+    Path(name).write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("runs/ppo/a/metrics.jsonl", '"update": 3', '"update" 3', "JSONDecodeError"),
+        ("runs/ppo/a/metrics.jsonl", "gold/se", "gold/SE", "gold/se"),
+        ("runs/ppo/a/args.json", '"seed"', '"Seed"', "has no seed"),
+        ("runs/ppo/a/args.json", "{", "", "JSONDecodeError"),
+        ("runs/ppo/a/gold_samples.csv", ",gold", ",golden", "no column gold"),
+        ("runs/ppo/a/gold_samples.csv", "q,x,1", "p,x,1", "two rows of post p"),
+        ("runs/ppo/a/gold_samples.csv", "0.25", "", "a number is missing"),
+        ("runs/bon/25_nano-s_100/best_of_n.csv", "gold_low", "low", "no column gold_low"),
+        ("runs/bon/25_nano-s_100/best_of_n.csv", "single_2", "single_4", "IndexError"),
+        ("runs/bon/25_nano-s_100/win_rates.csv", "win_rate_sd", "sd", "no column win_rate_sd"),
+        ("models/25_nano-s_100/2/args.json", "num_train_epochs", "epochs", "num_train_epochs"),
+    ],
+)
+def test_a_damaged_file_is_named_and_nothing_written(tmp_path, monkeypatch, name, old, new, message):
+    monkeypatch.chdir(tmp_path)
+    make_ppo("a", BASE, make_members(BASE), samples={"p": 0.5, "q": 0.25})
+    make_bon(BASE)
+    replaced(name, old, new)
+    with pytest.raises(SystemExit) as error:
+        figures.main(figures.Args(runs="runs", output_dir="out"))
+    assert str(error.value).startswith(f"error: {name}") and message in str(error.value)
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"runs": "nowhere"}, "nowhere: no best-of-n or PPO runs with gold scores there"),
+        ({"noise": 35}, "--noise 35: no such runs; there are 0, 25"),
+        ({"size": "nano-m"}, "--size nano-m: no such runs; there are nano-xs, nano-s"),
+        ({"pairs": 7}, "--pairs 7: no such runs; there are 50, 100"),
+    ],
+)
+def test_what_is_asked_for_must_be_there(tmp_path, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    for setting in SETTINGS:
+        make_bon(setting)
+    with pytest.raises(SystemExit, match=message):
+        figures.main(figures.Args(**{"runs": "runs", "output_dir": "out"} | args))
+
+
+def test_size_and_pairs_are_those_of_most_run_folders(world):
+    runs = figures.pick(world[0], noise=25)
+    assert figures.most_common(runs, "size", None) == "nano-s"
+    assert figures.most_common(runs, "pairs", None) == 100
+    assert figures.most_common(runs, "pairs", 50) == 50
+    few = [run._replace(folder="one") for run in figures.pick(runs, size="nano-s")]  # many curves, one folder
+    assert figures.most_common([*few, *figures.pick(runs, size="nano-xs")], "size", None) == "nano-xs"
+
+
+def test_sizes_are_sorted_by_parameters():
+    names = ["pythia-1.4b", "nano-m", "pythia-70m", "other", "nano-xs", "pythia-410m", "nano-s"]
+    found = sorted(names, key=figures.size_order)
+    assert found == ["pythia-70m", "pythia-410m", "pythia-1.4b", "nano-xs", "nano-s", "nano-m", "other"]
+
+
+# ---- figures -----------------------------------------------------------------------------------------------------
+
+
+def test_best_of_n_curves(world):
+    plots = world[1][3]
+    assert [plot.title for plot in plots] == ["0 % label noise", "25 % label noise"]
+    for plot, setting in zip(plots, (SETTINGS[1], BASE), strict=True):
+        rows = rows_of(plot)
+        assert list(rows["series"].unique()) == ["single", "mean", "wco", "uwo, λ 0.5"]
+        for method, uwo_lambda in (("mean", None), ("wco", None), ("uwo", 0.5)):
+            mine = rows[rows["series"].str.startswith(method)]
+            gold = [10 + i * level(setting, method, uwo_lambda, 3) for i in range(3)]
+            assert list(mine["step"]) == [1, 4, 16] and list(mine["x"]) == [0, 1.5, 3]
+            assert list(mine["y"]) == pytest.approx(gold)
+            assert list(mine["low"]) == pytest.approx([x - 0.3 for x in gold])
+            assert list(mine["high"]) == pytest.approx([x + 0.1 for x in gold])
+            assert list(mine["proxy"]) == pytest.approx([2 * x for x in gold])
+        single, gains = rows[rows["series"] == "single"], [level(setting, "single", member=i) for i in range(3)]
+        gold, sd = 10 + 2 * statistics.mean(gains), 2 * statistics.stdev(gains)
+        assert list(single.iloc[-1][["y", "low", "high", "proxy", "runs"]]) == pytest.approx(
+            [gold, gold - sd, gold + sd, 2 * gold, 3]
+        )
+
+
+def test_ppo_curves_are_means_over_seeds_and_members_at_equal_updates(world):
+    rows = rows_of(world[1][5][1])
+    assert list(rows["series"].unique()) == ["single", "mean", "wco", "uwo, λ 0.1"]
+    both = {"wco": [level(BASE, "wco", members=3, seed=seed) for seed in (1, 2)]}
+    both["single"] = [level(BASE, "single", member=i, seed=seed) for i in range(3) for seed in (1, 2)]
+    for method, gains in both.items():
+        mine = rows[rows["series"] == method]
+        assert list(mine["step"]) == [0, 2, 5] and list(mine["x"]) == [0, 4, 10.5] and set(mine["runs"]) == {len(gains)}
+        gold = [10 + i * statistics.mean(gains) for i in range(3)]
+        sd = [i * statistics.stdev(gains) for i in range(3)]
+        assert list(mine["y"]) == pytest.approx(gold)
+        assert list(mine["proxy"]) == pytest.approx([3 * x for x in gold])
+        assert list(mine["low"]) == pytest.approx([x - y for x, y in zip(gold, sd, strict=True)])
+        assert list(mine["high"]) == pytest.approx([x + y for x, y in zip(gold, sd, strict=True)])
+    alone = rows_of(world[1][5][0])  # one seed at label noise 0: no band
+    alone = alone[alone["series"] == "wco"]
+    assert list(alone["low"]) == list(alone["high"]) == list(alone["y"])
+
+
+def test_only_common_steps_are_averaged_and_curves_end_at_max_kl():
+    first = pandas.DataFrame({"step": [0, 2, 5], "x": [0.0, 4, 8], "y": [1.0, 2, 3], "proxy": [0.0, 0, 6]})
+    second = pandas.DataFrame({"step": [0, 5], "x": [0.0, 16], "y": [2.0, 7], "proxy": [0.0, 2]})
+    row = {"series": "s", "runs": 2, "step": 5, "x": 12, "y": 5, "low": 5 - 8**0.5, "high": 5 + 8**0.5, "proxy": 4}
+    found = figures.curve_rows("s", [first, second])
+    assert [x["step"] for x in found] == [0, 5] and found[1] == pytest.approx(row)
+    assert [x["step"] for x in figures.curve_rows("s", [first], 4)] == [0, 2]
+
+
+def test_single_reward_models_by_penalty_size_and_pairs(world):
+    def ends(plot):
+        return {row["series"]: row["y"] for row in plot.rows}  # the last row of each
+
+    (plot,) = world[1][6]
+    expected = {f"KL penalty {kl:g}": single_end(BASE, kl, (1, 2)) for kl in (0, 0.05, 0.2)}
+    assert ends(plot) == pytest.approx(expected) and plot.by == "series"
+    by_size, by_pairs = world[1][13]
+    assert ends(by_size) == pytest.approx({"nano-xs": single_end(SETTINGS[2]), "nano-s": single_end(BASE)})
+    assert ends(by_pairs) == pytest.approx({"50 pairs": single_end(SETTINGS[3]), "100 pairs": single_end(BASE)})
+    for plot, kl in zip(world[1][14], (0, 0.05), strict=True):
+        assert plot.title == f"PPO, KL penalty {kl:g}"
+        few = single_end(SETTINGS[3], kl, (1,))
+        assert ends(plot) == pytest.approx({"50 pairs": few, "100 pairs": single_end(BASE, kl, (1, 2))})
+
+
+def test_bars_by_kl_penalty(world):
+    (plot,) = world[1][7]
+    expected = {("single", kl): single_end(BASE, kl, (1, 2)) for kl in (0, 0.05, 0.2)}
+    for method, uwo_lambda in (("mean", None), ("wco", None), ("uwo", 0.1)):
+        name = "uwo, λ 0.1" if uwo_lambda else method
+        for kl in (0, 0.05, 0.2):
+            expected[name, kl] = statistics.mean(end(BASE, method, uwo_lambda, 3, kl=kl, seed=s) for s in (1, 2))
+    assert finals(plot) == pytest.approx(expected)
+    row = next(row for row in plot.rows if row["series"] == "wco" and row["x"] == 0.05)
+    sd = statistics.stdev(end(BASE, "wco", members=3, kl=0.05, seed=s) for s in (1, 2))
+    assert [row["low"], row["high"], row["start"], row["runs"]] == pytest.approx([row["y"] - sd, row["y"] + sd, 10, 2])
+
+
+@pytest.mark.parametrize(("number", "other", "column"), [(8, SETTINGS[2], 1), (9, SETTINGS[3], 2)])
+def test_bars_by_size_and_by_pairs(world, number, other, column):
+    plots = world[1][number]
+    assert [plot.title for plot in plots] == ["BoN", "PPO, KL penalty 0", "PPO, KL penalty 0.05"]
+    for plot, kl, uwo_lambda in zip(plots, (0, 0, 0.05), (0.5, 0.1, 0.1), strict=True):
+        expected = {}
+        for setting in (BASE, other):
+            seeds = (0,) if plot.title == "BoN" else (1, 2) if setting == BASE else (1,)
+            expected["single", setting[column]] = single_end(setting, kl, seeds)
+            for name, method, x in (("mean",) * 2 + (None,), ("wco",) * 2 + (None,), ("uwo, λ %g", "uwo", uwo_lambda)):
+                found = [end(setting, method, x, 3, kl=kl, seed=seed) for seed in seeds]
+                expected[name % x if "%" in name else name, setting[column]] = statistics.mean(found)
+        assert finals(plot) == pytest.approx(expected)
+    band = next(row for row in plots[0].rows if row["series"] == "mean")
+    assert [band["low"], band["high"]] == pytest.approx([band["y"] - 0.3, band["y"] + 0.1])
+
+
+def test_variance_over_updates(world):
+    for plot, setting, seeds in zip(world[1][10], (SETTINGS[1], BASE), ((1,), (1, 2)), strict=True):
+        rows = rows_of(plot)
+        names = {("mean", None): "mean", ("uwo", 0.1): "uwo, λ 0.1"}
+        assert set(rows["series"]) == {f"{name}, KL penalty {kl}" for name in names.values() for kl in ("0", "0.05")}
+        for (method, x), name in names.items():
+            for kl in (0, 0.05):
+                mine = rows[rows["series"] == f"{name}, KL penalty {kl:g}"]
+                gain = statistics.mean(level(setting, method, x, 3, kl=kl, seed=seed) for seed in seeds)
+                assert list(mine["x"]) == [1, 2, 3, 4, 5]
+                assert list(mine["y"]) == pytest.approx([update * gain for update in range(1, 6)])
+
+
+def test_bars_by_members_and_by_lambda(world):
+    for number in (11, 12):
+        assert [plot.title for plot in world[1][number]] == ["BoN", "PPO, KL penalty 0", "PPO, KL penalty 0.05"]
+    for plot, kl, seeds in zip(world[1][11], (0, 0, 0.05), ((0,), (1, 2), (1, 2)), strict=True):
+        x = 0.5 if seeds == (0,) else 0.1
+        expected = {}
+        for k in (2, 3):
+            for name, method, y in (("mean", "mean", None), ("wco", "wco", None), (f"uwo, λ {x}", "uwo", x)):
+                expected[name, k] = statistics.mean(end(BASE, method, y, k, kl=kl, seed=seed) for seed in seeds)
+        assert finals(plot) == pytest.approx(expected)
+    for plot, kl, seeds in zip(world[1][12], (0, 0, 0.05), ((0,), (1, 2), (1, 2)), strict=True):
+        expected = {}
+        for k in (2, 3):
+            for x in (0.1, 0.5) if seeds == (0,) else (0.1, 0.4):
+                ends = [end(BASE, "uwo", x, k, kl=kl, seed=seed) for seed in seeds]
+                expected[f"{k} members", x] = statistics.mean(ends)
+        assert finals(plot) == pytest.approx(expected)
+
+
+def a_run(method, *golds, procedure="PPO", kl=0.0, se=0.25, uwo_lambda=None, members=None, **more):
+    """A run with this curve of gold scores; its variance grows `grown` times."""
+    members = members or (1 if method == "single" else 5)
+    uwo_lambda = uwo_lambda or ({"PPO": 0.1, "BoN": 0.5}[procedure] if method == "uwo" else None)
+    curve = pandas.DataFrame({"step": range(len(golds)), "x": range(len(golds)), "y": golds, "se": se, "proxy": 0.0})
+    curve = curve.assign(low=curve["y"] - 1, high=curve["y"] + 3) if procedure == "BoN" else curve
+    variance = pandas.DataFrame({"step": range(20), "x": range(20), "y": [1.0] * 10 + [more.get("grown", 1.0)] * 10})
+    start = procedure, *more.get("setting", BASE), kl, method, uwo_lambda, members, more.get("paths", "a")
+    return figures.Run(*start, more.get("seed", 1), "folder", curve, variance, more.get("samples", pandas.Series()))
+
+
+def test_figure_4_takes_each_methods_best_final_penalty():
+    runs = [a_run("single", 0, 9, 1), a_run("single", 0, 1, 2, kl=0.1), a_run("single", 0, 2, 2.5, kl=0.1, seed=2)]
+    runs += [a_run("single", 0, 1, 2.75, kl=0.2, seed=1), a_run("single", 0, 1, 1, kl=0.2, seed=2)]  # mean 1.875
+    runs += [a_run("wco", 0, 4, 3), a_run("wco", 0, 2.5, 2.75, kl=0.1)]
+    base = dict(zip(("noise", "size", "pairs"), BASE, strict=True))
+    _, (plot,) = figures.paper_figures(runs, base, 0.1, figures.Args())["figure_4"]
+    found = {row["series"]: (row["y"], row["runs"]) for row in plot.rows}
+    assert found == {"single, KL penalty 0.1": (2.25, 2), "wco, KL penalty 0": (3, 1)}
+
+
+# ---- win rates ---------------------------------------------------------------------------------------------------
+
+
+def test_ppo_win_rates_count_ties_half_and_average_over_seeds_then_members():
+    def scores(**golds):
+        return pandas.Series(golds)
+
+    runs = [
+        a_run("wco", 0, seed=1, samples=scores(p=1.0, q=2.0, r=3.0, s=4.0)),
+        a_run("wco", 0, seed=2, samples=scores(p=1.0, q=1.0)),
+        a_run("single", 0, paths="a", seed=1, samples=scores(s=0.0, r=3.0, q=5.0, p=0.0, t=9.0)),  # 1 1/2 0 1
+        a_run("single", 0, paths="a", seed=2, samples=scores(p=2.0, q=2.0)),  # 0 0
+        a_run("single", 0, paths="b", seed=1, samples=scores(p=0.0, q=0.0, r=0.0, s=0.0)),  # 1 1 1 1
+        a_run("single", 0, paths="c", seed=1),  # no samples
+        a_run("single", 0, paths="d", seed=3, samples=scores(p=0.0)),  # no such seed
+        a_run("single", 0, paths="b", seed=1, kl=0.1, samples=scores(p=9.0)),  # another penalty
+    ]
+    (row,) = figures.win_rate_rows(runs, figures.Args())
+    rates = [(0.625 + 0.0) / 2, 1.0]
+    assert row["win_rate"] == statistics.mean(rates) and row["win_rate_sd"] == pytest.approx(statistics.stdev(rates))
+    assert (row["method"], row["kl_coef"], row["against"]) == ("wco", 0, 2)
+    assert row["paper"] == "62.2 ± 2.9 (44M)"  # 25 % label noise
+
+
+def test_win_rates_of_best_of_n_beside_the_papers(world):
+    rows = figures.win_rate_rows(figures.pick(world[0], procedure="BoN"), figures.Args())
+    rows = {(row["noise"], row["size"], row["pairs"], row["method"], row["uwo_lambda"]): row for row in rows}
+    methods = [("mean", None), ("wco", None), ("uwo", 0.1), ("uwo", 0.5)]
+    assert set(rows) == {(*setting, *method) for setting in SETTINGS for method in methods}
+    for (*setting, method, x), row in rows.items():
+        rate = 0.5 + level(setting, method, x, 3) / 100
+        assert (row["win_rate"], row["win_rate_sd"], row["members"]) == pytest.approx((rate, 0.03, 3))
+    found = {method: rows[*SETTINGS[1], *method]["paper"] for method in methods}
+    expected = ["54.9 ± 0.9 (44M)", "57.1 ± 0.6 (44M)", "", "57.2 ± 0.9 (44M)"]
+    assert list(found.values()) == expected
+    small = [run._replace(size="pythia-14m") for run in figures.pick(world[0], procedure="BoN", noise=25, pairs=50)]
+    assert [row["paper"] for row in figures.win_rate_rows(small, figures.Args())][:1] == ["57.7 ± 1.4 (7M)"]
+    other = [run._replace(noise=35.0) for run in small]
+    assert {row["paper"] for row in figures.win_rate_rows(other, figures.Args())} == {""}
+
+
+# ---- claims ------------------------------------------------------------------------------------------------------
+
+
+def test_drop_and_noise():
+    """The drop is above the noise only where it is more than two standard errors of the final score."""
+    runs = [a_run("wco", 0, 1.5, 1), a_run("wco", 2, 1, 1.25, seed=2), a_run("wco", 0, 1, 3, se=1, seed=3)]
+    group = figures.group_of(runs)  # drops 0.5, 0.75, 0 of noises 0.5, 0.5, 2
+    assert group[:4] == pytest.approx((1.75, 1.25 / 3, 1, 1 / 3))
+    assert group.short == "wco, 5 members, KL penalty 0: final 1.750 ± 1.090"
+    assert group.text == f"{group.short}, drop 0.417 ± 0.382 (2 se 1.000; 1 of 3 above)"
+
+
+SINGLE = [a_run("single", 0, 4, 1), a_run("single", 0, 4, 1, seed=2), a_run("single", 0, 1.25, 1, paths="b")]
+CALM = [a_run("wco", 0, 3.25, 3), a_run("uwo", 0, 3.75, 3.5)]
+SMALL = [a_run("wco", 0, 3, 3, kl=0.1), a_run("uwo", 0, 3, 3.25, kl=0.1)]
+MEAN = [a_run("mean", 0, 3, 2)]
+
+
+def members_of(method, three, four, five):
+    """Best-of-n curves of three to five members."""
+    finals = zip((three, four, five), (3, 4, 5), strict=True)
+    return [a_run(method, 0, x, procedure="BoN", members=k) for x, k in finals]
+
+
+ONE = [a_run("single", 0, 1, procedure="BoN")]
+ENOUGH = [*ONE, *members_of("mean", 2, 3, 3), *members_of("wco", 2, 2.5, 2.25), *members_of("uwo", 9, 10, 11)]
+LAMBDAS = [a_run("uwo", 0, x, uwo_lambda=y) for x, y in ((3, 0.1), (3.5, 0.5), (3.25, 1.0))]
+VARIANCE = [a_run("mean", 0, grown=2.0), a_run("uwo", 0, grown=1.25)]
+
+
+@pytest.mark.parametrize(
+    ("number", "runs", "holds"),
+    [
+        (1, SINGLE, True),  # 2 of 3
+        (1, SINGLE[1:], False),  # 1 of 2
+        (1, [run._replace(kl_coef=0.1) for run in SINGLE], None),
+        (2, SINGLE + CALM, True),
+        (2, SINGLE + [CALM[0], a_run("uwo", 0, 1.25, 0.75)], False),  # falls less, ends lower
+        (2, SINGLE + [a_run("wco", 0, 9, 3), CALM[1]], False),  # ends higher, falls more
+        (2, SINGLE + CALM[:1], None),
+        (3, CALM + SMALL, True),  # uwo: 3.25 is 0.25 below, half of its noise
+        (3, CALM + [SMALL[0], a_run("uwo", 0, 2.75, 2.75, kl=0.1)], False),  # 0.75 below
+        (3, CALM + [SMALL[0], a_run("uwo", 0, 5, 4.25, kl=0.1)], False),  # falls by 0.75
+        (3, CALM + [a_run("wco", 0, 5, 4.25, kl=0.1), SMALL[1]], False),
+        (3, CALM, None),
+        (4, CALM + MEAN, True),
+        (4, CALM + [a_run("mean", 0, 2.25, 2)], False),  # ends lower, does not fall
+        (4, CALM + [a_run("mean", 0, 9, 3.25)], False),  # falls, ends between the two
+        (4, MEAN, None),
+        (5, ENOUGH, True),  # gains of the fifth: 0 of 2, -0.25 of 1.25, 1 of 10
+        (5, [*ENOUGH[:-1], a_run("uwo", 0, 12, procedure="BoN")], False),  # 2 of 11
+        (5, [run for run in ENOUGH if run.members != 4], None),
+        (6, SINGLE + LAMBDAS, True),  # they differ by 0.5, the mean gain is 2.25
+        (6, SINGLE + LAMBDAS + [a_run("uwo", 0, 1.5, uwo_lambda=2.0)], False),  # 2 of 1.8125
+        (6, SINGLE + LAMBDAS[:1], None),
+        (7, VARIANCE, True),  # grows by 1 and by 0.25
+        (7, [VARIANCE[0], a_run("uwo", 0, grown=1.75)], False),
+        (7, [a_run("mean", 0, grown=1.25), a_run("uwo", 0)], False),
+        (7, VARIANCE[:1], None),
+        (9, SINGLE + [a_run("wco", 0, 0.75), CALM[1]], True),  # below by less than 0.5
+        (9, SINGLE + [a_run("wco", 0, 0.25), CALM[1]], False),
+        (9, SINGLE + CALM + SMALL + [a_run("single", 0, 3.4, kl=0.1)], True),
+        (9, SINGLE + CALM + SMALL + [a_run("single", 0, 3.6, kl=0.1)], False),  # wco is below by 0.6 at penalty 0.1
+        (9, SINGLE, None),
+    ],
+)
+def test_verdicts(number, runs, holds):
+    assert figures.verdicts(runs, 0.1, figures.Args()).get(number, (None,))[0] is holds
+
+
+def test_numbers_of_the_claims():
+    runs = SINGLE + CALM + [a_run("wco", 0, 4, 5, seed=2), *SMALL, *VARIANCE]
+    found = {number: text for number, (_, text) in figures.verdicts(runs, 0.1, figures.Args()).items()}
+    assert found[1].startswith("single, KL penalty 0: final 1.000 ± 0.000, drop 2.083 ± 1.588")
+    assert found[2].endswith("; wco minus single: 3.000 ± 1.414; uwo minus single: 0.750")  # seeds 1, 2; uwo: seed 1
+    assert found[7] == "mean: times 2.000; uwo: times 1.125 ± 0.177"
+    bon = ONE + [a_run("single", 0, 2, procedure="BoN", paths="b")]
+    bon += [a_run(method, 0, 4, procedure="BoN") for method in ("wco", "uwo")]
+    text = figures.verdicts(bon, None, figures.Args())[2][1]
+    assert text.endswith("; wco minus single: 2.500 ± 0.707; uwo minus single: 2.500 ± 0.707")  # over members
+
+
+def test_claims_table_counts_ensembles_above_single_runs_in_all_settings():
+    base = dict(zip(("noise", "size", "pairs"), BASE, strict=True))
+    runs = [*SINGLE, *CALM, *MEAN]
+    for pairs in (1, 2):
+        runs += [run._replace(pairs=pairs) for run in [*SINGLE, *CALM, *MEAN]]
+    runs += [run._replace(noise=0) for run in [*SINGLE[:1], a_run("mean", 0, 0.5)]]
+    for fewer, text, verdict in ((0, "9 of 10 above", "holds"), (1, "8 of 9 above", "does not hold")):
+        table = figures.claims_table(runs[fewer * 6 :] + runs[: fewer * 5], base, 0.1, figures.Args())
+        (row,) = (row for row in table if row["claim"] == 8 and row["procedure"] == "PPO")
+        assert (row["numbers"], row["verdict"], row["label noise, %"]) == (text, verdict, "all")
+    rows = {(row["claim"], row["procedure"], row["label noise, %"]): row["verdict"] for row in table}
+    noises = [(number, "PPO", noise) for number in (1, 2, 3, 4, 6, 7, 9) for noise in ("0", "25")]
+    noises += [(number, "BoN", noise) for number in (1, 2, 4, 5, 6) for noise in ("0", "25")]
+    assert set(rows) == {*noises, (8, "PPO", "all"), (8, "BoN", "all")}
+    assert rows[8, "BoN", "all"] == rows[3, "PPO", "25"] == rows[2, "PPO", "0"] == "no runs"
+    assert rows[1, "PPO", "25"] == rows[1, "PPO", "0"] == "holds"
+    assert all(row["rule"] and row["text"] for row in table)
+
+
+# ---- drawing, the whole command ----------------------------------------------------------------------------------
+
+
+def drawn(plot, order=None):
+    axis = Figure().subplots()
+    figures.draw_plot(axis, plot, order or list(dict.fromkeys(row["series"] for row in plot.rows)))
+    return axis
+
+
+def test_curves_as_drawn(world):
+    plot = world[1][3][1]
+    axis = drawn(plot)
+    right = next(other for other in axis.figure.axes if other is not axis)
+    rows = rows_of(plot)
+    for name, line, dashed, band in zip(
+        rows["series"].unique(), axis.lines, right.lines, axis.collections, strict=True
+    ):
+        mine = rows[rows["series"] == name]
+        color, marker = figures.METHODS[name.partition(",")[0]]
+        assert (line.get_label(), line.get_color(), line.get_marker()) == (name, color, marker)
+        assert (dashed.get_color(), dashed.get_linestyle()) == (color, "--")
+        assert list(line.get_xdata()) == list(dashed.get_xdata()) == list(mine["x"])
+        assert list(line.get_ydata()) == list(mine["y"]) and list(dashed.get_ydata()) == list(mine["proxy"])
+        corners = {tuple(point) for point in band.get_paths()[0].vertices}
+        assert corners == {*zip(mine["x"], mine["low"], strict=True), *zip(mine["x"], mine["high"], strict=True)}
+    assert axis.get_xscale() == "function"
+    assert [axis.transScale.transform((x, 0))[0] for x in (0, 4, 9)] == [0, 2, 3]
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == list(rows["series"].unique())
+
+
+def test_bars_as_drawn():
+    rows = [
+        figures.bar("single", x, [a_run("single", 1, y), a_run("single", 1, y + 2)]) for x, y in ((50, 0), (1000, 4))
+    ]
+    rows += [figures.bar("mean", 1000, [a_run("mean", 3, 6, procedure="BoN")])]
+    axis = drawn(figures.Plot("", "bars", "pairs", rows, "x"))
+    found = [(round(bar.get_x() + bar.get_width() / 2, 6), bar.get_y(), bar.get_height()) for bar in axis.patches]
+    start = 5 / 3  # mean of 1, 1 and 3
+    expected = [(-0.2, start, 1 - start), (0.8, start, 5 - start), (1.2, start, 6 - start)]
+    assert found == [pytest.approx(bar) for bar in expected]
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["50", "1,000"]
+    whiskers = [container.lines[2][0].get_segments() for container in axis.containers if hasattr(container, "lines")]
+    spread = 2**0.5
+    heights = [[list(segment[:, 1]) for segment in segments] for segments in whiskers]
+    assert heights == [[pytest.approx([1 - spread, 1 + spread]), pytest.approx([5 - spread, 5 + spread])], [[5, 9]]]
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    """Of one best-of-n folder and three PPO runs: what is drawn, what is written beside it and what is missing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ensembles/figures.py", "--runs", "runs"])
+    paths = make_bon(BASE, (0.1,)).parent and make_members(BASE)
+    make_ppo("single", BASE, paths[:1], golds={0: 1.0, 2: 9.0, 5: 3.0}, samples={"p": 1.0, "q": 0.0})
+    make_ppo("mean", BASE, paths, golds={0: 1.0, 2: 3.0, 5: 4.0}, samples={"p": 1.0, "q": 2.0})
+    make_ppo("killed", BASE, paths, "wco", updates=3)
+    figures.main(figures.Args(runs="runs", output_dir="out/here", pdf=True))
+    kinds = ("png", "pdf", "csv")
+    there = {f"figure_{number}.{kind}" for number in (3, 5, 4, 10, 11) for kind in kinds}
+    assert {path.name for path in Path("out/here").iterdir()} == {*there, "claims.csv", "win_rates.csv", "figures.md"}
+    for name in there:
+        start = {"png": b"\x89PNG", "pdf": b"%PDF", "csv": b"panel,series"}[name[-3:]]
+        assert Path("out/here", name).read_bytes().startswith(start)
+    frame = pandas.read_csv("out/here/figure_5.csv")
+    assert frame[["panel", "series", "x", "y"]].values.tolist() == [
+        ["25 % label noise", method, x, y]
+        for method, golds in (("single", (1, 9, 3)), ("mean", (1, 3, 4)))
+        for x, y in zip((0, 4, 10), golds, strict=True)
+    ]
+    wins = pandas.read_csv("out/here/win_rates.csv")
+    assert wins[wins["procedure"] == "PPO"][["method", "win_rate", "against"]].values.tolist() == [["mean", 0.75, 1]]
+    claims = pandas.read_csv("out/here/claims.csv", keep_default_na=False)
+    (first,) = claims[(claims["claim"] == 1) & (claims["procedure"] == "PPO")].to_dict("records")
+    assert first["verdict"] == "holds" and "drop 6.000" in first["numbers"] and "2 standard errors" in first["rule"]
+    text = Path("out/here/figures.md").read_text()
+    assert capsys.readouterr().out.strip() == text.strip()
+    assert "| PPO | 25 | nano-s | 100 | 0.0 | mean |  | 3 | 75.0 ± 0.0 | 60.2 ± 3.5 (44M) |" in text.replace(
+        "| 0 |", "| 0.0 |"
+    )
+    missing, left_out = text.partition("## Missing")[2].split("## Left out")
+    named = {line.partition(":")[0].removeprefix("- ") for line in missing.strip().splitlines()}
+    assert {f"figure_{number}" for number in (6, 7, 8, 9, 12, 13, 14)} <= named
+    assert not {f"figure_{number}" for number in (3, 4, 5, 10, 11)} & named
+    assert {"claim 2, PPO, label noise 25 %", "claim 5, BoN, label noise 25 %"} <= named
+    assert "claim 1, PPO, label noise 25 %" not in named
+    assert "bash benchmark/ensembles.sh" in missing and "quickstart/ensembles.py" in missing
+    assert "runs/ppo/killed: it is not complete" in left_out
+    assert "--bon-lambda 0.5: of uwo there is λ 0.1" in left_out and "--ppo-lambda" not in left_out
