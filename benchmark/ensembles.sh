@@ -6,7 +6,8 @@
 #   bash benchmark/ensembles.sh               run them, one after another
 #
 # From the environment, in place of the paper's: POLICY, PROXY, GOLD, DATA, NOISE (percent), LAUNCH, SEEDS
-# (of PPO; figure 4 has three), KL.
+# (of PPO; figure 4 has three), KL. Folders are named after NOISE and PROXY; what is finished is kept, so that a call with
+# others adds to the runs. python ensembles/figures.py --runs runs/ensembles draws all of them.
 # The gold is there before, and has the policy's tokenizer with its two turns: AlpacaFarm's of 7B, a LLaMA, has not.
 # 3,000 PPO steps of 32 are 94 updates: 256 rollouts in 4 epochs are 32 steps. What the paper does not say, and is ours:
 # --gold-every and --eval-rows; the rest is ppo.py's default, with the fixed score of an answer without EOS (Detail 23).
@@ -21,36 +22,49 @@ read -ra launch <<<"${LAUNCH:-accelerate launch --config_file benchmark/accelera
 [[ $# == 0 || $* == --dry-run ]] || { echo "error: $*: ensembles.sh takes --dry-run or nothing" >&2 && exit 1; }
 dry_run=${1:-}
 
-run() {
-    echo "$*"
-    [[ -n $dry_run ]] || "$@"
+run() { # what it leaves behind, command...
+    if [[ -z $dry_run && -e $1 ]]; then
+        echo "keeping $1, which is finished"
+        return
+    fi
+    echo "${*:2}"
+    [[ -n $dry_run ]] || "${@:2}"
 }
 
 runs=runs/ensembles
-for name in policy proxy; do # their tokens are the same: the first one's data serve both
-    run python ensembles/alpaca_dataset.py --base "${!name}" --output-dir "$data/$name"
-    run "${launch[@]}" sft.py --model "$data/$name/base" --seed 1 --dataset "$data/policy/sft" --learning-rate 8e-6 \
-        --num-train-epochs 3 --batch-size 4 --response-length 256 --output-dir "$runs/sft/$name" # table 1
+setting=noise_${NOISE:-25}_${proxy##*/}
+for model in "$policy" "$proxy"; do # their tokens are the same: the policy's data serve both
+    name=${model##*/}
+    run "$data/$name/sft" python ensembles/alpaca_dataset.py --base "$model" --output-dir "$data/$name"
+    run "$runs/sft/$name/model" "${launch[@]}" sft.py --model "$data/$name/base" --seed 1 \
+        --dataset "$data/${policy##*/}/sft" --learning-rate 8e-6 --num-train-epochs 3 --batch-size 4 \
+        --response-length 256 --output-dir "$runs/sft/$name" # table 1
 done
-run python ensembles/gold_label.py --policy "$runs/sft/policy" --gold "$gold" --dataset "$data/policy/pref" \
+policy_run=$runs/sft/${policy##*/}
+data=$data/${policy##*/}
+run "$data/labelled" python ensembles/gold_label.py --policy "$policy_run" --gold "$gold" --dataset "$data/pref" \
     --label-noise 0 0.25 0.35 --response-length 256 --output-dir "$data/labelled" # table 4
 
 members=()
 for seed in 1 2 3 4 5; do # table 2: the same data, another head and another order
-    run "${launch[@]}" reward.py --model "$proxy" --seed "$seed" --sft-model-path "$runs/sft/proxy" \
-        --dataset "$data/policy/sft" --preference-dataset "$data/labelled/noise_${NOISE:-25}" --learning-rate 1e-5 \
-        --num-train-epochs 5 --batch-size 32 --run-eval --output-dir "$runs/reward/$seed"
-    members+=("$runs/reward/$seed")
+    member=$runs/reward/$setting/$seed
+    run "$member/eval/accuracy.csv" "${launch[@]}" reward.py --model "$proxy" --seed "$seed" \
+        --sft-model-path "$runs/sft/${proxy##*/}" --dataset "$data/sft" \
+        --preference-dataset "$data/labelled/noise_${NOISE:-25}" --learning-rate 1e-5 --num-train-epochs 5 \
+        --batch-size 32 --run-eval --output-dir "$member"
+    members+=("$member")
 done
-run python ensembles/best_of_n.py --policy "$runs/sft/policy" --reward-model-paths "${members[@]}" --gold "$gold" \
-    --dataset "$data/policy/sft" --prompts 1000 --samples 12500 --response-length 256 --output-dir "$runs/best_of_n"
+run "$runs/best_of_n/$setting/best_of_n.md" python ensembles/best_of_n.py --policy "$policy_run" \
+    --reward-model-paths "${members[@]}" --gold "$gold" --dataset "$data/sft" --prompts 1000 --samples 12500 \
+    --response-length 256 --output-dir "$runs/best_of_n/$setting"
 
 ppo() { # folder, kl, seed, flags...: table 3
-    run "${launch[@]}" ppo.py --model "$policy" --seed "$3" --sft-model-path "$runs/sft/policy" \
-        --dataset "$data/policy/unlabeled" --learning-rate 1e-6 --lr-schedule cosine --final-learning-rate 1e-7 --num-ppo-epochs 4 \
+    local folder=$runs/ppo/$setting/$1_kl_$2/$3
+    run "$folder/model" "${launch[@]}" ppo.py --model "$policy" --seed "$3" --sft-model-path "$policy_run" \
+        --dataset "$data/unlabeled" --learning-rate 1e-6 --lr-schedule cosine --final-learning-rate 1e-7 --num-ppo-epochs 4 \
         --batch-size 256 --num-mini-batches 8 --total-episodes 24064 --cliprange 0.2 --cliprange-value 0.2 --lam 0.95 \
         --temperature 1.0 --response-length 256 --kl-coef "$2" --gold "$gold" --gold-every 3 --eval-rows 256 \
-        --output-dir "$runs/ppo/$1_kl_$2/$3" "${@:4}"
+        --output-dir "$folder" "${@:4}"
 }
 
 for seed in ${SEEDS:-1}; do
