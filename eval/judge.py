@@ -403,7 +403,7 @@ def by_scores(args: Args, kind: str, frame: pandas.DataFrame) -> list[list[float
     else:
         scores = model_scores(args.judge, texts)
     differences = [mine - others for mine, others in zip(scores[: len(frame)], scores[len(frame) :], strict=True)]
-    return [[0.5 + 0.5 * ((x > 0) - (x < 0))] for x in differences]
+    return [[0.5 + 0.5 * ((x > 1e-9) - (x < -1e-9))] for x in differences]  # sums of equal terms tie in any order
 
 
 def judge_kind(args: Args) -> str:

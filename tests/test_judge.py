@@ -248,6 +248,15 @@ def test_one_run_against_another(tmp_path):
         judge.main(args)
 
 
+def test_scores_that_differ_by_rounding_tie(tmp_path):
+    """0.1 + 0.2 is above 0.3 in floating point; 1.0 is above both."""
+    file = write_samples(tmp_path / "samples_validation.csv", [(3, 1), (1, 3), (3, 2), (2, 1)])
+    scores = "[None, 0.3, 1.0, 0.1 + 0.2]"
+    (tmp_path / "sums.py").write_text(f"def score(post, summary):\n    return {scores}[len(summary.split())]\n")
+    judge.main(judge.Args((str(file),), f"{tmp_path}/sums.py:score", name="x"))
+    assert read(tmp_path / "judge_x.csv")["win"].tolist() == [0.5, 0.5, 0.0, 1.0]
+
+
 def test_a_reward_model_s_verdicts_are_those_of_its_rewards(world, tmp_path, capsys):
     """Rewards of the stored tokens of query and summary, each row alone, by plain transformers, whose constant bias is
     the same for both; two runs in one call."""
