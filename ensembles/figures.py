@@ -594,7 +594,7 @@ def share_won(mine: pandas.Series, other: pandas.Series) -> float:
     """Share of the posts of both on which `mine` is higher, a tie half."""
     posts = mine.index.intersection(other.index)
     mine, other = mine[posts].to_numpy(), other[posts].to_numpy()
-    return float(numpy.where(numpy.isclose(mine, other, rtol=1e-9, atol=1e-9), 0.5, mine > other).mean())
+    return float(numpy.where(numpy.isclose(mine, other, rtol=1e-6, atol=1e-6), 0.5, mine > other).mean())
 
 
 def win_rate_rows(runs: list[Run], args: Args) -> list[dict]:
