@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +16,12 @@ sys.path[:0] = [str(REPOSITORY / folder) for folder in ("", "quickstart", "bench
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from filelock import FileLock  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
 torch.set_num_threads(1)
+# tqdm's own lock is shared with forked processes: a child killed while holding it would leave all others waiting
+tqdm.set_lock(threading.RLock())
+tqdm.monitor_interval = 0
 SHARED = REPOSITORY.parent / "shared" / "data"
 
 
