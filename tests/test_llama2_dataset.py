@@ -1,0 +1,740 @@
+"""llama2/preference_dataset.py: readers, grades, splits, mixture, tokens and statistics, against hand-made cases, hand
+counts and tldr_dataset.py. The tokenizer of most tests has a token for each word, so that tokens can be counted."""
+
+import collections
+import csv
+import gzip
+import json
+import re
+import sys
+from pathlib import Path
+
+import pandas
+import pytest
+import torch
+from datasets import load_from_disk
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import tldr_dataset
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "llama2"))
+
+import preference_dataset  # noqa: E402
+from preference_dataset import READERS, Args  # noqa: E402
+
+WORDS = "a b c d e f g h i j k l m n o p q r s t u v w x y z".split()
+WORDS += "SUBREDDIT: TITLE: POST: TL;DR: r/ r/x Article:".split()
+
+
+def chat(*texts: str) -> list[dict]:
+    """A dialogue that begins with the user."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def pair(prompt, chosen: str = "x", rejected: str = "y", **more) -> dict:
+    """A row for the reader `pairs`; prompt is a text or the texts of a dialogue."""
+    return {"messages": chat(*([prompt] if isinstance(prompt, str) else prompt))} | more | {
+        "chosen": chosen, "rejected": rejected,
+    }  # fmt: skip
+
+
+def post(text: str = "a b c", chosen: str = " d e", rejected: str = " f", **more) -> dict:
+    info = {"id": "1", "title": "t u", "post": text, "subreddit": "x"} | more.pop("info", {})
+    summaries = [{"text": rejected, "policy": "p1", "note": None}, {"text": chosen, "policy": "p0", "note": None}]
+    row = {"info": info, "summaries": summaries, "choice": 1, "worker": "w", "batch": "b", "split": "train"}
+    return row | {"extra": {"confidence": 8}} | more
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> str:
+    """A folder with a tokenizer of words, EOS 0, and both turns."""
+    folder = tmp_path_factory.mktemp("words")
+    words = {word: i for i, word in enumerate(["<|endoftext|>", "<unk>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", unk_token="<unk>")
+    tokenizer.add_tokens([AddedToken(turn, normalized=False) for turn in preference_dataset.TURNS])
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(base):
+    found = AutoTokenizer.from_pretrained(base)
+    found.add_special_tokens({"pad_token": "[PAD]"})
+    return found
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def prepare(base, tmp_path):
+    """prepare({"name=reader[:split][:tag]": rows}, …) -> (DatasetDict, {source: counts of counts.csv}, statistics)."""
+
+    def run(sources: dict[str, list[dict]], **args):
+        texts = []
+        for i, (source, rows) in enumerate(sources.items()):
+            name, _, rest = source.partition("=")
+            reader, *labels = rest.split(":")
+            file = write(tmp_path / f"{i}.jsonl", rows)
+            texts.append(":".join([f"{name}={reader}", str(file), *labels]))
+        output = tmp_path / f"out_{len([*tmp_path.iterdir()])}"
+        settings = {"base": base, "max_query_length": 32, "max_response_length": 8, "validation_share": 0.2} | args
+        preference_dataset.main(Args(tuple(texts), output_dir=str(output), **settings))
+        with open(output / "statistics" / "counts.csv") as file:
+            counts = {row.pop("source"): {k: float(v) for k, v in row.items()} for row in csv.DictReader(file)}
+        return load_from_disk(str(output / "preference")), counts, output / "statistics"
+
+    return run
+
+
+# ---- readers and grades ---------------------------------------------------------------------------
+
+HH = "\n\nHuman: a b\n\nAssistant: c\n\nHuman: d \n\nAssistant:"
+ANSWERS = [{"answer_id": 1, "author": "m", "pm_score": score, "selected": False, "text": x} for score, x in
+           (("2", "<p>a</p>"), ("5", "<p>b</p>"), ("-1", "<p>c</p>"), ("5", "<p>d</p>"))]  # fmt: skip
+SHP = {"post_id": "1", "domain": "d", "history": "a", "human_ref_A": "b", "human_ref_B": "c", "labels": 0}
+SHP |= {"score_A": 10, "score_B": 45, "score_ratio": 4.5, "seconds_difference": 1.0}
+WEBGPT = {"question": {"dataset": "d", "id": "1", "full_text": "a ?"}, "quotes_0": {}, "quotes_1": {}}
+WEBGPT |= {"answer_0": "b", "answer_1": "c", "score_0": -0.5, "score_1": 0.5, "tokens_0": {}, "tokens_1": {}}
+STEER = {"split": "train", "prompt": "a", "response_1": "b", "response_2": "c", "preference_strength": 2}
+STEER |= {"preference_statement": "s", "preference_elaboration": "e"}
+LEVELS = {"id": "1", "prompt": "a", "completion_a": "b", "completion_b": "c", "preference": "b-is-slightly-better"}
+STRENGTH = {"preference_strength": 3, "chosen": chat("a", "b", "c", "d"), "rejected": chat("a", "b", "c", "e")}
+STRENGTH |= {"chosen_reward": 1.0, "rejected_reward": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("reader", "row", "messages", "chosen", "rejected", "grade"),
+    [
+        ("hh", {"chosen": f"{HH} e f", "rejected": f"{HH} g "}, chat("a b", "c", "d"), "e f", "g", "none"),
+        ("tldr", post(), None, " d e", " f", "better"),
+        ("tldr", post(choice=0, extra={}), None, " f", " d e", "none"),
+        ("tldr", post(extra={"confidence": None}), None, " d e", " f", "none"),
+        ("webgpt", WEBGPT, chat("a ?"), "c", "b", "better"),
+        ("webgpt", WEBGPT | {"score_0": 1, "score_1": -1}, chat("a ?"), "b", "c", "significantly"),
+        ("stack_exchange", {"qid": 1, "question": "<p>q</p>", "answers": ANSWERS, "metadata": [], "date": "d"},
+         chat("<p>q</p>"), "<p>b</p>", "<p>c</p>", "significantly"),
+        ("stack_exchange", {"question": "q", "answers": ANSWERS[1::2]}, chat("q"), "<p>b</p>", "<p>d</p>", "tie"),
+        ("shp", SHP, chat("a"), "c", "b", "better"),
+        ("shp", SHP | {"labels": 1, "score_A": 90}, chat("a"), "b", "c", "slightly"),
+        ("gptj", {"prompt": "a", "chosen": "b", "rejected": "c"}, chat("a"), "b", "c", "none"),
+        ("helpsteer2", STEER, chat("a"), "c", "b", "better"),
+        ("helpsteer2", STEER | {"preference_strength": -1}, chat("a"), "b", "c", "slightly"),
+        ("helpsteer2", STEER | {"prompt": "a\n\n<extra_id_1>Assistant\nb\n\nc\n\n<extra_id_1>User\nd\n"},
+         chat("a", "b\n\nc", "d\n"), "c", "b", "better"),
+        ("strength", STRENGTH, chat("a", "b", "c"), "d", "e", "significantly"),
+        ("strength", STRENGTH | {"preference_strength": 0}, chat("a", "b", "c"), "d", "e", "tie"),
+        ("five_levels", LEVELS, chat("a"), "c", "b", "slightly"),
+        ("five_levels", LEVELS | {"preference": "a-is-better"}, chat("a"), "b", "c", "better"),
+        ("five_levels", LEVELS | {"preference": "tie"}, chat("a"), "b", "c", "tie"),
+        ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c"}, chat("a"), "b", "c", "none"),
+        ("pairs", pair(("a", "b", "c"), rating="Negligibly better / unsure"), chat("a", "b", "c"), "x", "y",
+         "negligibly"),
+        ("pairs", pair("a", rating="significantly better"), chat("a"), "x", "y", "significantly"),
+        ("pairs", pair("a", rating="tie"), chat("a"), "x", "y", "tie"),
+    ],
+)  # fmt: skip
+def test_a_row_of_each_published_form(reader, row, messages, chosen, rejected, grade):
+    found = READERS[reader](row)
+    assert found.get("messages") == messages and found["grade"] == grade
+    assert (found["chosen"], found["rejected"]) == (chosen, rejected)
+    if messages is None:
+        assert found["post"] == row["info"]
+    preference_dataset.check_pair(found)
+
+
+def test_every_reader_is_tested_and_described():
+    tested = {case[0] for case in test_a_row_of_each_published_form.pytestmark[0].args[1]}
+    described = re.findall(r"^    ([a-z_0-9]+)  +\S", preference_dataset.__doc__, re.M)
+    assert tested == set(READERS) == set(described)
+
+
+def grade(reader: str, row: dict) -> str:
+    return READERS[reader](row)["grade"]
+
+
+def test_grade_rules():
+    four, short = ["significantly", "better", "slightly", "negligibly"], "negligibly"
+    found = [grade("tldr", post(extra={"confidence": confidence})) for confidence in range(1, 10)]
+    assert found == [*four, short, *four[::-1]]
+    found = [grade("shp", SHP | {"score_A": 10, "score_B": score}) for score in (10, 11, 19, 20, 39, 40, 79, 80, 900)]
+    assert found == ["tie", short, short, "slightly", "slightly", "better", "better", "significantly", "significantly"]
+    assert grade("shp", SHP | {"score_A": -3, "score_B": 2}) == "slightly"  # below 1 counts as 1
+    scores = (0, 0.1, 0.24, 0.25, 0.49, 0.5, 0.74, 0.75, 1)
+    expected = ["tie", short, short, "slightly", "slightly", "better", "better", "significantly", "significantly"]
+    for sign in (1, -1):
+        rows = [WEBGPT | {"score_0": sign * score, "score_1": -sign * score} for score in scores]
+        assert [grade("webgpt", row) for row in rows] == expected
+    found = [grade("helpsteer2", STEER | {"preference_strength": strength}) for strength in range(-3, 4)]
+    assert found == [*four[:3], "tie", *four[2::-1]]
+    answers = [[{"pm_score": score, "text": x} for x, score in (("a", 1), ("b", 1 + gap))] for gap in range(5)]
+    found = [grade("stack_exchange", {"question": "q", "answers": two}) for two in answers]
+    assert found == ["tie", "slightly", "better", "significantly", "significantly"]
+    assert preference_dataset.MARGINS == {
+        "significantly": 1, "better": 2 / 3, "slightly": 1 / 3, "negligibly": 0, "none": 0,
+    }  # fmt: skip
+
+
+def test_files_of_every_kind_hold_the_same_rows(tmp_path):
+    rows = [pair("a", rating=0.5), pair(("b\u2028", "c", "d"), rating=1.0)]
+    kinds = {"a.jsonl": [json.dumps(row).encode() + b"\n" for row in rows], "b.json": [json.dumps(rows).encode()]}
+    kinds["c.json"] = [b"\xef\xbb\xbf", *kinds["a.jsonl"]]  # JSON Lines by another name, with a byte order mark
+    for name, parts in kinds.items():
+        (tmp_path / name).write_bytes(b"".join(parts))
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(b"".join(parts)))
+    pandas.DataFrame(rows).to_parquet(tmp_path / "d.parquet")
+    files = preference_dataset.parse_source(f"n=pairs:{tmp_path}")["files"]
+    assert len(files) == 7
+    for file in files:
+        assert preference_dataset.count_rows(file) == 2
+        assert [*preference_dataset.stream_rows(file)] == [(f"{file}, row {i}", row) for i, row in enumerate(rows, 1)]
+
+
+def test_rows_are_read_one_at_a_time(tmp_path):
+    file = write(tmp_path / "a.jsonl", [pair("a")])
+    with open(file, "a") as more:
+        more.write("\n{broken\n")
+    rows = preference_dataset.stream_rows(file)
+    assert next(rows) == (f"{file}, row 1", pair("a"))
+    with pytest.raises(SystemExit, match=r"a\.jsonl, row 3 cannot be read \(JSONDecodeError"):
+        next(rows)
+
+
+def test_sources_are_parsed(tmp_path):
+    file = write(tmp_path / "a:b.jsonl", [pair("a")])
+    for ending, split, tag in (
+        ("", None, None),
+        (":train", "train", None),
+        (":safety", None, "safety"),
+        (":validation:helpfulness", "validation", "helpfulness"),
+    ):
+        found = preference_dataset.parse_source(f"n-1.x=pairs:{file}{ending}")
+        assert found == {"name": "n-1.x", "reader": "pairs", "files": [file], "split": split, "tag": tag}
+
+
+# ---- tokens ------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_a_dialogue(prepare, tokenizer):
+    rows = [pair((f"a {x}", "b", "c d"), chosen="e f", rejected="g", rating="slightly", rejected_safe=False)
+            for x in WORDS[:10]]  # fmt: skip
+    data, _, _ = prepare({"n=pairs:safety": rows})
+    assert len(data["train"]) + len(data["validation"]) == 10 and len(data["train"]) > 0
+    ids, pad, eos = tokenizer.get_vocab(), tokenizer.pad_token_id, 0
+    user, assistant = ids["<|prompter|>"], ids["<|assistant|>"]
+    assert len({pad, eos, user, assistant}) == 4
+    for split in data:
+        for row in data[split]:
+            word = row["query"].split("<|endoftext|>")[0][-1]
+            query = [user, ids["a"], ids[word], eos, assistant, ids["b"], eos, user, ids["c"], ids["d"], eos, assistant]
+            text = (
+                f"<|prompter|>a {word}<|endoftext|><|assistant|>b<|endoftext|><|prompter|>c d<|endoftext|><|assistant|>"
+            )
+            assert row["query"] == text and row["query_token_len"] == 12
+            assert row["query_token"] == [pad] * 20 + query
+            for side, said in (("chosen", "e f"), ("rejected", "g")):
+                answer = [*(ids[x] for x in said.split()), eos]
+                n = len(answer)
+                assert row[side] == f"{said}<|endoftext|>" and row[f"query_{side}"] == text + row[side]
+                assert row[f"{side}_token"] == answer + [pad] * (8 - n) and row[f"{side}_token_len"] == n
+                assert row[f"query_{side}_token"] == query + answer + [pad] * (28 - n)
+                assert row[f"query_{side}_token_len"] == 12 + n
+                assert row[f"query_{side}_token_response_label"] == [pad] * 12 + answer + [pad] * (28 - n)
+            expected = {"source": "n", "batch": "n", "tag": "safety", "split": split, "grade": "slightly", "turns": 2}
+            expected |= {"margin": 1 / 3, "weight": 1, "chosen_safe": None, "rejected_safe": False, "choice": None}
+            assert {key: row[key] for key in expected} == expected
+
+
+SHARED_COLUMNS = ["query", "query_token_len", "choice", "extra", "chosen_policy", "rejected_policy", "policies"]
+SHARED_COLUMNS += [f"{x}{y}" for x in ("chosen", "rejected", "query_chosen", "query_rejected")
+                   for y in ("", "_token", "_token_len")]  # fmt: skip
+SHARED_COLUMNS += ["query_token", "query_chosen_token_response_label", "query_rejected_token_response_label"]
+
+
+def tldr_columns(row: dict, tokenizer, query: int, response: int) -> dict:
+    """The columns that tldr_dataset.py makes of a row, with these widths."""
+    limits = {f"max_query_length{end}": query for end in ("", "_cnndm")}
+    limits |= {f"max_rm_response_length{end}": response for end in ("", "_cnndm")}
+    limits |= {f"max_rm_query_response_length{end}": query + response for end in ("", "_cnndm")}
+    return tldr_dataset.process_preference_row(row, tokenizer, tldr_dataset.Args(**limits))
+
+
+def test_posts_are_those_of_tldr_dataset(prepare, tokenizer):
+    long = "\n".join(" ".join(WORDS[:12]) for _ in range(4))
+    rows = [post(f"{x} b", chosen=" d" if x < "e" else "d e", choice=i % 2) for i, x in enumerate(WORDS[:8])]
+    rows += [post(long, summaries=[{"text": "a", "policy": None}, {"text": "b", "policy": "q"}], extra={})]
+    rows += [post(info={"article": "a b\nc", "title": None, "post": None}, batch="cnndm0")]
+    data, counts, _ = prepare({"posts=tldr": rows})
+    assert counts["posts"]["shortened"] == 1
+    found = {row["id"]: row for split in data for row in data[split]}
+    assert len(found) == len(rows)
+    for i, row in enumerate(rows, 1):
+        mine, expected = found[f"posts_{i:07d}"], tldr_columns(row, tokenizer, 32, 8)
+        if i == len(rows):  # the join of a CNN/DM query and its response
+            assert expected["query"].endswith("\n") and "\n " not in expected["query_chosen"]
+        assert {x: mine[x] for x in SHARED_COLUMNS} == {x: expected[x] for x in SHARED_COLUMNS}
+
+
+def same_tokens(row: dict, tokenizer, query: int, response: int):
+    """The columns of texts and tokens are those that tldr_dataset.py makes."""
+    columns = preference_dataset.post_columns(READERS["tldr"](row), tokenizer, query)
+    batch = {name: [columns.get(name)] for name in preference_dataset.stored_features()}
+    batch |= {"source": [0], "validation": [False], "grade": [4]}
+    args = Args((), max_query_length=query, max_response_length=response)
+    mine = preference_dataset.written_columns(batch, ["tldr"], tokenizer.pad_token_id, args)
+    expected = tldr_columns(row, tokenizer, query, response)
+    for name in [x for x in SHARED_COLUMNS if x.startswith(("query", "chosen", "rejected")) and "policy" not in x]:
+        value = mine[name][0] if isinstance(expected[name], (str, int)) else [*mine[name][0]]
+        assert value == expected[name], name
+
+
+def test_a_query_that_ends_in_a_newline_joins_as_in_tldr_dataset():
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "quickstart" / "bases" / "nano-xs")  # newlines are tokens
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    row = post(info={"article": "A car.\nIt was 12 days old.\n", "title": None, "post": None}, batch="cnndm0")
+    same_tokens(row, tokenizer, 48, 16)
+    same_tokens(post("A car.\nIt was 12 days old.\n"), tokenizer, 64, 16)
+
+
+def test_the_oldest_turns_go_first_and_the_response_never(tokenizer):
+    turns = ("a", "b b", "c c c", "d", "e e")
+    for width, kept in ((20, 0), (19, 2), (13, 2), (12, 4), (5, 4)):  # 9 words, 5 x 2 of the turns, and the last turn's
+        found = preference_dataset.dialogue_columns(pair(turns, chosen="x " * 50), tokenizer, width)
+        left = [f"{preference_dataset.TURNS[i % 2]}{x}<|endoftext|>" for i, x in enumerate(turns)][kept:]
+        assert found["query"] == "".join(left) + "<|assistant|>" and found["cut"] == (kept > 0), width
+        words = "".join(left).replace("<|", " <|").replace("|>", "|> ").split()
+        assert found["query_token"] == tokenizer.convert_tokens_to_ids([*words, "<|assistant|>"])
+        assert len(found["query_token"]) <= width < len(found["query_token"]) + (7 if kept == 2 else 8 if kept else 99)
+        assert len(found["chosen_token"]) == 51 and found["query_chosen_token"][-51:] == found["chosen_token"]
+        assert found["turns"] == 3 - kept // 2
+    assert preference_dataset.dialogue_columns(pair(turns), tokenizer, 4) is None
+
+
+def test_what_is_too_long_is_left_out_and_counted(prepare):
+    rows = [pair(x) for x in WORDS[:10]]
+    rows += [pair("a b", "x " * 7), pair("a c", "x", "y " * 8), pair("a d", "x " * 8)]  # 8, 9 and 9 with EOS
+    rows += [pair("b " * 29), pair("b " * 30), pair(("b " * 40, "c", "d"))]  # 32 with its turns, 33, and cut
+    posts = [post("a " * 40), post(info={"title": "a " * 40}), post("a", "x " * 8)]
+    data, counts, _ = prepare({"n=pairs": rows, "p=tldr": posts})
+    assert {k: counts["n"][k] for k in ("rows", "prompt too long", "response too long", "shortened")} == {
+        "rows": 16, "prompt too long": 1, "response too long": 2, "shortened": 1,
+    }  # fmt: skip
+    assert {k: counts["p"][k] for k in ("rows", "prompt too long", "response too long", "shortened")} == {
+        "rows": 3, "prompt too long": 1, "response too long": 1, "shortened": 1,
+    }  # fmt: skip
+    assert sum(map(len, data.values())) == 16 - 3 + 1
+    queries = {row["query"] for split in data for row in data[split]}
+    assert "<|prompter|>d<|endoftext|><|assistant|>" in queries
+
+
+def test_reward_reads_the_data_as_written(prepare, tokenizer):
+    import reward
+
+    rows = [pair((x, "b", "c"), "d e", "f") for x in WORDS[:12]] + [pair("a b", "d e", "d f")]
+    data, _, statistics = prepare({"n=pairs": rows, "p=tldr": [post(), post("b b")]})
+    folder = str(statistics.parent / "preference")
+    data = reward.load_splits("--preference-dataset", folder, reward.PREFERENCE_COLUMNS, tokenizer)
+    for split in data.values():
+        batch = split[: len(split)]
+        pairs = reward.pair_rows(batch, tokenizer.pad_token_id)
+        assert pairs["chosen_start"].tolist() == pairs["rejected_start"].tolist() == [0] * len(split)
+        for i, row in enumerate(split):
+            for name, parts in (("query", pairs["query"][i]), ("chosen", pairs["chosen"][i])):
+                kept = parts[parts != tokenizer.pad_token_id]
+                assert torch.equal(kept, row[f"{name}_token"][row[f"{name}_token"] != tokenizer.pad_token_id])
+
+
+def test_the_base_gets_the_turns_that_it_lacks(prepare):
+    bare = ROOT / "quickstart" / "bases" / "nano-xs"
+    data, _, statistics = prepare({"n=pairs": [pair(x) for x in WORDS[:10]]}, base=str(bare))
+    before, after = (AutoTokenizer.from_pretrained(x) for x in (bare, statistics.parent / "base"))
+    before = {k: v for k, v in before.get_vocab().items() if k != "[PAD]"}
+    turns = {"<|prompter|>", "<|assistant|>"}
+    assert {k: v for k, v in after.get_vocab().items() if k not in turns | {"[PAD]"}} == before
+    assert turns <= set(after.get_vocab()) and (statistics.parent / "base" / "model.safetensors").exists()
+    after.add_special_tokens({"pad_token": "[PAD]"})
+    ids = after.convert_tokens_to_ids(["[PAD]", "<|prompter|>"])
+    row = data["train"][0]
+    first = len(row["query_token"]) - row["query_token_len"]
+    assert row["query_token"][first - 1 : first + 1] == ids
+    _, _, statistics = prepare({"n=pairs": [pair(x) for x in WORDS[:10]]}, base=str(statistics.parent / "base"))
+    assert not (statistics.parent / "base").exists()
+
+
+# ---- splits, duplicates, ties, safety --------------------------------------------------------------------
+
+
+def prompts(split) -> set[str]:
+    return set(split["query"])
+
+
+def first_turns(split) -> set[str]:
+    return {query.split("<|endoftext|>")[0] for query in split["query"]}
+
+
+def test_no_prompt_is_on_both_sides(prepare):
+    turns = [f"{x} {y}" for x in WORDS[:12] for y in WORDS[:10]]
+    rows = [pair(turn, chosen=x) for turn in turns for x in "uv"]  # every prompt twice
+    stages = [pair((turn, "w", "z"), chosen=x) for turn in turns for x in "uv"]  # and later stages of the dialogue
+    posts = [post(turn, chosen) for turn in turns for chosen in (" u", " v")]
+    data, counts, _ = prepare({"n=pairs": rows, "m=pairs": stages, "p=tldr": posts})
+    assert not first_turns(data["train"]) & first_turns(data["validation"])
+    for name, n in (("n", 240), ("m", 240), ("p", 240)):
+        assert counts[name]["train"] + counts[name]["validation"] == n
+        assert 0.1 < counts[name]["validation"] / n < 0.3  # a fifth of the prompts
+    assert counts["n"]["validation"] == counts["m"]["validation"]
+    other, _, _ = prepare({"n=pairs": rows}, seed=2)
+    assert prompts(other["validation"]) != {x for x in prompts(data["validation"]) if "z" not in x and "POST" not in x}
+
+
+def test_files_of_a_split_stay_there_and_hold_out_their_prompts(prepare):
+    free, train = [pair(x) for x in WORDS[:20]], [pair(x, "w") for x in WORDS[:20]]
+    sources = {"t=pairs:train": train, "n=pairs": free, "v=pairs:validation": [pair(x, "z") for x in WORDS[:5]]}
+    data, counts, _ = prepare(sources, validation_share=0.3)
+    sides = {split: collections.defaultdict(set) for split in data}
+    for split in data:
+        for row in data[split]:
+            sides[split][row["source"]].add(row["query"].removeprefix("<|prompter|>")[0])
+    assert sides["validation"]["v"] == set(WORDS[:5]) and not sides["train"]["v"]
+    assert set(WORDS[:5]) < sides["validation"]["n"] and sides["train"]["n"]  # the five, and others by their hash
+    assert sides["train"]["t"] == set(WORDS[:20]) - sides["validation"]["n"] and not sides["validation"]["t"]
+    assert counts["t"]["prompt in validation"] == len(sides["validation"]["n"])
+
+
+def test_duplicates_are_removed_and_counted(prepare):
+    a = [pair(x, rating="better") for x in WORDS[:10]]
+    again = [a[0], a[1], a[0], a[2] | {"rating": "slightly"}, a[3] | {"rejected": "z"}, pair(("a", "b", "c"))]
+    swapped = [pair(x, "y", "x", rating="better") for x in WORDS[:2]]
+    data, counts, _ = prepare({"n=pairs": a + again, "m=pairs": [*a[:4], *swapped], "p=tldr": [post(), post()]})
+    assert [counts[name]["duplicates"] for name in "nmp"] == [3, 4, 1]
+    assert sum(map(len, data.values())) == 13 + 2 + 1
+
+
+def test_ties_are_dropped_or_halved(prepare):
+    rows = [pair(x, rating="tie", chosen_safe=True, rejected_safe=True) for x in WORDS[:20]]
+    rows += [pair(WORDS[0], "y", "x", rating="tie", chosen_safe=True, rejected_safe=True)]  # the other order
+    rows += [pair(x, "x", "x", rating="tie") for x in WORDS[20:22]]  # equal, but dropped before they could be an error
+    sure = [pair(x, "u", "v", rating="better") for x in WORDS[:20]]
+    data, counts, _ = prepare({"n=pairs": rows + sure})
+    assert counts["n"]["ties"] == 23 and sum(map(len, data.values())) == 20
+    assert {row["weight"] for split in data for row in data[split]} == {1.0}
+    data, counts, statistics = prepare({"n=pairs": rows[:-2] + sure}, ties="half")
+    held_out = len(data["validation"])
+    assert counts["n"]["ties"] == held_out and counts["n"]["duplicates"] == 1  # no ties in validation
+    assert len(data["train"]) == 3 * (20 - held_out) and counts["n"]["train"] == 2 * (20 - held_out)
+    tied = [row for row in data["train"] if row["weight"] == 0.5]
+    both = collections.Counter((row["query"], row["chosen"], row["rejected"]) for row in tied)
+    assert set(both.values()) == {1} and len(both) == 2 * (20 - held_out)
+    for row in tied:
+        assert (row["query"], row["rejected"], row["chosen"]) in both
+        assert row["margin"] == 0 and row["grade"] == "negligibly" and row["chosen_safe"] is True
+        for side in ("chosen", "rejected"):
+            assert row[f"query_{side}_token"][row["query_token_len"] :][:8] == row[f"{side}_token"]
+    with open(statistics / "table_6.csv") as file:
+        assert [row["Num. of Comparisons"] for row in csv.DictReader(file)] == [str(40 - held_out)] * 2
+
+
+def test_the_other_order_exchanges_what_is_of_a_side():
+    columns = {"chosen": 1, "rejected": 2, "query_chosen_token": 3, "query_rejected_token": 4, "id": 5, "choice": 1}
+    assert preference_dataset.other_order(columns) == {
+        "chosen": 2, "rejected": 1, "query_chosen_token": 4, "query_rejected_token": 3, "id": 5, "choice": 0,
+        "second": True,
+    }  # fmt: skip
+
+
+def test_unsafe_chosen_beside_safe_rejected_is_left_out(prepare):
+    labels = [(True, True), (True, False), (False, False), (False, True), (None, True), (False, None), (None, None)]
+    safe = [{"chosen_safe": a, "rejected_safe": b} for a, b in labels]
+    rows = [pair(f"{x} {i}", **safe[i]) for x in WORDS[:5] for i in range(7)]
+    rows += [pair(f"h {i}", rating="tie", **safe[i]) for i in range(7)]
+    data, counts, _ = prepare({"n=pairs:safety": rows}, ties="half", validation_share=0.4)
+    assert counts["n"]["unsafe chosen"] == 5 + 2  # of the ties, either order would be against the rule
+    found = {(row["chosen_safe"], row["rejected_safe"]) for split in data for row in data[split]}
+    assert (False, True) not in found and found >= {x for x in labels if x != (False, True)}
+
+
+def test_a_number_is_the_margin_itself(prepare):
+    rows = [pair(x, rating=i / 8) for i, x in enumerate(WORDS[:16])]
+    data, _, statistics = prepare({"n=pairs": rows})
+    found = {row["query"][12]: (row["margin"], row["grade"]) for split in data for row in data[split]}
+    assert found == {x: (i / 8, "none") for i, x in enumerate(WORDS[:16])}
+    with open(statistics / "grades.csv") as file:
+        [row] = csv.DictReader(file)
+    assert row == {"source": "n", **dict.fromkeys(preference_dataset.MARGINS, "0"), "none": "16"}
+
+
+# ---- mixture -----------------------------------------------------------------------------------------------
+
+MANY = {
+    "n=pairs:train": [pair(f"{x} {y}", rating="tie" if x == "a" else "better") for x in WORDS[:8] for y in WORDS[:10]],
+    "m=pairs:train": [pair(f"a {x} {y}") for x in WORDS[:4] for y in WORDS[:10]],
+    "o=pairs:validation": [pair("z z")],
+    "o=pairs:train": [pair(f"c c {x}") for x in WORDS[:20]],
+}
+
+
+def weights(data) -> dict[str, float]:
+    found = collections.Counter()
+    for row in data["train"].select_columns(["source", "weight"]):
+        found[row["source"]] += row["weight"]
+    return dict(found)
+
+
+def test_shares_are_exact_and_the_seed_decides(prepare):
+    mix = {"mix": ("n=0.5", "m=3/8", "o=0.125"), "ties": "half"}
+    data, counts, _ = prepare(MANY, **mix)
+    # 80 / 0.5, 40 / (3/8) = 106.7 and 20 / 0.125: m is the first to run out; the shares are exact in multiples of 8
+    assert weights(data) == {"n": 52, "m": 39, "o": 13}
+    assert [counts[name]["mixed"] for name in "nmo"] == [52, 39, 13]
+    assert [counts[name]["share"] for name in "nmo"] == [0.5, 0.375, 0.125]
+    assert set(data["validation"]["source"]) == {"o"}
+    rows = [(row["query"], row["chosen"]) for row in data["train"]]
+    again, other = (prepare(MANY, **mix, seed=seed)[0] for seed in (1, 2))
+    assert [(row["query"], row["chosen"]) for row in again["train"]] == rows
+    assert again["train"].features == data["train"].features
+    assert sorted((row["query"], row["chosen"]) for row in other["train"]) != sorted(rows)
+    assert weights(other) == weights(data)
+    sources = "".join(data["train"]["source"])
+    assert len(re.findall(r"(.)\1*", sources)) > 20  # mixed: many short runs of a source, and not three long ones
+    fewer, _, _ = prepare(MANY, **mix, train_pairs=32)
+    assert weights(fewer) == {"n": 16, "m": 12, "o": 4}
+    assert {(row["query"], row["chosen"]) for row in fewer["train"]} < set(rows)
+    ties = [i for i, weight in enumerate(fewer["train"]["weight"]) if weight == 0.5]
+    assert ties and len(ties) % 2 == 0  # each with its other order behind it
+    for i, j in zip(ties[::2], ties[1::2], strict=True):
+        a, b = fewer["train"][i], fewer["train"][j]
+        assert j == i + 1 and (a["query"], a["chosen"]) == (b["query"], b["rejected"]) and a["chosen"] != b["chosen"]
+
+
+def test_without_a_mix_train_has_all_pairs(prepare):
+    data, _, _ = prepare(MANY, ties="half")
+    assert weights(data) == {"n": 80, "m": 40, "o": 20} and len(data["train"]) == 150
+
+
+def test_counts_of_a_mix():
+    from fractions import Fraction as F
+
+    shares = {"a": F(1, 3), "b": F(2, 3)}
+    assert preference_dataset.mix_counts(shares, {"a": 10, "b": 10}, None) == {"a": 5, "b": 10}
+    assert preference_dataset.mix_counts(shares, {"a": 10, "b": 11}, None) == {"a": 5, "b": 10}
+    assert preference_dataset.mix_counts(shares, {"a": 10, "b": 11}, 9) == {"a": 3, "b": 6}
+    for available, total, message in (
+        ({"a": 10, "b": 11}, 18, r"b has 11 pairs in train for its share of 0.666667.*--train-pairs 15 can be met"),
+        ({"a": 10, "b": 11}, 10, r"exact shares need a multiple of 3; --train-pairs 9 can be met"),
+        ({"a": 10, "b": 1}, None, r"no number can be met"),
+        ({"a": 0, "b": 50}, 3, r"a has 0 pairs.*no number can be met"),
+        ({"a": 10, "b": 11}, 0, r"--train-pairs 3 can be met"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            preference_dataset.mix_counts(shares, available, total)
+
+
+# ---- statistics ---------------------------------------------------------------------------------------------
+
+
+def test_table_6_is_a_hand_count(prepare):
+    talk = [
+        pair("a b c", "d", "e f g"),  # 1 turn; examples 3 + 1 and 3 + 3 tokens; prompt 3; responses 1 and 3
+        pair(("a", "b b", "c c c c"), "d d", "e e"),  # 2 turns; 1 + 2 + 4 + 2, twice; 4; 2 and 2
+        pair(("a", "b", "c", "d", "e e"), "f", "g"),  # 3 turns; 4 + 2 + 1, twice; 2; 1 and 1
+        pair("z " * 12, "d d d", "e e e", rating="tie"),  # 1 turn; 12 + 3, twice; 12; 3 and 3
+        pair("z z z", "x " * 8),  # too long: not counted
+    ]
+    # SUBREDDIT: r/x TITLE: t u POST: a b c TL;DR: is 10 tokens; responses 2 and 1
+    data, _, statistics = prepare(
+        {"talk=pairs:train": talk, "posts=tldr:train": [post()], "v=pairs:validation": [pair("q q", "r", "s")]},
+        ties="half",
+    )
+    assert len(data["train"]) == 6
+    columns = ["Dataset", "Num. of Comparisons", "Avg. # Turns per Dialogue", "Avg. # Tokens per Example"]
+    columns += ["Avg. # Tokens in Prompt", "Avg. # Tokens in Response"]
+    expected = [
+        # turns (1 + 2 + 3 + 1) / 4; examples (5 + 9 + 7 + 15) / 4; prompts (3 + 4 + 2 + 12) / 4 = 5.25;
+        # responses (2 + 2 + 1 + 3) / 4
+        ["talk", "4", "1.8", "9.0", "5.2", "2.0"],
+        ["posts", "1", "1.0", "11.5", "10.0", "1.5"],
+        ["v", "1", "1.0", "3.0", "2.0", "1.0"],
+        # (7 + 1 + 1) / 6; (36 + 11.5 + 3) / 6 = 8.417; (21 + 10 + 2) / 6; (8 + 1.5 + 1) / 6
+        ["Total", "6", "1.5", "8.4", "5.5", "1.8"],
+    ]
+    with open(statistics / "table_6.csv") as file:
+        assert [*csv.reader(file)] == [columns, *expected]
+    lines = (statistics / "table_6.md").read_text().splitlines()
+    assert lines[0] == f"| {' | '.join(columns)} |"
+    assert lines[2:6] == [f"| {' | '.join(row)} |" for row in expected]
+    for column in ("Comparisons", "Turns per dialogue", "Tokens per example", "Tokens in prompt", "Tokens in response"):
+        assert f"- {column}: " in "\n".join(lines)
+
+
+def test_what_the_note_says_of_the_paper(shared):
+    text = (shared.parent / "papers" / "llama2_reward_modelling.txt").read_text()
+    rows = [line.split("\t") for line in text.splitlines() if re.match(r"[^\t]+\t[\d,]+\t", line)]
+    *rows, total = [[float(x.replace(",", "")) for x in row[1:]] for row in rows]
+    count, turns = [row[0] for row in rows], [row[1] for row in rows]
+    found = [f"{total[0]:,.0f}", f"{sum(count):,.0f}", f"turns: {total[1]}"]
+    found += [f"weighted {sum(a * b for a, b in zip(count, turns, strict=True)) / sum(count):.1f}"]
+    found += [f"unweighted {sum(turns) / len(turns):.1f}"]
+    assert len(rows) == 8 and all(x in preference_dataset.TABLE_6_NOTE for x in found), found
+
+
+def test_every_row_is_counted_once(prepare):
+    rows = [*MANY["n=pairs:train"], pair("a", "x", "x"), pair("b " * 50), pair("c", "x " * 9), pair("d", rating="tie")]
+    rows += [rows[-5], pair("e", chosen_safe=False, rejected_safe=True)]
+    _, counts, _ = prepare({"n=pairs": rows}, bad_rows="skip", ties="half")
+    fates = {k: v for k, v in counts["n"].items() if k not in ("rows", "shortened", "mixed", "share")}
+    assert sum(fates.values()) == counts["n"]["rows"] == len(rows)
+    one = {k: fates[k] for k in ("bad rows", "unsafe chosen", "duplicates", "prompt too long", "response too long")}
+    assert one == dict.fromkeys(one, 1)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reader", "row", "message"),
+    [
+        ("pairs", pair("a", rating="great"), r"rating: unknown grade 'great'; known are significantly, better"),
+        ("pairs", pair("a", rating=10**400), "rating should be a number from 0 to 1e[+]06, not 1000"),
+        ("pairs", pair("a", rating=-1), "rating should be a number from 0 to 1e[+]06, not -1"),
+        ("pairs", pair("a", rating=float("nan")), "rating should be a number from 0 to 1e[+]06, not nan"),
+        ("pairs", pair("a", rating=True), "rating should be a number from 0 to 1e[+]06, not True"),
+        ("pairs", pair("a", "x ", " x"), "chosen and rejected are equal"),
+        ("pairs", pair("a", " "), "chosen is empty"),
+        ("pairs", pair(("a", " ", "b")), "messages: turn 2: content is empty"),
+        ("pairs", pair(("a", "b")), "messages: the last turn, before the response, is of role 'assistant', not of"),
+        ("pairs", pair("a") | {"messages": [*chat("a"), *chat("b")]},
+         "messages: turn 2 is of role 'user', and should be of assistant"),
+        ("pairs", pair("a") | {"messages": []}, r"messages should be a list of turns, not \[\]"),
+        ("pairs", pair("a", chosen_safe=1), "chosen_safe should be true, false or null, not 1"),
+        ("pairs", {"chosen": "a", "rejected": "b"}, "prompt is missing; found chosen, rejected"),
+        ("pairs", [1], r"not an object, but \[1\]"),
+        ("hh", {"chosen": f"{HH} a", "rejected": f"\n\nHuman: z{HH} b"},
+         "chosen and rejected are not the same dialogue up to their last turn"),
+        ("hh", {"chosen": f"{HH} a\n\nHuman: z", "rejected": f"{HH} a\n\nHuman: y"},
+         "chosen does not end with a turn of the assistant"),
+        ("hh", {"chosen": f"{HH} a\n\nAssistant: b", "rejected": f"{HH} a\n\nAssistant: c"},
+         "messages: the last turn, before the response, is of role 'assistant'"),
+        ("hh", {"chosen": HH, "rejected": f"{HH} b"}, "chosen is empty"),
+        ("hh", {"chosen": "Human: a", "rejected": f"{HH} b"}, "chosen does not begin with a turn, 'Human:' after an"),
+        ("tldr", post(choice=2), "choice should be 0 or 1, not 2"),
+        ("tldr", post(extra={"confidence": 10}), "extra.confidence should be an integer from 1 to 9, or null, not 10"),
+        ("tldr", post(summaries=[]), r"summaries should be a list of two, not \[\]"),
+        ("webgpt", WEBGPT | {"score_1": 0.25}, "score_0 and score_1 should add up to 0, not -0.5 and 0.25"),
+        ("webgpt", WEBGPT | {"score_0": 2}, "score_0 should be a number from -1 to 1, not 2"),
+        ("webgpt", WEBGPT | {"question": "a"}, "question.full_text is missing: found 'a' where an object should be"),
+        ("shp", SHP | {"labels": 1}, "labels is 1, but A has the lower score"),
+        ("shp", SHP | {"labels": "A"}, "labels should be 0 or 1, not 'A'"),
+        ("stack_exchange", {"question": "q", "answers": ANSWERS[:1]}, "answers should be a list of two or more"),
+        ("helpsteer2", STEER | {"preference_strength": 4}, "preference_strength should be a number from -3 to 3"),
+        ("five_levels", LEVELS | {"preference": "c"}, "preference should be one of tie, a-is-better, .*, not 'c'"),
+        ("strength", STRENGTH | {"chosen": "a"}, "chosen should be a list of turns, not 'a'"),
+    ],
+)  # fmt: skip
+def test_bad_rows_are_named_or_counted(base, tmp_path, reader, row, message):
+    good = {"hh": {"chosen": f"{HH} a", "rejected": f"{HH} b"}, "tldr": post(), "webgpt": WEBGPT, "shp": SHP}
+    good |= {"stack_exchange": {"question": "q", "answers": ANSWERS}, "helpsteer2": STEER, "five_levels": LEVELS}
+    good |= {"strength": STRENGTH, "pairs": pair("a")}
+    file = write(tmp_path / "x.jsonl", [good[reader], row])
+    with pytest.raises(SystemExit, match=rf"^error: \S*x\.jsonl, row 2: {message}.*\(--bad-rows skip leaves such"):
+        preference_dataset.main(Args((f"n={reader}:{file}",), base=base, output_dir=str(tmp_path / "out")))
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+    # skipped, it is counted, and the other row stays
+    counts = {"n": collections.Counter()}
+    args = Args((), bad_rows="skip", max_query_length=1000)
+    words = AutoTokenizer.from_pretrained(base)
+    source = preference_dataset.parse_source(f"n={reader}:{file}:train")
+    assert len([*preference_dataset.stored_pairs([source], words, args, counts)]) == 1
+    assert counts["n"]["bad rows"] == 1 and counts["n"]["rows"] == 2
+
+
+def test_bad_flags_are_one_message(base, tmp_path):
+    file = write(tmp_path / "x.jsonl", [pair(x) for x in WORDS[:20]])
+    (tmp_path / "empty").mkdir()
+    ties = write(tmp_path / "z.jsonl", [pair("a", rating="tie")])
+    truncated = tmp_path / "y.jsonl.gz"
+    truncated.write_bytes(gzip.compress(file.read_bytes())[:-20])
+    one, out = (f"n=pairs:{file}",), str(tmp_path / "out")
+    for sources, more, message in (
+        (("n=pairs",), {}, r"--sources n=pairs: write name=reader:path\[:train"),
+        ((f"n=csv:{file}",), {}, "the readers are hh, tldr, webgpt"),
+        ((f"a b=pairs:{file}",), {}, "write name=reader:path"),
+        ((f"n=pairs:{tmp_path}/none.jsonl",), {}, r"no file \*\.jsonl, .* at .*none\.jsonl"),
+        ((f"n=pairs:{tmp_path}/empty",), {}, r"no file \*\.jsonl, .* at .*empty"),
+        ((f"n=pairs:{truncated}",), {}, r"y\.jsonl\.gz cannot be read \(EOFError"),
+        (one, {"mix": ("n=half",)}, "--mix n=half: write name=share"),
+        (one, {"mix": ("n=1/0",)}, "--mix n=1/0: write name=share"),
+        (one, {"mix": ("m=1",)}, "--mix m=1: name every source once; the sources are n"),
+        (one, {"mix": ("n=0.5", "n=0.5")}, "name every source once"),
+        (one, {"mix": ("n=0.9",)}, "the shares are above 0 and add up to 1, not 0.9"),
+        ((*one, f"m=pairs:{file}"), {"mix": ("n=1.5", "m=-0.5")}, "the shares are above 0"),
+        (one, {"mix": ("n=1",), "train_pairs": 99}, "--mix: the shares of 99 pairs cannot be met"),
+        (one, {"train_pairs": 9}, "--train-pairs needs --mix"),
+        (one, {"validation_share": 1.0}, "--validation-share is from 0 to below 1"),
+        (one, {"validation_share": 0.0}, "not one pair is in validation: more rows, another --validation-share"),
+        ((f"n=pairs:{file}:validation",), {}, "not one pair is in train"),
+        ((f"n=pairs:{ties}",), {}, "not one pair is in train"),
+        (one, {"base": "nowhere/x"}, "--base nowhere/x: its tokenizer cannot be loaded"),
+        (one, {"output_dir": str(tmp_path / "full")}, "already holds data"),
+    ):
+        (tmp_path / "full").mkdir(exist_ok=True)
+        (tmp_path / "full" / "file").touch()
+        with pytest.raises(SystemExit, match=message):
+            settings = {"base": base, "output_dir": out, "max_query_length": 32, "validation_share": 0.2} | more
+            preference_dataset.main(Args(sources, **settings))
+        assert sorted(x.name for x in tmp_path.iterdir()) == ["empty", "full", "x.jsonl", "y.jsonl.gz", "z.jsonl"], (
+            message
+        )
+
+
+# ---- the real files, where they are ------------------------------------------------------------------------------
+
+
+def test_real_transcripts(shared):
+    file = shared / "preferences" / "hh_harmless_base_test.jsonl.gz"
+    counts = collections.Counter()
+    for _, row in preference_dataset.stream_rows(file):
+        try:
+            found = READERS["hh"](row)
+            preference_dataset.check_pair(found)
+        except ValueError as error:
+            counts[re.sub(r"\d+", "N", str(error))] += 1
+            continue
+        counts["good"] += 1
+        for side in ("chosen", "rejected"):  # nothing is lost but space at the ends of turns
+            said = [*found["messages"], {"role": "assistant", "content": found[side]}]
+            names = {"user": "Human", "assistant": "Assistant"}
+            again = "".join(f"{names[x['role']]}:{x['content']}" for x in said)
+            assert "".join(again.split()) == "".join(row[side].split())
+    assert counts["good"] == 2299 and sum(counts.values()) == 2312
+
+
+def test_real_grades(shared):
+    folder = shared / "preferences"
+    rows = [row for _, row in preference_dataset.stream_rows(folder / "graded_five_levels.jsonl")]
+    found = collections.Counter()
+    for row in rows:
+        read = READERS["five_levels"](row)
+        found[read["grade"]] += 1
+        if read["grade"] != "tie":
+            better = "completion_a" if row["preference"].startswith("a-") else "completion_b"
+            assert read["chosen"] == row[better] and read["messages"] == chat(row["prompt"])
+    assert found == {"tie": 376, "slightly": 235 + 191, "better": 188 + 160}
+    rows = [row for _, row in preference_dataset.stream_rows(folder / "strength_0_to_3.json")]
+    found = collections.Counter(grade("strength", row) for row in rows)
+    assert found == {"tie": 29, "slightly": 32, "better": 22, "significantly": 17}
+    [(_, row)] = preference_dataset.stream_rows(folder / "openai_comparison_example.jsonl")
+    assert grade("tldr", row) == "better"  # confidence 8
+
+
+def test_real_posts_have_the_tokens_of_tldr_dataset(shared):
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizer")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    rows = [row for _, row in preference_dataset.stream_rows(shared / "tldr_comparisons" / "validation.jsonl")]
+    for row in [*rows[:4], *sorted(rows, key=lambda row: -len(row["info"]["post"]))[:3]]:
+        same_tokens(row, tokenizer, 300, 169)
