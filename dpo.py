@@ -73,6 +73,8 @@ PREFERENCE_DATASET = "vwxyzjn/summarize_from_feedback_oai_preprocessing_17063811
 COLUMNS = ["id", "query", "query_token", "reference_response"]
 PAIR_COLUMNS = [f"query_{side}_token{suffix}" for side in ("chosen", "rejected") for suffix in ("", "_response_label")]
 PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
+# (chosen is safe, rejected is safe) -> Llama 2's safety bin (section 3.2.1); None where a label is missing
+SAFETY = {(True, False): "chosen alone safe", (True, True): "both safe", (False, False): "both unsafe"}
 # what may differ between a run and its --resume: nothing that changes a number
 FREE_ON_RESUME = "output_dir micro_batch_size forward_batch_size run_eval save_every keep_checkpoints resume track"
 FREE_ON_RESUME += " reference_cache push_to_hub hub_id hub_revision"
@@ -896,24 +898,41 @@ def cosine_learning_rate(update: int, num_updates: int, peak: float) -> float:
     return peak * 0.5 * (1 + cos(pi * (update - 1) / num_updates))
 
 
+def confidence_grade(confidence: int | None) -> str:
+    """Llama 2's grade of TL;DR's confidence, one scale from 1 (surely the first) to 9 (surely the second): by its
+    distance to 5, 4 significantly, 3 better, 2 slightly, less negligibly; none where it is unknown."""
+    if confidence is None:
+        return "none"
+    return ("negligibly", "negligibly", "slightly", "better", "significantly")[abs(int(confidence) - 5)]
+
+
 def pair_groups(batch: dict, i: int) -> dict:
-    """What table 5 groups pair i of a batch by: batch, split, policies, confidence (None where unknown)."""
+    """What table 5 groups pair i of a batch by: batch, split, policies, confidence (None where unknown), and Llama 2's
+    grade, read off the confidence where there is no column of it, and safety bin (section 3.2.1)."""
     groups = {key: batch[key][i] for key in ("batch", "split", "policies") if key in batch}
     confidence = batch["extra"][i]["confidence"] if "extra" in batch else None
-    return groups | {"confidence": None if confidence is None else int(confidence)}
+    groups["confidence"] = None if confidence is None else int(confidence)
+    groups["grade"] = batch["grade"][i] if "grade" in batch else confidence_grade(confidence)
+    if "chosen_safe" in batch:
+        safe = [None if batch[key][i] is None else bool(batch[key][i]) for key in ("chosen_safe", "rejected_safe")]
+        groups["safety"] = SAFETY.get(tuple(safe))
+    return groups
 
 
 def accuracy_table(name: str, rows: list[dict]) -> list[dict]:
     """Table 5's rows of one split: the share of pairs whose chosen reward is the higher one, over all and per batch,
-    confidence, split and policy pair (Detail 16). Null values are a group of their own."""
+    confidence, split and policy pair (Detail 16), and per grade and safety bin; and the gap, by how much it is higher
+    on average. Null values are a group of their own."""
     frame = pandas.DataFrame(rows)
     frame["hit"] = frame["chosen_reward"] > frame["rejected_reward"]
-    table = [{"data": name, "group": "overall", "value": "all", "pairs": len(frame), "accuracy": frame["hit"].mean()}]
-    for group in [group for group in ("batch", "confidence", "split", "policies") if group in frame]:
-        for value, hits in frame.groupby(frame[group].astype(object), dropna=False)["hit"]:
+    frame["gap"] = frame["chosen_reward"] - frame["rejected_reward"]
+    frame["overall"], table = "all", []
+    keys = ("overall", "batch", "confidence", "grade", "safety", "split", "policies")
+    for group in [key for key in keys if key in frame]:
+        for value, pairs in frame.groupby(frame[group].astype(object), dropna=False):
             value = "null" if pandas.isna(value) else int(value) if group == "confidence" else value
-            row = {"data": name, "group": group, "value": value, "pairs": len(hits), "accuracy": hits.mean()}
-            table.append(row)
+            row = {"data": name, "group": group, "value": value, "pairs": len(pairs)}
+            table.append(row | {"accuracy": pairs["hit"].mean(), "gap": pairs["gap"].mean()})
     return table
 
 

@@ -99,8 +99,10 @@ class Args:
     """one or more reward models, the first of which also starts the value model; default runs/reward/{model}/{seed}"""
     from_released: bool = False
     """where no path is given, take the paper's released model of this size and seed from the Hub"""
-    reward_combination: Literal["mean", "wco", "uwo"] = "mean"
-    """how several rewards become one score: mean, worst case, or mean minus uwo_lambda times variance"""
+    reward_combination: Literal["mean", "wco", "uwo", "safety_gate"] = "mean"
+    """how several rewards become one score: mean, worst case, or mean minus uwo_lambda times variance; safety_gate, of
+    a helpfulness and a safety model: safety's where it finds little of it or the post's column `tag` says safety, else
+    helpfulness's, whitened over the batch (Llama 2)"""
     uwo_lambda: float | None = None
     """weight of the variance in uwo, at least 0; has no default"""
     gold: str | None = None
@@ -949,13 +951,22 @@ def truncate_response(responses: torch.Tensor, eos_id: int, pad_id: int) -> torc
     return responses.masked_fill(ended, pad_id)
 
 
-def combine(scores: torch.Tensor, method: str = "mean", uwo_lambda: float | None = None) -> torch.Tensor:
+def combine(scores: torch.Tensor, method: str = "mean", uwo_lambda: float | None = None, safety=None) -> torch.Tensor:
     """Scores of k reward models (k, b) -> one score (b,): mean, worst case (wco), or mean - lambda x variance (uwo; the
-    variance over k, not k - 1). Reward model ensembles, equations 3 to 5."""
+    variance over k, not k - 1). Reward model ensembles, equations 3 to 5. safety_gate, of the scores of helpfulness and
+    safety: safety's where its sigmoid is below 0.15, or the prompt's tag says so (`safety`, (b,) bool), helpfulness's
+    elsewhere. Llama 2, section 3.2.3, whose logit of the sigmoid is the score itself."""
     if method == "wco":
         return scores.min(0).values
+    if method == "safety_gate":
+        return torch.where(safety | (scores[1].sigmoid() < 0.15), scores[1], scores[0])
     mean = scores.mean(0)
     return mean if method == "mean" else mean - uwo_lambda * (scores - mean).square().mean(0)
+
+
+def safety_tags(batch: dict) -> torch.Tensor:
+    """Of which prompts of a batch the column `tag` says safety: (b,) bool."""
+    return torch.tensor([tag == "safety" for tag in batch.get("tag", [None] * len(batch["query_token"]))])
 
 
 def check_scores(scores: torch.Tensor, names: list[str], where: list[str]):
@@ -1056,7 +1067,7 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -
 
 def whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
     """(values - mean) / sqrt(var + 1e-8) with biased variance over the mask, the mean added back if not shift_mean
-    (Details 24 and 25); 0 outside the mask. (b, R), (b, R) bool -> (b, R)."""
+    (Details 24 and 25); 0 outside the mask. (b, R), (b, R) bool -> (b, R), or (b,), (b,) -> (b,)."""
     count = mask.sum()
     mean = (values * mask).sum() / count
     variance = ((values - mean).square() * mask).sum() / count
@@ -1178,7 +1189,8 @@ def sample_and_score(accelerator: Accelerator, policy, reward_models, data, toke
                 width = rows.shape[1] - tokens.shape[1]
                 scores.append(torch.stack([response_rewards(rm, rows, width, pad_id) for rm in reward_models]).cpu())
         members = torch.cat(scores).T.tolist()  # (b, 2k)
-        scores = [combine(each, args.reward_combination, args.uwo_lambda).tolist() for each in scores]
+        how = args.reward_combination, args.uwo_lambda, safety_tags(batch)
+        scores = [combine(each, *how).tolist() for each in scores]
         for i, tokens in enumerate(responses.tolist()):
             row = {"id": batch["id"][i], "query": batch["query"][i]}
             row["response"] = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -1225,7 +1237,8 @@ def gold_metrics(accelerator, model, ref_policy, reward_models, gold, posts, tok
         samples = zip(posts[: len(rows)]["id"], texts, rows.tolist(), strict=True)
         samples = [{"id": i, "response": text} | dict(zip(names, row, strict=True)) for i, text, row in samples]
         write_table(Path(args.output_dir) / "gold_samples.csv", samples)
-    proxy = combine(members.T, args.reward_combination, args.uwo_lambda).mean()
+    safety = safety_tags(posts[: len(rows)])
+    proxy = combine(members.T, args.reward_combination, args.uwo_lambda, safety).mean()
     error = score.std(unbiased=len(rows) > 1) / len(rows) ** 0.5
     found = {"score": score.mean(), "se": error, "proxy": proxy, "kl_k2": kl, "sqrt_kl": kl.sqrt()}
     found |= {"reward_model_spread": members.std(1, unbiased=False).mean(), "length": rows[:, 1].mean()}
@@ -1266,6 +1279,8 @@ def main(args: Args):
     args.micro_batch_size = split_batch(mini_batch_size, args.micro_batch_size, world, largest)
     if (args.reward_combination == "uwo") != (args.uwo_lambda is not None):
         fail("--reward-combination uwo needs --uwo-lambda (the ensemble paper's PPO: 0.1), and nothing else takes it")
+    if args.reward_combination == "safety_gate" and len(args.reward_model_paths or []) != 2:
+        fail("--reward-combination safety_gate needs two --reward-model-paths: helpfulness, then safety")
     if not 0 <= (args.uwo_lambda or 0) < float("inf"):
         fail(f"--uwo-lambda {args.uwo_lambda}: it must be at least 0; below, disagreement would be rewarded")
     if not 0 <= args.final_learning_rate <= args.learning_rate:
@@ -1299,7 +1314,7 @@ def main(args: Args):
             fail(f"{which} {path}: a reward model of another tokenizer than {policy_folder}")
     pad_id, eos_id, R = tokenizer.pad_token_id, tokenizer.eos_token_id, args.response_length
     data = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
-    train = data["train"].select_columns(["query_token"])
+    train = data["train"].select_columns([x for x in ("query_token", "tag") if x in data["train"].column_names])
     reward_models = [frozen(accelerator, load_reward_model(path, tokenizer), args.offload) for path in reward_folders]
     reward_models = nn.ModuleList(reward_models)
     if args.eval_only:
@@ -1343,7 +1358,8 @@ def main(args: Args):
         start = time.time()
         episodes = range((update - 1) * args.batch_size, update * args.batch_size)
         order = data_order(len(train), args.seed, episodes.start, episodes.stop)  # Detail 21
-        queries = train[order.tolist()]["query_token"]  # (B, Q), the same on every process
+        batch = train[order.tolist()]
+        queries, safety = batch["query_token"], safety_tags(batch).to(accelerator.device)  # (B, Q), the same everywhere
         mine = slice(rank * args.batch_size // world, (rank + 1) * args.batch_size // world)
         keys = noise_keys(args.seed, update, list(episodes[mine]))
         with whole(accelerator, model) as module:
@@ -1358,7 +1374,9 @@ def main(args: Args):
         response_mask, value_mask = episode_masks(lengths, R)  # (B, R)
         named = [f"update {update}, episode {i} (query {row})" for i, row in zip(episodes, order.tolist(), strict=True)]
         check_scores(found["scores"], args.reward_model_paths, named)
-        raw_scores = combine(found["scores"].T, args.reward_combination, args.uwo_lambda)  # (B,)
+        raw_scores = combine(found["scores"].T, args.reward_combination, args.uwo_lambda, safety)  # (B,)
+        if args.reward_combination == "safety_gate":
+            raw_scores = whiten(raw_scores, torch.ones_like(raw_scores, dtype=torch.bool))
         has_eos = (responses == eos_id).any(1)
         scores = torch.where(has_eos, raw_scores, args.penalty_reward_value)  # Detail 23
 

@@ -13,7 +13,7 @@ Deviations from the paper and its code, each on purpose:
 - a pair is one row `query + chosen + rejected` in which `rejected` does not see `chosen` and its positions restart
   after the query: the same rewards for nearly half the work.
 - the head's bias is not trained: it cancels in the loss, so that Adam would only amplify rounding; it is set once,
-  after training, by Detail 15 (the paper's code stores it in the config and subtracts it).
+  after training, by Detail 15 (the paper's code stores it in the config and subtracts it). --safety-coef needs it.
 - the head runs in float32 under bf16 autocast, which would keep three digits of a reward.
 - the rows left over after the last whole batch are not trained on (the authors trained on 92,832 of 92,858 pairs too).
 """
@@ -64,6 +64,13 @@ PREFERENCE_DATASET = "vwxyzjn/summarize_from_feedback_oai_preprocessing_17063811
 COLUMNS = ["query", "query_token", "query_reference_response_token", "reference_response_token"]
 PAIR_COLUMNS = [f"query_{side}_token{suffix}" for side in ("chosen", "rejected") for suffix in ("", "_response_label")]
 PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
+# margin of equation 2 by grade (Llama 2, table 27)
+MARGINS = {
+    "small": {"significantly": 1.0, "better": 2 / 3, "slightly": 1 / 3, "negligibly": 0.0, "none": 0.0},
+    "large": {"significantly": 3.0, "better": 2.0, "slightly": 1.0, "negligibly": 0.0, "none": 0.0},
+}
+# (chosen is safe, rejected is safe) -> Llama 2's safety bin (section 3.2.1); None where a label is missing
+SAFETY = {(True, False): "chosen alone safe", (True, True): "both safe", (False, False): "both unsafe"}
 # what may differ between a run and its --resume: nothing that changes a number
 FREE_ON_RESUME = "output_dir micro_batch_size forward_batch_size run_eval save_every keep_checkpoints resume track"
 FREE_ON_RESUME += " push_to_hub hub_id hub_revision"
@@ -106,6 +113,12 @@ class Args:
     """AdamW's weight decay (torch's default, as in the paper's code)"""
     max_grad_norm: float = 0.0
     """gradient norm to clip at; 0: no clipping (paper)"""
+    margin: Literal["none", "small", "large", "column"] = "none"
+    """Llama 2's margin of a pair in the loss (equation 2): 1, 2/3, 1/3, 0 (small) or 3, 2, 1, 0 (large) by its grade,
+    or the number in its column `margin`"""
+    safety_coef: float = 0.0
+    """weight of Llama 2's auxiliary loss, which has the sigmoid of a reward say whether a response labelled safe or
+    unsafe is safe; above 0 the head's bias is trained, and the rewards are not centred"""
     mixed_precision: Literal["no", "bf16"] | None = None
     """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
 
@@ -833,6 +846,55 @@ def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.
     return -F.logsigmoid(chosen - rejected - margin)
 
 
+def safety_loss(rewards: torch.Tensor, safe: torch.Tensor) -> torch.Tensor:
+    """Llama 2's auxiliary loss per response (table 29): the binary cross-entropy of sigmoid(reward) as the probability
+    that it is safe; 0 where nobody said. rewards (b,), safe (b,) of 1, 0 and nan -> (b,)."""
+    known = ~safe.isnan()
+    loss = F.binary_cross_entropy_with_logits(rewards.float(), safe.nan_to_num(), reduction="none")
+    return loss.masked_fill(~known, 0.0)
+
+
+def safety_labels(data) -> torch.Tensor:
+    """Are chosen and rejected safe: (n, 2) of 1, 0 and nan, where nobody said or there is no such column."""
+    sides = [f"{side}_safe" for side in ("chosen", "rejected")]
+    if not set(sides) <= set(data.column_names):
+        return torch.full((len(data), 2), torch.nan)
+    columns = data.with_format("pandas").select_columns(sides)[:]
+    return torch.tensor(columns.astype("float32").to_numpy())
+
+
+def pair_terms(path: str, data, margin: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Margin and weight (n,) of every pair, which default to 0 and 1. A tie that is there in both orders weighs 0.5
+    in each (llama2/preference_dataset.py). An error where what `margin` asks for is missing or no margin."""
+    plain, weight = data.with_format(None), torch.ones(len(data))
+    if "weight" in data.column_names:
+        weight = torch.tensor(plain["weight"][:], dtype=torch.float32)
+    if margin == "none":
+        return torch.zeros(len(data)), weight
+    if margin == "column":
+        if "margin" not in data.column_names:
+            fail(f"--margin column: {path} has no column margin; it has {data.column_names}")
+        margins = [float("nan") if value is None else value for value in plain["margin"][:]]
+    else:
+        if "grade" in data.column_names:
+            grades = plain["grade"][:]
+        elif "extra" in data.column_names:
+            grades = [confidence_grade(extra["confidence"]) for extra in plain["extra"][:]]
+        else:
+            fail(f"--margin {margin}: {path} has no column grade or extra.confidence (llama2/preference_dataset.py)")
+        for i, grade in enumerate(grades):
+            if grade not in MARGINS[margin]:
+                known = ", ".join(MARGINS[margin])
+                fail(f"--margin {margin}: {path}, train, row {i}: grade {grade!r} is none of {known}")
+        if set(grades) == {"none"}:
+            fail(f"--margin {margin}: no pair of {path} has a grade, so that no margin would be above 0")
+        margins = [MARGINS[margin][grade] for grade in grades]
+    margins = torch.tensor(margins, dtype=torch.float32)
+    for i in (~(margins.isfinite() & (margins >= 0))).nonzero().flatten().tolist():
+        fail(f"--margin {margin}: {path}, train, row {i}: margin {margins[i].item()} is no number from 0")
+    return margins, weight
+
+
 def pair_rewards(model, query, chosen, rejected, pad_id: int):
     """Rewards of both responses (right-padded) to a shared query (left-padded), which is run once: chosen (b,),
     rejected (b,), and the logits at the responses' other tokens (n,), which are no rewards and are only looked at
@@ -851,11 +913,25 @@ def pair_rewards(model, query, chosen, rejected, pad_id: int):
     return rewards[0], rewards[1], torch.cat(others)
 
 
+def confidence_grade(confidence: int | None) -> str:
+    """Llama 2's grade of TL;DR's confidence, one scale from 1 (surely the first) to 9 (surely the second): by its
+    distance to 5, 4 significantly, 3 better, 2 slightly, less negligibly; none where it is unknown."""
+    if confidence is None:
+        return "none"
+    return ("negligibly", "negligibly", "slightly", "better", "significantly")[abs(int(confidence) - 5)]
+
+
 def pair_groups(batch: dict, i: int) -> dict:
-    """What table 5 groups pair i of a batch by: batch, split, policies, confidence (None where unknown)."""
+    """What table 5 groups pair i of a batch by: batch, split, policies, confidence (None where unknown), and Llama 2's
+    grade, read off the confidence where there is no column of it, and safety bin (section 3.2.1)."""
     groups = {key: batch[key][i] for key in ("batch", "split", "policies") if key in batch}
     confidence = batch["extra"][i]["confidence"] if "extra" in batch else None
-    return groups | {"confidence": None if confidence is None else int(confidence)}
+    groups["confidence"] = None if confidence is None else int(confidence)
+    groups["grade"] = batch["grade"][i] if "grade" in batch else confidence_grade(confidence)
+    if "chosen_safe" in batch:
+        safe = [None if batch[key][i] is None else bool(batch[key][i]) for key in ("chosen_safe", "rejected_safe")]
+        groups["safety"] = SAFETY.get(tuple(safe))
+    return groups
 
 
 @torch.no_grad()
@@ -875,15 +951,18 @@ def evaluate_pairs(accelerator: Accelerator, model, data, args, pad_id: int, nam
 
 def accuracy_table(name: str, rows: list[dict]) -> list[dict]:
     """Table 5's rows of one split: the share of pairs whose chosen reward is the higher one, over all and per batch,
-    confidence, split and policy pair (Detail 16). Null values are a group of their own."""
+    confidence, split and policy pair (Detail 16), and per grade and safety bin; and the gap, by how much it is higher
+    on average. Null values are a group of their own."""
     frame = pandas.DataFrame(rows)
     frame["hit"] = frame["chosen_reward"] > frame["rejected_reward"]
-    table = [{"data": name, "group": "overall", "value": "all", "pairs": len(frame), "accuracy": frame["hit"].mean()}]
-    for group in [group for group in ("batch", "confidence", "split", "policies") if group in frame]:
-        for value, hits in frame.groupby(frame[group].astype(object), dropna=False)["hit"]:
+    frame["gap"] = frame["chosen_reward"] - frame["rejected_reward"]
+    frame["overall"], table = "all", []
+    keys = ("overall", "batch", "confidence", "grade", "safety", "split", "policies")
+    for group in [key for key in keys if key in frame]:
+        for value, pairs in frame.groupby(frame[group].astype(object), dropna=False):
             value = "null" if pandas.isna(value) else int(value) if group == "confidence" else value
-            row = {"data": name, "group": group, "value": value, "pairs": len(hits), "accuracy": hits.mean()}
-            table.append(row)
+            row = {"data": name, "group": group, "value": value, "pairs": len(pairs)}
+            table.append(row | {"accuracy": pairs["hit"].mean(), "gap": pairs["gap"].mean()})
     return table
 
 
@@ -923,6 +1002,17 @@ def main(args: Args):
     pad_id = tokenizer.pad_token_id
     references = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)["train"]
     data = load_splits("--preference-dataset", args.preference_dataset, PREFERENCE_COLUMNS, tokenizer)
+    margins, weights = pair_terms(args.preference_dataset, data["train"], args.margin)  # (n,)
+    safe, left_out = safety_labels(data["train"]), {}  # (n, 2)
+    for split in data:  # without pairs whose chosen response is unsafe and the other safe (Llama 2, section 3.2.1)
+        keep = (safety_labels(data[split]) != torch.tensor([0.0, 1.0])).any(1)
+        if split == "train":
+            margins, weights, safe = margins[keep], weights[keep], safe[keep]
+        if not keep.all():
+            left_out[split] = int((~keep).sum())
+            data[split] = data[split].select(keep.nonzero().flatten().tolist())
+    if args.safety_coef < 0 or (args.safety_coef and safe.isnan().all()):
+        fail(f"--safety-coef {args.safety_coef}: it is at least 0, and needs chosen_safe and rejected_safe in the data")
     train = data["train"].select_columns(PAIR_COLUMNS)
     if args.total_episodes is None:
         args.total_episodes = int(args.num_train_epochs * len(train))
@@ -930,7 +1020,8 @@ def main(args: Args):
     if num_updates == 0:
         fail(f"{args.total_episodes} pairs are less than one batch (--batch-size {args.batch_size})")
     reward_model = new_reward_model(sft_folder, tokenizer)
-    reward_model.model.score.bias.requires_grad_(False)  # cancels in the loss; set by Detail 15 below
+    if not args.safety_coef:
+        reward_model.model.score.bias.requires_grad_(False)  # cancels in the loss; set by Detail 15 below
     folder = open_run(args, accelerator)
     model, optimizer = prepare(accelerator, reward_model, args)
     first = load_checkpoint(accelerator, folder) if args.resume else 0
@@ -940,6 +1031,10 @@ def main(args: Args):
         f"({args.total_episodes % args.batch_size} pairs left over), {world} process(es) x {args.micro_batch_size}, "
         f"{accelerator.device}, {accelerator.mixed_precision}"
     )
+    if left_out:
+        accelerator.print(f"left out, for their chosen response is unsafe and the other is safe: {left_out}")
+    if ties := int((weights != 1).sum()):
+        accelerator.print(f"{ties} of the {len(train):,} train pairs have another weight than 1 (a tie has 0.5 twice)")
 
     # ---- train -----------------------------------------------------------------------------------
     per_rank = args.batch_size // world
@@ -951,27 +1046,36 @@ def main(args: Args):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
-        batch = train[order[accelerator.process_index * per_rank :][:per_rank].tolist()]
+        mine = order[accelerator.process_index * per_rank :][:per_rank]
+        batch = train[mine.tolist()]
         groups = pair_micro_batches(batch, args.micro_batch_size, pad_id, accelerator.device)
-        sums = torch.zeros(7, device=accelerator.device)
-        for i, (_, pairs) in enumerate(groups):
+        sums = torch.zeros(8, device=accelerator.device)
+        for i, (index, pairs) in enumerate(groups):
             query, chosen, rejected = (pairs[key] for key in ("query", "chosen", "rejected"))
+            margin, weight, known = (x[mine[index]].to(accelerator.device) for x in (margins, weights, safe))
             with accumulate(accelerator, model, last=i == len(groups) - 1):
                 chosen_rewards, rejected_rewards, others = pair_rewards(model, query, chosen, rejected, pad_id)
-                loss = preference_loss(chosen_rewards, rejected_rewards).sum()
+                loss = (weight * preference_loss(chosen_rewards, rejected_rewards, margin)).sum()
+                auxiliary = torch.zeros_like(loss)
+                if args.safety_coef:
+                    both = safety_loss(chosen_rewards, known[:, 0]) + safety_loss(rejected_rewards, known[:, 1])
+                    auxiliary = (weight * both).sum()
+                    loss = loss + args.safety_coef * auxiliary
                 accelerator.backward(loss * world / args.batch_size)  # x world: DDP and DeepSpeed average over devices
             with torch.no_grad():
                 hits, negative = (chosen_rewards > rejected_rewards).sum(), (others < 0).sum()
-                stats = (loss, hits, chosen_rewards.sum(), rejected_rewards.sum())
+                stats = (loss, auxiliary, hits, chosen_rewards.sum(), rejected_rewards.sum())
                 stats += (negative, others.sum(), torch.ones_like(others).sum())
                 sums += torch.stack([x.float() for x in stats])
         where = f"update {update}, episodes {(update - 1) * args.batch_size} to {update * args.batch_size - 1}"
         grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, where)
 
         # ---- log, checkpoint -----------------------------------------------------------------
-        loss, hits, chosen, rejected, negative, other_sum, other_count = accelerator.reduce(sums, "sum").tolist()
+        sums = accelerator.reduce(sums, "sum").tolist()
+        loss, auxiliary, hits, chosen, rejected, negative, other_sum, other_count = sums
         metrics = {
             "loss/train": loss / args.batch_size,
+            **({"loss/safety": auxiliary / args.batch_size} if args.safety_coef else {}),
             "accuracy/train": hits / args.batch_size,
             "rewards/chosen": chosen / args.batch_size,
             "rewards/rejected": rejected / args.batch_size,
@@ -1006,7 +1110,7 @@ def main(args: Args):
         rewards = reference_rewards(accelerator, module, references, args, pad_id, left=False)
     state = accelerator.get_state_dict(model) or {}  # under ZeRO-3 the main process alone gets it
     state = {key.removeprefix("model."): value for key, value in state.items()}
-    if state:
+    if state and not args.safety_coef:  # which has put safe responses above 0 and others below
         state["score.bias"] = state["score.bias"].float() - rewards.mean().item()
     save_model(accelerator, accelerator.unwrap_model(model).model, state, tokenizer, folder / "model")
     model = load_reward_model(str(folder / "model"), tokenizer).to(accelerator.device).eval()

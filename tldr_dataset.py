@@ -91,7 +91,8 @@ CNNDM_BATCHES = ("batch0_cnndm", "cnndm0", "cnndm2")  # Detail 1
 SFT_COLUMNS = ("id", "subreddit", "title", "post", "summary")  # Detail 1
 PREFERENCE_COLUMNS = ("info", "summaries", "choice", "batch", "split", "extra")  # Detail 1
 INFO_FIELDS = ("id", "post", "title", "subreddit", "site", "article")
-OPTIONAL_COLUMNS = ("margin", "grade", "tag")  # graded preferences, passed through
+# graded preferences, passed through
+OPTIONAL_COLUMNS = {"sft": ("tag",), "preference": ("margin", "grade", "tag")}
 SPLITS = {"sft": ("train", "validation", "test"), "preference": ("train", "validation", "test", "validation_cnndm")}
 
 # plain text, no markup: policies and titles are data; wide enough for the tables when the output is a file
@@ -321,6 +322,7 @@ def response_columns(
 def process_sft_row(row: dict, tokenizer: PreTrainedTokenizerBase, args: Args) -> dict:
     """All columns of one SFT row; ValueError naming the field that is wrong."""
     columns = {"id": text_field(row, "id", "id", required=False)}
+    columns |= {column: text_field(row, column, column) for column in OPTIONAL_COLUMNS["sft"] if row.get(column)}
     columns["subreddit"] = text_field(row, "subreddit", "subreddit", required=False) or ""
     columns |= {field: text_field(row, field, field) for field in ("title", "post", "summary")}
     query = query_columns(columns, tokenizer, args.max_query_length)
@@ -356,7 +358,7 @@ def process_preference_row(row: dict, tokenizer: PreTrainedTokenizerBase, args: 
         "extra": {"confidence": confidence},
         **{field: text_field(row, field, field, required=False) for field in ("worker", "batch", "split")},
     }
-    for column in [column for column in OPTIONAL_COLUMNS if column in row]:
+    for column in [column for column in OPTIONAL_COLUMNS["preference"] if column in row]:
         if type(row[column]) not in (int, float, str, type(None)):
             raise ValueError(f"{column} should be a number or text, not {row[column]!r:.80}")
         columns[column] = row[column]
@@ -378,12 +380,12 @@ def column_types(name: str, raw: dict[str, list[tuple[str, dict]]]) -> Features:
         features = {"id": text, "info": {field: text for field in INFO_FIELDS}}
         features |= {"summaries": List({"text": text, "policy": text, "note": text}), "choice": Value("int32")}
         features |= {"worker": text, "batch": text, "split": text, "extra": {"confidence": Value("int32")}}
-        for column in OPTIONAL_COLUMNS:
-            kinds = {type(row.get(column)) for rows in raw.values() for _, row in rows} - {type(None)}
-            if str in kinds and len(kinds) > 1:
-                fail(f"column {column} holds both numbers and texts")
-            if kinds:
-                features[column] = text if kinds == {str} else number if kinds == {int} else Value("float64")
+    for column in OPTIONAL_COLUMNS[name]:
+        kinds = {type(row.get(column)) for rows in raw.values() for _, row in rows} - {type(None)}
+        if str in kinds and len(kinds) > 1:
+            fail(f"column {column} holds both numbers and texts")
+        if kinds:
+            features[column] = text if kinds == {str} else number if kinds == {int} else Value("float64")
     features |= {"query": text, "query_token": tokens, "query_token_len": number}
     for response in ("reference_response",) if name == "sft" else ("chosen", "rejected"):
         for part in (response, f"query_{response}"):

@@ -427,11 +427,15 @@ def response_scores(model: RewardModel, query: torch.Tensor, responses: torch.Te
 # ---- estimation --------------------------------------------------------------------------------------------------
 
 
-def combine(scores: torch.Tensor, method: str = "mean", uwo_lambda: float | None = None) -> torch.Tensor:
+def combine(scores: torch.Tensor, method: str = "mean", uwo_lambda: float | None = None, safety=None) -> torch.Tensor:
     """Scores of k reward models (k, b) -> one score (b,): mean, worst case (wco), or mean - lambda x variance (uwo; the
-    variance over k, not k - 1). Reward model ensembles, equations 3 to 5."""
+    variance over k, not k - 1). Reward model ensembles, equations 3 to 5. safety_gate, of the scores of helpfulness and
+    safety: safety's where its sigmoid is below 0.15, or the prompt's tag says so (`safety`, (b,) bool), helpfulness's
+    elsewhere. Llama 2, section 3.2.3, whose logit of the sigmoid is the score itself."""
     if method == "wco":
         return scores.min(0).values
+    if method == "safety_gate":
+        return torch.where(safety | (scores[1].sigmoid() < 0.15), scores[1], scores[0])
     mean = scores.mean(0)
     return mean if method == "mean" else mean - uwo_lambda * (scores - mean).square().mean(0)
 

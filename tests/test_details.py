@@ -907,7 +907,9 @@ def test_detail_16_accuracy_by_group(world, reward_run):
         for row, (chosen, rejected) in zip(data[split], found, strict=True):
             first, second = sorted((row["chosen_policy"], row["rejected_policy"]))
             groups = [("overall", "all"), ("batch", row["batch"]), ("split", row["split"])]
-            groups += [("policies", f"{first}--{second}"), ("confidence", str(row["extra"]["confidence"]))]
+            sure = row["extra"]["confidence"]
+            grade = ("negligibly", "slightly", "better", "significantly")[abs(sure - 5) - 1]
+            groups += [("policies", f"{first}--{second}"), ("confidence", str(sure)), ("grade", grade)]
             for group in groups:
                 expected.setdefault((split, *group), []).append(chosen > rejected)
     table = read_csv(reward_run.folder / "eval/accuracy.csv")

@@ -170,7 +170,7 @@ def test_stages_train_what_they_should(chain):
 SAMPLES = ["id", "query", "response", "reference", "response_tokens", "has_eos"]
 ROUGE = ["rouge1", "rouge2", "rougeL"]
 PAIRS = ["batch", "split", "policies", "confidence", "chosen_reward", "rejected_reward"]
-ACCURACY = ["data", "group", "value", "pairs", "accuracy"]
+ACCURACY = ["data", "group", "value", "pairs", "accuracy", "gap"]
 TABLES = {
     "sft": {"samples_validation.csv": SAMPLES + ROUGE, "samples_test.csv": SAMPLES + ROUGE},
     "reward": {"accuracy.csv": ACCURACY, "reference_rewards.csv": ["statistic", "value"]},

@@ -449,13 +449,14 @@ def test_parquet_cnndm_file_graded_columns_and_another_pad_token(folder):
 
     byte_level_tokenizer("<pad>").save_pretrained(folder / "tokenizer")
     (folder / "posts/train.jsonl").unlink()
-    DataFrame([sft_row(i) for i in range(4)]).to_parquet(folder / "posts/train.parquet")
+    rows = [sft_row(i) | {"tag": tag} for i, tag in enumerate(("safety", None, "helpfulness", "safety"))]
+    DataFrame(rows).to_parquet(folder / "posts/train.parquet")
     write_jsonl(folder / "comparisons/validation_cnndm.jsonl", [pair(30, article="the cat")])
     train = [pair(0, margin=1, grade="a", tag=None), pair(1, margin=0.5, grade=None), pair(2)]
     write_jsonl(folder / "comparisons/train.jsonl", train)
     main(arguments(folder))
     sft, tokenizer = load_from_disk(str(folder / "out/sft")), AutoTokenizer.from_pretrained(folder / "tokenizer")
-    assert len(sft["train"]) == 4
+    assert len(sft["train"]) == 4 and sft["train"]["tag"][:] == ["safety", None, "helpfulness", "safety"]
     assert sft["train"][0]["query_token"][0] == len(tokenizer) != tokenizer.pad_token_id  # Detail 3: always [PAD]
     preference = load_from_disk(str(folder / "out/preference"))
     assert preference["validation_cnndm"]["id"][:] == ["t22", "t23", "t30"]

@@ -295,17 +295,17 @@ PATCHES = r"""
 - > frame["rejected_reward"]
 + < frame["rejected_reward"]
 16 reward.py: no batch
-- ("batch", "confidence", "split", "policies") if
-+ ('confidence', 'split', 'policies') if
+- keys = ("overall", "batch", "confidence", "grade", "safety", "split", "policies")
++ keys = ("overall", "confidence", "grade", "safety", "split", "policies")
 16 reward.py: no confidence
-- ("batch", "confidence", "split", "policies") if
-+ ('batch', 'split', 'policies') if
+- keys = ("overall", "batch", "confidence", "grade", "safety", "split", "policies")
++ keys = ("overall", "batch", "grade", "safety", "split", "policies")
 16 reward.py: no split
-- ("batch", "confidence", "split", "policies") if
-+ ('batch', 'confidence', 'policies') if
+- keys = ("overall", "batch", "confidence", "grade", "safety", "split", "policies")
++ keys = ("overall", "batch", "confidence", "grade", "safety", "policies")
 16 reward.py: no policies
-- ("batch", "confidence", "split", "policies") if
-+ ('batch', 'confidence', 'split') if
+- keys = ("overall", "batch", "confidence", "grade", "safety", "split", "policies")
++ keys = ("overall", "batch", "confidence", "grade", "safety", "split")
 16 reward.py: no CNN/DM
 - for split in [split for split in data if split != "train"]
 + for split in ["validation"]
