@@ -6,8 +6,9 @@
         helpful=hh:raw/hh/helpful-base/test.jsonl.gz:validation:helpfulness \
         harmless=hh:raw/hh/harmless-base:safety shp=shp:raw/shp steer=helpsteer2:raw/HelpSteer2/preference \
         --mix helpful=0.4 harmless=0.1 shp=0.25 steer=1/4
-    python reward.py --sft-model-path runs/sft/base/1 --dataset data/alpaca/sft \
-        --preference-dataset data/llama2/preference
+    python sft.py --model data/llama2/base --seed 1 --dataset data/llama2/sft
+    python reward.py --sft-model-path runs/sft/base/1 --dataset data/llama2/sft \
+        --preference-dataset data/llama2/preference --margin small
 
 A source is name=reader:path[:train|:validation][:helpfulness|:safety]. Its path is a file or a folder of files: JSON
 Lines, a JSON array or Parquet, JSON also gzipped. (`hf download Anthropic/hh-rlhf --repo-type dataset --local-dir
@@ -57,11 +58,14 @@ a mix of train. Validation keeps every pair but ties; `source` tells them apart,
 --run-eval groups its accuracies.
 
 Writes OUTPUT_DIR/preference: the columns of tldr_dataset.py's preference data without the raw ones, and margin, grade,
-weight, source, tag (helpfulness or safety), turns, chosen_safe, rejected_safe; and OUTPUT_DIR/statistics: table_6 (the
-paper's; CSV and Markdown), counts and grades (CSV). Rows are read, tokenised and padded one or 500 at a time; kept in
-memory are a digest (94 bytes) and a few numbers of every pair. At 20,000 pairs that was a peak of 0.46 GiB, most of it
-libraries, beside pages of files that the system takes back (benchmark/llama2_million.py). Disk: 8 bytes x (5 x query +
-6 x response length) a pair, 64 KiB at the defaults, and twice that while it is written.
+weight, source, tag (helpfulness or safety), turns, chosen_safe, rejected_safe; OUTPUT_DIR/sft: its prompts, each once,
+with a chosen response as reference (none that is labelled unsafe), in the columns of SFT data, source and tag beside
+them, to train a chat model on, to centre rewards with and to sample from in PPO; and OUTPUT_DIR/statistics: table_6
+(the paper's; CSV and Markdown), counts and grades (CSV). Rows are read, tokenised and padded one or 500 at a time; kept
+in memory are a digest (94 bytes) and a few numbers of every pair. At 20,000 pairs that was a peak of 0.46 GiB, most of
+it libraries, beside pages of files that the system takes back (benchmark/llama2_million.py). Disk: 8 bytes x (5 x query
++ 6 x response length) a pair, 64 KiB at the defaults, 8 x 3 x (query + response length) a prompt, 36 KiB, and twice
+that while it is written.
 """
 
 import bisect
@@ -99,6 +103,17 @@ MARGINS = {"significantly": 1.0, "better": 2 / 3, "slightly": 1 / 3, "negligibly
 RATINGS = {grade: grade for grade in (*MARGINS, "tie")} | {"unsure": "negligibly"}
 RATINGS |= {f"{grade} better": grade for grade in ("significantly", "slightly", "negligibly")}
 RATINGS |= {"negligibly better / unsure": "negligibly"}
+CHOSEN = [f"{name}{end}" for name in ("chosen", "query_chosen") for end in ("", "_token", "_token_len")]
+SFT_COLUMNS = [
+    "id",
+    "source",
+    "tag",
+    "query",
+    "query_token",
+    "query_token_len",
+    *CHOSEN,
+]  # chosen as reference_response
+SFT_COLUMNS += ["query_chosen_token_response_label"]
 SPLITS, TAGS = ("train", "validation"), ("helpfulness", "safety")
 BATCH = 500  # pairs padded and written at a time
 
@@ -554,7 +569,7 @@ def stored_features() -> Features:
     features |= dict.fromkeys(("source", "grade", "turns", "choice", "confidence"), number)
     features |= dict.fromkeys(("context_tokens", "prompt_tokens", "response_tokens"), number)
     features |= dict.fromkeys(("validation", "second", "chosen_safe", "rejected_safe"), Value("bool"))
-    features |= dict.fromkeys(("margin", "weight"), Value("float64"))
+    features |= dict.fromkeys(("margin", "weight"), Value("float64")) | {"query_key": Value("int64")}
     for name in ("query", "chosen", "rejected"):
         features |= {name: text, f"{name}_token": tokens}
     return Features(features | {"query_chosen_token": tokens, "query_rejected_token": tokens})
@@ -628,6 +643,7 @@ def stored_pairs(sources: list[dict], tokenizer, args: Args, counts: dict[str, C
                 columns |= {"source": names.index(source["name"]), "grade": grades.index(grade)}
                 columns |= {"validation": split == "validation", "weight": 0.5 if tie else 1.0, "second": False}
                 columns |= {"choice": pair.get("choice"), "confidence": pair.get("confidence")}
+                columns["query_key"] = int.from_bytes(digest(columns["query"])[:8], "big", signed=True)
                 columns |= {"chosen_safe": safe[0], "rejected_safe": safe[1], "response_tokens": sum(lengths) - 2}
                 if "policies" in pair:
                     columns["chosen_policy"] = pair["policies"][pair["choice"]]
@@ -676,6 +692,12 @@ def mixed_rows(frame: pd.DataFrame, names: list[str], take: dict[str, int], seed
     return rows
 
 
+def prompt_rows(frame: pd.DataFrame, rows: np.ndarray) -> np.ndarray:
+    """Of some stored rows, in their order, the first of every query whose chosen response is not labelled unsafe."""
+    safe = rows[frame["chosen_safe"].iloc[rows].ne(False)]
+    return safe[~frame["query_key"].iloc[safe].duplicated()]
+
+
 def padded(rows: list[list[int]], width: int, pad_id: int, side: Literal["left", "right"]) -> np.ndarray:
     """Token lists -> (len(rows), width)."""
     found = np.full((len(rows), width), pad_id)
@@ -721,6 +743,11 @@ def written_features() -> Features:
     for side in ("chosen", "rejected"):
         features[f"query_{side}_token_response_label"] = tokens
     return Features(features)
+
+
+def as_reference(columns: dict) -> dict:
+    """SFT_COLUMNS of what is written, or of its types, with chosen as reference_response."""
+    return {name.replace("chosen", "reference_response"): columns[name] for name in SFT_COLUMNS}
 
 
 # ---- statistics ------------------------------------------------------------------------------------------
@@ -851,7 +878,7 @@ def main(args: Args):
         # the fingerprint names a file in a fresh folder: it need not depend on the content, and nothing can be stale
         settings = {"cache_dir": str(cache), "fingerprint": "stored", "features": features}
         stored = Dataset.from_generator(generate, **settings)
-        figures = ["source", "grade", "validation", "second", "weight", "turns"]
+        figures = ["source", "grade", "validation", "second", "weight", "turns", "query_key", "chosen_safe"]
         figures += ["context_tokens", "prompt_tokens", "response_tokens"]
         frame = stored.select_columns(figures).to_pandas()
 
@@ -862,27 +889,30 @@ def main(args: Args):
         for split in SPLITS:
             if not len(rows[split]):
                 fail(f"not one pair is in {split}: more rows, another --validation-share, or a source for {split}")
-        written = DatasetDict()
+        posts = {split: prompt_rows(frame, rows[split]) for split in SPLITS}
         speed = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), RateColumn())
         with Progress(*speed, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-            for split in SPLITS:
-                task = progress.add_task(f"write {split}", total=len(rows[split]))
+            for name, chosen in (("preference", rows), ("sft", posts)):
+                features, written = written_features(), DatasetDict()
+                for split in [split for split in SPLITS if len(chosen[split])]:
+                    task = progress.add_task(f"write {name}, {split}", total=len(chosen[split]))
 
-                def write(batch: dict, task=task) -> dict:
-                    progress.update(task, advance=len(batch["id"]))
-                    return written_columns(batch, names, pad_id, args)
+                    def write(batch: dict, name=name, task=task) -> dict:
+                        progress.update(task, advance=len(batch["id"]))
+                        columns = written_columns(batch, names, pad_id, args)
+                        return as_reference(columns) if name == "sft" else columns
 
-                written[split] = stored.select(rows[split]).map(
-                    write,
-                    batched=True,
-                    batch_size=BATCH,
-                    writer_batch_size=BATCH,
-                    remove_columns=stored.column_names,
-                    features=written_features(),
-                    cache_file_name=str(cache / f"{split}.arrow"),
-                    new_fingerprint=split,
-                )
-        written.save_to_disk(temporary / "preference")
+                    written[split] = stored.select(chosen[split]).map(
+                        write,
+                        batched=True,
+                        batch_size=BATCH,
+                        writer_batch_size=BATCH,
+                        remove_columns=stored.column_names,
+                        features=Features(as_reference(features)) if name == "sft" else features,
+                        cache_file_name=str(cache / f"{name}_{split}.arrow"),
+                        new_fingerprint=f"{name}_{split}",
+                    )
+                written.save_to_disk(temporary / name)
 
         # ---- statistics ------------------------------------------------------------------------------------
         fates = ["rows", "bad rows", "ties", "unsafe chosen", "duplicates", "prompt too long", "response too long"]

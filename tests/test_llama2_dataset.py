@@ -281,6 +281,42 @@ def test_posts_are_those_of_tldr_dataset(prepare, tokenizer):
         assert {x: mine[x] for x in SHARED_COLUMNS} == {x: expected[x] for x in SHARED_COLUMNS}
 
 
+def test_prompts_and_chosen_responses_are_sft_data(prepare, tokenizer):
+    """Each query of a split once, with its first response that nobody calls unsafe, as tldr_dataset.py stores posts."""
+    posts = [post(f"{x} b", chosen=" d" if x < "e" else "d e", extra={}) for x in WORDS[:8]]
+    talks = [
+        pair("a b", "c", "d", chosen_safe=False, rejected_safe=False),
+        pair("a b", "e", "f", chosen_safe=True, rejected_safe=False),
+        pair("a b", "g", "h"),
+        pair("i", "j", "k", chosen_safe=False, rejected_safe=False),
+        pair("l", "m", "n", rating="tie"),
+    ]
+    sources = {"posts=tldr:train": posts, "talk=pairs:train:safety": talks, "held=tldr:validation": [post("z z")]}
+    data, _, statistics = prepare(sources, ties="half")
+    sft = load_from_disk(str(statistics.parent / "sft"))
+    limits = {"max_query_length": 32, "max_sft_response_length": 8, "max_sft_query_response_length": 40}
+    found = {row["id"]: row for split in sft for row in sft[split]}
+    assert set(sft) == {"train", "validation"} and sft["validation"]["id"][:] == ["held_0000001"]
+    same = [name for name in sft["train"].column_names if name not in ("id", "source", "tag")]
+    for i, row in enumerate(posts, 1):
+        summary = row["summaries"][1]["text"]
+        expected = tldr_dataset.process_sft_row(
+            row["info"] | {"summary": summary}, tokenizer, tldr_dataset.Args(**limits)
+        )
+        assert set(same) == set(expected) - {"id", "subreddit", "title", "post", "summary"}
+        assert {x: found[f"posts_{i:07d}"][x] for x in same} == {x: expected[x] for x in same}
+    spoken = [row for row in sft["train"] if row["source"] == "talk"]
+    assert {row["tag"] for row in spoken} == {"safety"} and len(sft["train"]) == len(posts) + len(spoken)
+    said = {row["query"]: row["reference_response"] for row in spoken}
+    answers = {f"<|prompter|>{x}<|endoftext|><|assistant|>": x for x in ("a b", "l")}
+    assert len(spoken) == 2 and said.keys() == answers.keys()
+    order = [
+        row["chosen"] for row in data["train"] if row["query"] == [*answers][0] and row["chosen_safe"] is not False
+    ]
+    assert said[[*answers][0]] == order[0] and order[0] in ("e<|endoftext|>", "g<|endoftext|>")
+    assert said[[*answers][1]] == "m<|endoftext|>"
+
+
 def same_tokens(row: dict, tokenizer, query: int, response: int):
     """The columns of texts and tokens are those that tldr_dataset.py makes."""
     columns = preference_dataset.post_columns(READERS["tldr"](row), tokenizer, query)
