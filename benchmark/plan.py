@@ -48,7 +48,7 @@ class Args:
     micro_batch_size: int | None = None
     """rows, pairs or episodes per device and pass; default: as the script chooses"""
     reward_models: int = 1
-    """members of the ensemble that ppo.py scores with"""
+    """members of the ensemble that ppo.py scores with, and one more for a --gold that is a model"""
     offload: bool | None = None
     """as in ppo.py: frozen models stay in the machine's memory while the policy trains; default at 6.9b"""
     offload_optimizer: bool = False
