@@ -226,7 +226,7 @@ def format_query(row: dict) -> str:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str | list[str]) -> list:
-    """Token ids of plain text, or of each of several: nothing added, and text that spells a special token stays text."""
+    """Token ids of plain text, or of each of several: nothing added, and what spells a special token stays text."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 

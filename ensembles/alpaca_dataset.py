@@ -112,7 +112,7 @@ def deal_out(rows: list, seed: int) -> dict[str, list]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str | list[str]) -> list:
-    """Token ids of plain text, or of each of several: nothing added, and text that spells a special token stays text."""
+    """Token ids of plain text, or of each of several: nothing added, and what spells a special token stays text."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 

@@ -35,7 +35,7 @@ def fail(message: str):
     raise SystemExit(f"error: {message}")
 
 
-def read_runs(runs: Path) -> pandas.DataFrame:
+def margin_runs(runs: Path) -> pandas.DataFrame:
     """Validation accuracy and gap of every run: labels, margin, seed, grade, pairs, accuracy, gap."""
     rows = []
     for labels in LABELS:
@@ -51,7 +51,7 @@ def read_runs(runs: Path) -> pandas.DataFrame:
     return pandas.DataFrame(rows)
 
 
-def summary(frame: pandas.DataFrame) -> pandas.DataFrame:
+def over_seeds(frame: pandas.DataFrame) -> pandas.DataFrame:
     """A row per labels, margin and grade: runs, pairs, and mean and standard deviation (n - 1) over seeds."""
     rows = []
     for (labels, margin, grade), group in frame.groupby(["labels", "margin", "grade"]):
@@ -64,7 +64,7 @@ def summary(frame: pandas.DataFrame) -> pandas.DataFrame:
     return pandas.DataFrame([row for _, row in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])])
 
 
-def markdown(table: pandas.DataFrame) -> str:
+def margin_tables(table: pandas.DataFrame) -> str:
     """One Markdown table per labels: a row per margin, a column per grade, mean ± sd of accuracy, then of the gap."""
     text = ""
     for labels, title in LABELS.items():
@@ -84,7 +84,7 @@ def markdown(table: pandas.DataFrame) -> str:
     return text
 
 
-def draw(table: pandas.DataFrame, path: Path):
+def draw_margins(table: pandas.DataFrame, path: Path):
     """Accuracy (above) and score gap (below) by grade, a line with error bars per margin, a column per labels."""
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True, sharey="row", layout="constrained")
     for column, (labels, title) in enumerate(LABELS.items()):
@@ -110,12 +110,12 @@ def draw(table: pandas.DataFrame, path: Path):
 
 
 def main(args: Args):
-    table, output = summary(read_runs(Path(args.runs))), Path(args.output_dir)
+    table, output = over_seeds(margin_runs(Path(args.runs))), Path(args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     table.round(4).to_csv(output / "margins.csv", index=False)
-    text = markdown(table)
+    text = margin_tables(table)
     (output / "margins.md").write_text(text, encoding="utf-8")
-    draw(table, output / "margins.png")
+    draw_margins(table, output / "margins.png")
     print(text)
 
 

@@ -34,7 +34,7 @@ run "${dataset[@]}" --base "$work/all/base" --output-dir "$work/helpfulness" \
     --mix levels=1/2 posts=1/4 strength=1/25 harmless=21/100
 run "${dataset[@]}" --base "$work/all/base" --output-dir "$work/safety" \
     --mix harmless=9/10 posts=5/100 levels=4/100 strength=1/100
-run python sft.py --model "$work/all/base" --seed 1 --dataset "$work/all/sft" --num-train-epochs 2 --learning-rate 3e-3 \
+run python sft.py --model "$work/all/base" --seed 1 --dataset "$work/all/sft" --num-train-epochs 1 --learning-rate 3e-3 \
     --batch-size 32 --micro-batch-size 8 --response-length 64 --output-dir "$runs/sft"
 for kind in helpfulness safety; do
     margin=$([[ $kind == helpfulness ]] && echo small || echo none)
