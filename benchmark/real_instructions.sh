@@ -43,7 +43,7 @@ run python ensembles/alpaca_dataset.py --dataset "$rows" --base "$work/nano-xs" 
 run python sft.py --model "$work/alpaca/base" --seed 1 --dataset "$work/alpaca/sft" --num-train-epochs 4 \
     --learning-rate 5e-3 "${batches[@]}" "${lengths[@]}" --run-eval --output-dir "$runs/sft"
 run python ensembles/gold_label.py --policy "$runs/sft" --gold "$work/gold.py:score" --dataset "$work/alpaca/pref" \
-    --prompts 320 --label-noise 0.25 "${lengths[@]}" --output-dir "$work/labelled"
+    --prompts 192 --label-noise 0.25 "${lengths[@]}" --output-dir "$work/labelled"
 for seed in 1 2; do
     run python reward.py --model nano-xs --seed "$seed" --sft-model-path "$runs/sft" --dataset "$work/alpaca/sft" \
         --preference-dataset "$work/labelled/noise_25" --learning-rate 1e-3 "${batches[@]}" --run-eval \
