@@ -4,10 +4,11 @@
 # quickstart's labels, a quarter of which are wrong, and once with the truth's. Accuracy and score gap per grade are of
 # validation pairs with the truth's labels.
 #
-#   bash llama2/margins.sh      (24 runs of size xs, two side by side; continues where it was stopped)
+#   bash llama2/margins.sh [noisy|true]...      (12 runs of size xs each, two side by side; goes on where it was stopped)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+all_labels=("${@:-noisy true}")
 work=data/llama2_margins
 runs=runs/llama2_margins
 posts=data/quickstart/posts-1
@@ -15,7 +16,7 @@ bash quickstart/run.sh --data-only --posts-seed 1
 source quickstart/setup.sh requirements.txt
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
-for labels in noisy true; do
+for labels in ${all_labels[*]}; do
     [[ -e $work/$labels ]] && continue
     rm -rf "$work/raw"
     mkdir -p "$work/raw"
@@ -47,7 +48,7 @@ PYTHON
 done
 [[ -e $runs/sft/eval/rouge.csv ]] || python sft.py --model quickstart/bases/nano-xs --seed 1 --dataset "$posts/tldr/sft" \
     --learning-rate 1e-3 --batch-size 32 --micro-batch-size 8 --run-eval --resume --output-dir "$runs/sft"
-for labels in noisy true; do
+for labels in ${all_labels[*]}; do
     for seed in 44413 55513 66613 77713; do
         for margin in none small large; do
             run=$runs/$labels/$margin/$seed
