@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Llama 2's two reward models on real preference sets, at nano size: a mixture of each kind with its statistics (table 6),
-# a base that is trained to talk on the chosen responses, a helpfulness and a safety model from it, and their accuracy
+# a base that is trained a little on the chosen responses, a helpfulness and a safety model from it, and their accuracy
 # per source and grade on the validation pairs of all sources. The base has random weights and a tenth of a million
 # parameters: the numbers say what so little learns of these sets, and that everything fits together.
 #
@@ -34,7 +34,7 @@ run "${dataset[@]}" --base "$work/all/base" --output-dir "$work/helpfulness" \
     --mix levels=1/2 posts=1/4 strength=1/25 harmless=21/100
 run "${dataset[@]}" --base "$work/all/base" --output-dir "$work/safety" \
     --mix harmless=9/10 posts=5/100 levels=4/100 strength=1/100
-run python sft.py --model "$work/all/base" --seed 1 --dataset "$work/all/sft" --num-train-epochs 1 --learning-rate 3e-3 \
+run python sft.py --model "$work/all/base" --seed 1 --dataset "$work/all/sft" --total-episodes 640 --learning-rate 3e-3 \
     --batch-size 32 --micro-batch-size 8 --response-length 64 --output-dir "$runs/sft"
 for kind in helpfulness safety; do
     margin=$([[ $kind == helpfulness ]] && echo small || echo none)
