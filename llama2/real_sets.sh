@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Llama 2's two reward models on real preference sets, at nano size: a mixture of each kind with its statistics (table 6),
+# Two reward models as in Llama 2 on real preference sets, at nano size: a mixture for each, their statistics (table 6),
 # a base that is trained a little on the chosen responses, a helpfulness and a safety model from it, and their accuracy
 # per source and grade on the validation pairs of all sources. The base has random weights and a tenth of a million
 # parameters: the numbers say what so little learns of these sets, and that everything fits together.
