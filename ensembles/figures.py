@@ -11,10 +11,11 @@ label noise (of the folder noise_N that gold_label.py wrote), model size (the na
 
 Writes figure_3 to figure_14 as PNG (--pdf: as PDF, too) and as CSV of exactly what is drawn; win_rates.csv; claims.csv;
 figures.md: claims, win rates beside the paper's, what is missing, what was left out. Gold is drawn on the left axis,
-solid, the proxy on the right one, dashed. Lines are means over runs at equal updates in a band of one sample standard
-deviation: over seeds, of `single` over members and seeds. A best-of-n ensemble has best_of_n.py's 95 % band over
-prompts. Bars begin at the gold score before optimisation. Final is the last gold score of a run, of best of n that of
-the largest n. Ensembles are those with the most members, where members are not compared.
+solid, the proxy on the right one, dashed; figures 4 and 5 have panels over updates, too. Lines are means over runs at
+equal updates in a band of one sample standard deviation: over seeds, of `single` over members and seeds. A best-of-n
+ensemble has best_of_n.py's 95 % band over prompts. Bars begin at the gold score before optimisation. Final is the last
+gold score of a run, of best of n that of the largest n. Ensembles are those with the most members, where members are
+not compared.
 """
 
 import json
@@ -178,6 +179,7 @@ class Run(NamedTuple):
 class Plot(NamedTuple):
     """One panel. Rows are dicts of series, x, y, low and high (the band), by kind:
     kl       x the KL distance, on a square root scale, and proxy, on an axis of its own
+    steps    the same over updates
     updates  x the update
     bars     x a category, start where the bars begin
     Of by, where it is not y, there must be two values or more: else there is nothing to compare, and nothing drawn."""
@@ -490,6 +492,12 @@ def paper_figures(runs: list[Run], base: dict, small: float | None, args: Args) 
         found = {noise: pick(found, **base | {"noise": noise}) for noise in values(runs, "noise")}
         return [Plot(f"{noise:g} % label noise", kind, xlabel, rows(group(mine))) for noise, mine in found.items()]
 
+    def over_updates(found: list[Run], group) -> list[Plot]:
+        """The panels of by_noise with updates along the x axis: KL need not rise from one to the next."""
+        plots = by_noise(found, group, kind="steps", xlabel="update")
+        rows = [[row | {"x": row["step"]} for row in plot.rows] for plot in plots]
+        return [plot._replace(title=f"{plot.title}, by update", rows=x) for plot, x in zip(plots, rows, strict=True)]
+
     def by_part(rows, xlabel: str, free: str = "") -> list[Plot]:
         """A panel of bars for best of n and for PPO at the penalties 0 and small; `free`: what is compared."""
         fixed = {key: value for key, value in base.items() if key != free}
@@ -505,8 +513,10 @@ def paper_figures(runs: list[Run], base: dict, small: float | None, args: Args) 
     by_kl = Plot("", "kl", "KL", curves(single_by(pick(ppo, **base), "kl_coef", "KL penalty {:g}")), "series")
     found, some = {}, f"{size}, {amount}"
     found[3] = f"Best of n, {some}", by_noise(bon, by_method)
-    found[4] = f"PPO at each method's best KL penalty, {some}", by_noise(ppo, at_best_penalty)
-    found[5] = f"PPO without KL penalty, {some}", by_noise(pick(ppo, kl_coef=0), by_method)
+    plots = by_noise(ppo, at_best_penalty) + over_updates(ppo, at_best_penalty)
+    found[4] = f"PPO at each method's best KL penalty, {some}", plots
+    plots = by_noise(pick(ppo, kl_coef=0), by_method) + over_updates(pick(ppo, kl_coef=0), by_method)
+    found[5] = f"PPO without KL penalty, {some}", plots
     found[6] = f"PPO, single reward models, {flips}, {some}", [by_kl]
     by_kl = Plot("", "bars", "KL penalty", bars(pick(ppo, **base), "kl_coef"), "x")
     found[7] = f"PPO: final gold by KL penalty, {flips}, {some}", [by_kl]
@@ -532,7 +542,7 @@ def draw_plot(axis, plot: Plot, order: list[str]):
     places = sorted(set(frame["x"]), key=lambda x: size_order(x) if isinstance(x, str) else x)
     words = [name.partition(",")[0] for name in names]
     methods = set(words) <= set(METHODS) and len(set(words)) == len(words)
-    right = axis.twinx() if plot.kind == "kl" else None
+    right = axis.twinx() if plot.kind in ("kl", "steps") else None
     for i, (name, word) in enumerate(zip(names, words, strict=True)):
         place = order.index(name) % 10
         color, marker = METHODS[word] if methods else (f"C{place}", "os^Dv<>Pp*"[place])
