@@ -48,14 +48,16 @@ PYTHON
 done
 [[ -e $runs/sft/eval/rouge.csv ]] || python sft.py --model quickstart/bases/nano-xs --seed 1 --dataset "$posts/tldr/sft" \
     --learning-rate 1e-3 --batch-size 32 --micro-batch-size 8 --run-eval --resume --output-dir "$runs/sft"
+mkdir -p "$runs/logs"
 for labels in ${all_labels[*]}; do
     for seed in 44413 55513 66613 77713; do
         for margin in none small large; do
-            run=$runs/$labels/$margin/$seed
-            [[ -e $run/eval/accuracy.csv ]] || echo "$run --seed $seed --margin $margin --preference-dataset $work/$labels/preference"
+            run=$labels/$margin/$seed
+            [[ -e $runs/$run/eval/accuracy.csv ]] || echo "$runs/logs/${run//\//_}.log --output-dir $runs/$run" \
+                "--seed $seed --margin $margin --preference-dataset $work/$labels/preference"
         done
     done
-done | xargs -r -P 2 -L 1 bash -c 'echo "$0"; python reward.py --output-dir "$0" "$@" --model nano-xs \
+done | xargs -r -P 2 -L 1 bash -c 'echo "$0"; python reward.py "$@" --model nano-xs --run-eval --resume \
     --sft-model-path '"$runs/sft --dataset $posts/tldr/sft"' --learning-rate 1e-3 --batch-size 64 --micro-batch-size 16 \
-    --run-eval --resume >"$(dirname "$0")-$(basename "$0").log" 2>&1 || { cat "$(dirname "$0")-$(basename "$0").log"; exit 255; }'
+    >"$0" 2>&1 || { tail -n 5 "$0"; exit 255; }'
 python llama2/margins.py --runs "$runs"
