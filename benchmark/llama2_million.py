@@ -26,6 +26,8 @@ GRADES = ("significantly", "better", "slightly", "negligibly")
 class Args:
     rows: int = 1_000_000
     """pairs"""
+    words: int = 30
+    """random words of a turn and of a response"""
     base: str = "quickstart/bases/nano-xs"
     """model whose tokenizer is used"""
     folder: str | None = None
@@ -36,12 +38,12 @@ class Args:
     """as in llama2/preference_dataset.py"""
 
 
-def made_up_pair(i: int) -> dict:
-    """Pair i, of random words."""
+def made_up_pair(i: int, words: int) -> dict:
+    """Pair i, of random words, so many a text."""
     rng = random.Random(i)
 
     def said() -> str:
-        return " ".join(rng.choices(("car", "house", "it", "was", "never", "good", "for", "two", "weeks"), k=30))
+        return " ".join(rng.choices(("car", "house", "it", "was", "never", "good", "for", "two", "weeks"), k=words))
 
     turns = 2 * rng.randint(1, 4) - 1
     messages = [{"role": ("user", "assistant")[k % 2], "content": said()} for k in range(turns)]
@@ -63,7 +65,7 @@ def main(args: Args):
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         rows, output = Path(folder) / "rows.jsonl", Path(folder) / "out"
         with open(rows, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(made_up_pair(i)) + "\n" for i in range(args.rows))
+            file.writelines(json.dumps(made_up_pair(i, args.words)) + "\n" for i in range(args.rows))
         command = [sys.executable, str(SCRIPT), "--sources", f"made=pairs:{rows}", "--base", args.base]
         command += ["--output-dir", str(output), "--max-query-length", str(args.max_query_length)]
         command += ["--max-response-length", str(args.max_response_length)]
