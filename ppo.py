@@ -149,8 +149,8 @@ class Args:
     """tokens sampled at most (Detail 23)"""
     temperature: float = 0.7
     """sampling temperature; every log-probability is taken at it (table 7)"""
-    penalty_reward_value: float = -1.0
-    """score of a response without EOS (Detail 23)"""
+    penalty_reward_value: float | None = -1.0
+    """score of a response without EOS (Detail 23); None: what the reward models say, as in the ensemble paper"""
     kl_coef: float = 0.05
     """beta, the weight of the KL penalty in the reward (table 7)"""
     whiten_rewards: bool = False
@@ -1378,7 +1378,9 @@ def main(args: Args):
         if args.reward_combination == "safety_gate":
             raw_scores = whiten(raw_scores, torch.ones_like(raw_scores, dtype=torch.bool))
         has_eos = (responses == eos_id).any(1)
-        scores = torch.where(has_eos, raw_scores, args.penalty_reward_value)  # Detail 23
+        scores = raw_scores
+        if args.penalty_reward_value is not None:
+            scores = torch.where(has_eos, raw_scores, args.penalty_reward_value)  # Detail 23
 
         # ---- rewards and advantages ----------------------------------------------------------
         logratio = logprobs - found["ref_logprobs"]

@@ -13,15 +13,18 @@ alike but for their seed, are trained on each set of pairs:
     size s; half and a quarter of the posts    figures 8, 9 and 13
 
 Best-of-n samples once and lets all of them score; tables are made for each five. PPO runs against two single members,
-their mean, the worst case and the uncertainty-weighted score, without and with a KL penalty, on --ppo-seeds; a stopped
-one continues from its last checkpoint. Steps of the matrix wait for the ones before; --jobs runs go side by side, each
-with its share of the cores. What is finished is not started again; a failing run stops no other of its step.
+their mean, the worst case and the uncertainty-weighted score, without and with a KL penalty, on --ppo-seeds, and,
+without penalty, another lambda and single members of fewer posts (figures 12 and 14). A response without EOS keeps its
+score: Detail 23's fixed -1 would reward it wherever the worst case says less. A stopped run continues from its last
+checkpoint. Steps of the matrix wait for the ones before; --jobs runs go side by side, each with its share of the cores.
+What is finished is not started again; a failing run stops no other of its step.
 
 RUNS/       sft/{size}/1, labelled/{posts}, reward/{noise}_{size}_{posts}/{seed}, samples, best_of_n/{...},
             ppo/{method}_kl_{kl}/{seed}, logs/
 OUTPUT_DIR/ what ensembles/figures.py writes
 """
 
+import itertools
 import os
 import shlex
 import signal
@@ -53,13 +56,18 @@ SETTINGS = [
 MEMBERS = (1, 2, 3, 4, 5)  # seeds
 EPOCHS = 3  # of the members
 # of a run of each step, of one core of an AMD EPYC, two side by side
-SECONDS = {"SFT": 52, "labels": 65, "members": 62, "best of n": 733, "PPO": 312, "tables": 10}
-METHODS = {  # of PPO: members, flags
-    "single_1": ((1,), ""),
-    "single_2": ((2,), ""),
-    "mean": (MEMBERS, "--reward-combination mean"),
-    "wco": (MEMBERS, "--reward-combination wco"),
-    "uwo": (MEMBERS, "--reward-combination uwo --uwo-lambda 0.1"),
+SECONDS = {"SFT": 52, "labels": 65, "members": 62, "best of n": 733, "PPO": 200, "tables": 10}
+METHODS = {  # of PPO: where the members are from, which, flags
+    "single_1": (BASELINE, (1,), ""),
+    "single_2": (BASELINE, (2,), ""),
+    "mean": (BASELINE, MEMBERS, "--reward-combination mean"),
+    "wco": (BASELINE, MEMBERS, "--reward-combination wco"),
+    "uwo": (BASELINE, MEMBERS, "--reward-combination uwo --uwo-lambda 0.1"),
+}
+SWEEPS = {  # without a KL penalty only: figures 12 and 14
+    "uwo_0.5": (BASELINE, MEMBERS, "--reward-combination uwo --uwo-lambda 0.5"),
+    "single_1_2000": ((25, "xs", POSTS // 2), (1,), ""),
+    "single_1_1000": ((25, "xs", POSTS // 4), (1,), ""),
 }
 
 
@@ -69,7 +77,7 @@ class Args:
     """seeds of the PPO runs; none: no PPO"""
     kl_coefs: tuple[float, ...] = (0.0, 0.05)
     """KL penalties of the PPO runs"""
-    updates: int = 36
+    updates: int = 28
     """of a PPO run, 64 episodes each"""
     bon_prompts: int = 128
     """validation posts that are sampled for best-of-n"""
@@ -199,16 +207,17 @@ def steps_of(args: Args) -> dict[str, list[Job]]:
     command = f"ensembles/best_of_n.py --policy {runs}/sft/s/1 --reward-model-paths {' '.join(rewards.values())}"
     command += f" --gold {GOLD} --dataset {DATA}/sft --prompts {args.bon_prompts} --samples {args.bon_samples}"
     add("best of n", "samples", "best_of_n.md", f"{command} --micro-batch-size 250 --output-dir {runs}/samples")
-    for seed in args.ppo_seeds:
-        for kl_coef in args.kl_coefs:
-            for method, (used, flags) in METHODS.items():
-                name, members = f"ppo/{method}_kl_{kl_coef:g}/{seed}", [rewards[BASELINE, i] for i in used]
-                command = f"ppo.py --model nano-s --seed {seed} --sft-model-path {runs}/sft/s/1 --dataset {DATA}/sft"
-                command += f" --reward-model-paths {' '.join(members)} {flags} --kl-coef {kl_coef:g}"
-                command += f" --gold {GOLD} --gold-every 3 --eval-rows 128 --sample-every 0 --learning-rate 1e-4"
-                command += f" --batch-size 64 --micro-batch-size 16 --total-episodes {64 * args.updates}"
-                command += f" --save-every 20 --keep-checkpoints 1 --resume --output-dir {runs}/{name}"
-                add("PPO", name, "model/config.json", command)
+    runs_of_ppo = [(kl_coef, name, method) for kl_coef in args.kl_coefs for name, method in METHODS.items()]
+    sweeps = [(0.0, name, method) for name, method in SWEEPS.items()]
+    for group, seed in itertools.product((runs_of_ppo, sweeps), args.ppo_seeds):
+        for kl_coef, method, (setting, used, flags) in group:
+            name, members = f"ppo/{method}_kl_{kl_coef:g}/{seed}", [rewards[setting, i] for i in used]
+            command = f"ppo.py --model nano-s --seed {seed} --sft-model-path {runs}/sft/s/1 --dataset {DATA}/sft"
+            command += f" --reward-model-paths {' '.join(members)} {flags} --kl-coef {kl_coef:g}"
+            command += f" --penalty-reward-value None --gold {GOLD} --gold-every 2 --eval-rows 128 --sample-every 0"
+            command += f" --learning-rate 3e-5 --total-episodes {64 * args.updates} --batch-size 64 --micro-batch-size 16"
+            command += f" --save-every 20 --keep-checkpoints 1 --resume --output-dir {runs}/{name}"
+            add("PPO", name, "model/config.json", command)
     for setting in SETTINGS:
         name = f"best_of_n/{member_set(setting)}"
         places = [str(1 + list(rewards).index((setting, seed))) for seed in MEMBERS]

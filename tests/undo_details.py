@@ -489,8 +489,8 @@ PATCHES = r"""
 - torch.where(has_eos, raw_scores, args.penalty_reward_value)
 + raw_scores + args.penalty_reward_value * ~has_eos
 23 ppo.py: penalty 0
-- penalty_reward_value: float = -1.0
-+ penalty_reward_value: float = 0.0
+- penalty_reward_value: float | None = -1.0
++ penalty_reward_value: float | None = 0.0
 23 ppo.py: the score lies at EOS
 - place = lengths.clamp(max=logratio.shape[1] - 1)
 + place = lengths - 1
