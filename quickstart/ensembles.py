@@ -215,8 +215,8 @@ def steps_of(args: Args) -> dict[str, list[Job]]:
             command = f"ppo.py --model nano-s --seed {seed} --sft-model-path {runs}/sft/s/1 --dataset {DATA}/sft"
             command += f" --reward-model-paths {' '.join(members)} {flags} --kl-coef {kl_coef:g}"
             command += f" --penalty-reward-value None --gold {GOLD} --gold-every 2 --eval-rows 128 --sample-every 0"
-            command += f" --learning-rate 3e-5 --total-episodes {64 * args.updates} --batch-size 64 --micro-batch-size 16"
-            command += f" --save-every 20 --keep-checkpoints 1 --resume --output-dir {runs}/{name}"
+            command += f" --total-episodes {64 * args.updates} --batch-size 64 --micro-batch-size 16"
+            command += f" --learning-rate 3e-5 --save-every 20 --keep-checkpoints 1 --resume --output-dir {runs}/{name}"
             add("PPO", name, "model/config.json", command)
     for setting in SETTINGS:
         name = f"best_of_n/{member_set(setting)}"

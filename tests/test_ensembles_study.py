@@ -27,21 +27,23 @@ def steps() -> dict:
 
 def test_the_matrix_is_that_of_the_docstring(steps):
     assert {step: len(jobs) for step, jobs in steps.items()} == {
-        "SFT": 2, "labels": 3, "members": 30, "best of n": 1, "PPO": 30, "tables": 6,
+        "SFT": 2, "labels": 3, "members": 30, "best of n": 1, "PPO": 39, "tables": 6,
     }  # fmt: skip
     members = Counter((args.model[-2:], args.preference_dataset) for _, _, args in steps["members"])
     data = f"{RUNS}/labelled"
     sets = [("xs", f"{data}/4000/noise_{noise}") for noise in (25, 0, 35)] + [("-s", f"{data}/4000/noise_25")]
     sets += [("xs", f"{data}/{posts}/noise_25") for posts in (2000, 1000)]
     assert members == dict.fromkeys(sets, 5)
-    ppo = set()
+    ppo = Counter()
     for _, _, args in steps["PPO"]:
         paths = tuple(path.removeprefix(f"{RUNS}/reward/") for path in args.reward_model_paths)
-        ppo.add((paths, args.reward_combination, args.kl_coef, args.seed))
+        ppo[paths, args.reward_combination, args.uwo_lambda, args.kl_coef, args.seed] += 1
     base = tuple(f"noise_25_xs_4000/{i}" for i in range(1, 6))
-    used = [(base[:1], "mean"), (base[1:2], "mean"), (base, "mean"), (base, "wco"), (base, "uwo")]
-    assert ppo == {(*method, kl, seed) for method in used for kl in (0.0, 0.05) for seed in (1, 2, 3)}
-    assert all(args.uwo_lambda == (0.1 if args.reward_combination == "uwo" else None) for _, _, args in steps["PPO"])
+    used = [(base[:1], "mean", None), (base[1:2], "mean", None), (base, "mean", None), (base, "wco", None)]
+    used = [(*method, kl) for method in [*used, (base, "uwo", 0.1)] for kl in (0.0, 0.05)]
+    used += [((f"noise_25_xs_{posts}/1",), "mean", None, 0.0) for posts in (2000, 1000)] + [(base, "uwo", 0.5, 0.0)]
+    assert ppo == dict.fromkeys([(*method, seed) for method in used for seed in (1, 2, 3)], 1)
+    assert all(args.penalty_reward_value is None for _, _, args in steps["PPO"])
 
 
 def test_each_set_of_members_has_a_seed_each(steps):
@@ -95,7 +97,8 @@ def test_finished_runs_are_not_left_and_the_cost_follows(tmp_path, monkeypatch, 
     ensembles.main(ensembles.Args(dry_run=True, ppo_seeds=(2,), kl_coefs=(0.0,)))
     commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if "ppo.py" in line]
     assert [command[-1] for command in commands] == [
-        f"{RUNS}/ppo/{x}_kl_0/2" for x in ("single_1", "single_2", "mean", "wco", "uwo")
+        f"{RUNS}/ppo/{x}_kl_0/2"
+        for x in ("single_1", "single_2", "mean", "wco", "uwo", "uwo_0.5", "single_1_2000", "single_1_1000")
     ]
 
 
@@ -133,7 +136,7 @@ def test_a_failing_run_ends_after_its_step_and_is_named(tmp_path, monkeypatch):
     ensembles.main(ensembles.Args())
     calls = (tmp_path / "calls").read_text().splitlines()
     counts = Counter(call.split()[0] for call in calls)
-    assert counts == {"reward.py": 1, "ensembles/best_of_n.py": 7, "ppo.py": 30, "ensembles/figures.py": 1}
+    assert counts == {"reward.py": 1, "ensembles/best_of_n.py": 7, "ppo.py": 39, "ensembles/figures.py": 1}
     assert calls[-1].startswith("ensembles/figures.py --runs runs/ensembles --output-dir benchmark/results/ensembles")
 
 
