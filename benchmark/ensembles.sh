@@ -10,7 +10,8 @@
 # others adds to the runs. python ensembles/figures.py --runs runs/ensembles draws all of them.
 # The gold is there before, and has the policy's tokenizer with its two turns: AlpacaFarm's of 7B, a LLaMA, has not.
 # 3,000 PPO steps of 32 are 94 updates: 256 rollouts in 4 epochs are 32 steps. What the paper does not say, and is ours:
-# --gold-every and --eval-rows; the rest is ppo.py's default, with the fixed score of an answer without EOS (Detail 23).
+# --gold-every and --eval-rows; the rest is ppo.py's default. An answer without EOS keeps its score: the paper's reward
+# has no fixed one for it (Detail 23), which would be above the worst case's where that falls below -1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -63,8 +64,8 @@ ppo() { # folder, kl, seed, flags...: table 3
     run "$folder/model" "${launch[@]}" ppo.py --model "$policy" --seed "$3" --sft-model-path "$policy_run" \
         --dataset "$data/unlabeled" --learning-rate 1e-6 --lr-schedule cosine --final-learning-rate 1e-7 --num-ppo-epochs 4 \
         --batch-size 256 --num-mini-batches 8 --total-episodes 24064 --cliprange 0.2 --cliprange-value 0.2 --lam 0.95 \
-        --temperature 1.0 --response-length 256 --kl-coef "$2" --gold "$gold" --gold-every 3 --eval-rows 256 \
-        --output-dir "$folder" "${@:4}"
+        --temperature 1.0 --response-length 256 --kl-coef "$2" --penalty-reward-value None \
+        --gold "$gold" --gold-every 3 --eval-rows 256 --output-dir "$folder" "${@:4}"
 }
 
 for seed in ${SEEDS:-1}; do

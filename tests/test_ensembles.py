@@ -261,6 +261,22 @@ def test_variance_and_spread_are_over_k(golden):
     assert statistics.fmean(variances) > 0.01
 
 
+def test_without_a_penalty_every_response_keeps_its_score(setting, monkeypatch):
+    lines, given = {}, []
+    monkeypatch.setattr(ppo, "token_rewards", lambda *args, known=ppo.token_rewards: given.append(args) or known(*args))
+    for value in (-99.0, None):
+        folder = run(setting.args(f"penalty_{value}", penalty_reward_value=value, total_episodes=BATCH))
+        [lines[value]] = [line for line in read(folder) if line["update"]]
+    (fixed, *_), (kept, *_) = given
+    absent = fixed == -99
+    assert 0 < absent.sum() < BATCH and absent.float().mean().item() == pytest.approx(
+        1 - lines[None]["response/eos_rate"]
+    )
+    assert torch.equal(fixed[~absent], kept[~absent]) and (kept > -99).all()
+    assert lines[None]["objective/score"] == lines[None]["objective/score_without_penalty"]
+    assert lines[-99.0]["objective/score_without_penalty"] == pytest.approx(kept.mean().item(), rel=1e-5)
+
+
 def test_with_one_member_every_objective_is_that_member(setting, monkeypatch):
     one = {"reward_model_paths": [str(setting.members[0])], "total_episodes": 2 * BATCH}
     how = {"mean": None, "wco": None, "uwo": 3.0}
@@ -467,6 +483,7 @@ def test_the_commands_are_the_papers_tables():
         assert 0 <= steps - 3000 < 32  # whole updates
         assert (x.cliprange, x.cliprange_value, x.lam, x.temperature, x.response_length) == (0.2, 0.2, 0.95, 1.0, 256)
         assert x.model == policy and x.sft_model_path == own and x.gold == bon.gold == labels.gold
+        assert x.penalty_reward_value is None
     how = [("mean", None, paths), ("wco", None, paths), ("uwo", 0.1, paths), *(("mean", None, [x]) for x in paths)]
     ways = [(x.kl_coef, x.reward_combination, x.uwo_lambda, x.reward_model_paths) for x in runs]
     assert ways == [(kl, *way) for kl in (0, 0.01, 0.1, 0.2) for way in how]
