@@ -712,10 +712,11 @@ def verdicts(here: list[Run], small: float | None, args: Args) -> dict[int, tupl
         if len(finals) > 1:
             hardly = max(finals) - min(finals) < 0.5 * (mean(finals) - x[0].final)
             found[6] = hardly, "; ".join(group.short for group in x)
-    grown = {method: [growth(run) for run in runs.get((0, method), []) if run.procedure == "PPO"] for method in METHODS}
-    if grown["mean"] and grown["uwo"]:
+    both = {method: [run for run in runs.get((0, method), []) if run.procedure == "PPO"] for method in ("mean", "uwo")}
+    if all(both.values()):
+        grown = {method: [growth(run) for run in group] for method, group in both.items()}
         under_mean, under_uwo = mean(grown["mean"]), mean(grown["uwo"])
-        text = "; ".join(f"{method}: times {mean_and_deviation(grown[method])}" for method in ("mean", "uwo"))
+        text = "; ".join(f"{method}: times {mean_and_deviation(grown[method])}" for method in both)
         found[7] = under_mean > 1.5 and under_uwo - 1 < 0.5 * (under_mean - 1), text
     if x := [x for kl in penalties if (x := have((kl, "single"), (kl, "wco"), (kl, "uwo")))]:
         matched = all(e.final >= single.final - e.noise for single, *both in x for e in both)
