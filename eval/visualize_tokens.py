@@ -86,7 +86,8 @@ class Args:
     kl_coef: float | None = None
     """beta of PPO's training; default what the PPO run was given, else 0.05 (table 7)"""
     penalty_reward_value: float | None = None
-    """score of a response without EOS in the token rewards; default what the PPO run was given, else -1 (Detail 23)"""
+    """score of a response without EOS in the token rewards; default what the PPO run was given, else -1 (Detail 23);
+    none, where the run had none"""
     micro_batch_size: int = 8
     """examples in a forward pass: memory only, never the result"""
     output: str = "runs/tokens"
@@ -547,7 +548,8 @@ def main(args: Args):
     training = {}
     if args.ppo and (file := Path(args.ppo) / "args.json").exists():
         with reading(str(file)):
-            training = {name: float(value) for name, value in json.loads(file.read_text()).items() if name in TRAINING}
+            found = {name: value for name, value in json.loads(file.read_text()).items() if name in TRAINING}
+            training = {name: None if value is None else float(value) for name, value in found.items()}
     for name, default in TRAINING.items():
         if getattr(args, name) is None:
             setattr(args, name, training.get(name, default))
@@ -620,7 +622,9 @@ def main(args: Args):
     if logprobs:
         seen["ppo"]["logratio"] = logprobs["ppo"] - logprobs["sft"]
         if scores:
-            score = torch.where(ended["ppo"], scores["ppo"], args.penalty_reward_value)
+            score = scores["ppo"]
+            if args.penalty_reward_value is not None:
+                score = torch.where(ended["ppo"], score, args.penalty_reward_value)
             seen["ppo"]["token_reward"] = token_rewards(score, seen["ppo"]["logratio"], lengths["ppo"], args.kl_coef)
 
     # ---- tables, page, terminal ------------------------------------------------------------------

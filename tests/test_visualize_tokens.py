@@ -262,6 +262,24 @@ def test_without_reward_model_sft_and_value_model(made, tmp_path):
     assert args.value_model == str(made.folders["value_model"])
 
 
+def test_a_run_without_a_penalty_keeps_every_score(made, written, tmp_path):
+    run = shutil.copytree(made.root / "ppo", tmp_path / "ppo")
+    settings = json.loads((run / "args.json").read_text()) | {"penalty_reward_value": None}
+    (run / "args.json").write_text(json.dumps(settings))
+    visualize_tokens.main(visualize_tokens.Args(**made.args | {"ppo": str(run)}, output=str(tmp_path / "x")))
+    found = pandas.read_csv(tmp_path / "x_tokens.csv", keep_default_na=False, dtype={"token": str})
+    cut = 0
+    for _, rows in found[found["model"] == "ppo"].groupby("id"):
+        after, before = rows["token_reward"], written.tokens.loc[rows.index, "token_reward"]
+        if rows["token_id"].iloc[-1] in (made.tokenizer.eos_token_id, made.tokenizer.pad_token_id):
+            assert list(after) == list(before)
+        else:  # the score at the last token instead of -1
+            score = float(rows["reward_logit"].iloc[-1])
+            close(after, [*before.iloc[:-1], float(before.iloc[-1]) + 1 + score])
+            cut += 1
+    assert cut
+
+
 def test_the_terminal_is_coloured(made, tmp_path, monkeypatch, capsys):
     """As many characters in the style of each kind as its tokens have."""
     for name, value in {"FORCE_COLOR": "1", "COLUMNS": "3000", "TERM": "xterm"}.items():
