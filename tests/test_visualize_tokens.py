@@ -275,7 +275,7 @@ def test_a_run_without_a_penalty_keeps_every_score(made, written, tmp_path):
             assert list(after) == list(before)
         else:  # the score at the last token instead of -1
             score = float(rows["reward_logit"].iloc[-1])
-            close(after, [*before.iloc[:-1], float(before.iloc[-1]) + 1 + score])
+            close(after, [*map(float, before.iloc[:-1]), float(before.iloc[-1]) + 1 + score])
             cut += 1
     assert cut
 
