@@ -10,7 +10,8 @@ A run's setting is that of its reward models, whose args.json lie where its own 
 label noise (of the folder noise_N that gold_label.py wrote), model size (the name of --model) and number of pairs.
 
 Writes figure_3 to figure_14 as PNG (--pdf: as PDF, too) and as CSV of exactly what is drawn; win_rates.csv; claims.csv;
-figures.md: claims, win rates beside the paper's, what is missing, what was left out. Gold is drawn on the left axis,
+first_member.csv, where ensembles have several orders (the value model starts from the first member); figures.md: all
+tables, win rates beside the paper's, what is missing, what was left out. Gold is drawn on the left axis,
 solid, the proxy on the right one, dashed; figures 4 and 5 have panels over updates, too. Lines are means over runs at
 equal updates in a band of one sample standard deviation: over seeds, of `single` over members and seeds. A best-of-n
 ensemble has best_of_n.py's 95 % band over prompts. Bars begin at the gold score before optimisation. Final is the last
@@ -751,6 +752,33 @@ def claims_table(runs: list[Run], base: dict, small: float | None, args: Args) -
     return sorted(rows, key=lambda row: row["claim"])
 
 
+def by_first_member(runs: list[Run]) -> tuple[list[Run], list[dict]]:
+    """(the runs without those of PPO that have their members in a rarer order, a table that compares the orders). The
+    value model starts from the first member (Detail 22): the order is a setting. Kept is the one with most runs, of
+    equally many the first by name. A row for each objective and order where there are two."""
+    kept, rows, ensembles = [], [], {}
+    for run in runs:
+        if run.procedure == "PPO":
+            ensembles.setdefault(" ".join(sorted(run.paths.split())), []).append(run)
+        else:
+            kept.append(run)
+    for group in ensembles.values():
+        orders = [
+            paths for paths, _ in sorted(Counter(run.paths for run in group).items(), key=lambda x: (-x[1], x[0]))
+        ]
+        kept += pick(group, paths=orders[0])
+        for key in dict.fromkeys(run[:8] for run in group):
+            there = [[run for run in group if run[:8] == key and run.paths == paths] for paths in orders]
+            there = [mine for mine in there if mine]
+            for mine in there if len(there) > 1 else []:
+                row = {"objective": label(mine[0]), "KL penalty": mine[0].kl_coef, "runs": len(mine)}
+                row |= {"first member": mine[0].paths.split()[0]}
+                numbers = {"final gold": map(final, mine), "drop": map(drop, mine)}
+                numbers |= {"final KL": (run.curve["x"].iloc[-1] for run in mine)}
+                rows.append(row | {name: mean_and_deviation(list(found)) for name, found in numbers.items()})
+    return kept, rows
+
+
 def most_common(runs: list[Run], field: str, wanted):
     """The value of a field that was asked for, else that of most run folders."""
     counts = Counter(value for _, value in sorted({(run.folder, getattr(run, field)) for run in runs}))
@@ -766,6 +794,9 @@ def main(args: Args):
     if not runs:
         why = "".join(f"\n  {problem}" for problem in problems)
         fail(f"{args.runs}: no best-of-n or PPO runs with gold scores there. {COMMANDS.replace('`', '')}{why}")
+    (runs, orders), everything = by_first_member(runs), runs
+    rarer = {run.folder for run in everything} - {run.folder for run in runs}
+    problems += [f"{x}: in the table by first member only; its members are in a rarer order" for x in sorted(rarer)]
     base = {"noise": most_common(runs, "noise", args.noise)}
     for field in ("size", "pairs"):
         base[field] = most_common(pick(runs, **base), field, getattr(args, field))
@@ -788,6 +819,8 @@ def main(args: Args):
             what = f"claim {row['claim']}, {row['procedure']}, label noise {row['label noise, %']} %"
             missing.append(f"{what}: {CLAIMS[row['claim']][2]}")
     put(folder / "claims.csv", pandas.DataFrame(claims).to_csv(index=False).encode())
+    if orders:
+        put(folder / "first_member.csv", pandas.DataFrame(orders).to_csv(index=False).encode())
     put(folder / "win_rates.csv", pandas.DataFrame(wins).to_csv(index=False, float_format="%.6g").encode())
 
     # ---- figures.md ------------------------------------------------------------------------------
@@ -804,6 +837,9 @@ def main(args: Args):
         text += "## Win rates against single reward models\n\nMean ± standard deviation over the members. The paper's: "
         text += "table 6 (44M reward models) and 7 (7M and 1.3B), uwo with λ 0.5, PPO at the KL penalties of figure 4."
         text += f"\n\n{markdown(shown)}\n"
+    if orders:
+        text += "## By first member\n\nPPO's value model starts from the first reward model. Figures and claims are of "
+        text += f"the order with most runs.\n\n{markdown(orders)}\n"
     for title, lines in (("Missing", [*missing, COMMANDS] if missing else []), ("Left out", problems)):
         text += f"## {title}\n\n" + "".join(f"- {line}\n" for line in lines) + "\n" if lines else ""
     put(folder / "figures.md", (text.rstrip() + "\n").encode())

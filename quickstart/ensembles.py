@@ -14,10 +14,11 @@ alike but for their seed, are trained on each set of pairs:
 
 Best-of-n samples once and lets all of them score; tables are made for each five. PPO runs against two single members,
 their mean, the worst case and the uncertainty-weighted score, without and with a KL penalty, on --ppo-seeds, and,
-without penalty, another lambda and single members of fewer posts (figures 12 and 14). A response without EOS keeps its
-score: Detail 23's fixed -1 would reward it wherever the worst case says less. A stopped run continues from its last
-checkpoint. Steps of the matrix wait for the ones before; --jobs runs go side by side, each with its share of the cores.
-What is finished is not started again; a failing run stops no other of its step.
+without penalty, the ensembles with their second member first, from which the value model then starts, another lambda,
+and single members of fewer posts (figures 12 and 14). A response without EOS keeps its score: Detail 23's fixed -1
+would reward it wherever the worst case says less. A stopped run continues from its last checkpoint. Steps of the matrix
+wait for the ones before; --jobs runs go side by side, each with its share of the cores. What is finished is not started
+again; a failing run stops no other of its step.
 
 RUNS/       sft/{size}/1, labelled/{posts}, reward/{noise}_{size}_{posts}/{seed}, samples, best_of_n/{...},
             ppo/{method}_kl_{kl}/{seed}, logs/
@@ -54,6 +55,7 @@ SETTINGS = [
     (25, "xs", POSTS // 4),
 ]
 MEMBERS = (1, 2, 3, 4, 5)  # seeds
+OTHER_FIRST = (2, 1, 3, 4, 5)
 EPOCHS = 3  # of the members
 # of a run of each step, of one core of an AMD EPYC, two side by side
 SECONDS = {"SFT": 52, "labels": 65, "members": 62, "best of n": 733, "PPO": 200, "tables": 10}
@@ -64,7 +66,10 @@ METHODS = {  # of PPO: where the members are from, which, flags
     "wco": (BASELINE, MEMBERS, "--reward-combination wco"),
     "uwo": (BASELINE, MEMBERS, "--reward-combination uwo --uwo-lambda 0.1"),
 }
-SWEEPS = {  # without a KL penalty only: figures 12 and 14
+SWEEPS = {  # without a KL penalty only: the value model from another member; figures 12 and 14
+    "wco_2_first": (BASELINE, OTHER_FIRST, "--reward-combination wco"),
+    "uwo_2_first": (BASELINE, OTHER_FIRST, "--reward-combination uwo --uwo-lambda 0.1"),
+    "mean_2_first": (BASELINE, OTHER_FIRST, "--reward-combination mean"),
     "uwo_0.5": (BASELINE, MEMBERS, "--reward-combination uwo --uwo-lambda 0.5"),
     "single_1_2000": ((25, "xs", POSTS // 2), (1,), ""),
     "single_1_1000": ((25, "xs", POSTS // 4), (1,), ""),

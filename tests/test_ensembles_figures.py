@@ -133,6 +133,29 @@ def world(tmp_path_factory):
     return runs, {int(name[7:]): plots for name, (_, plots) in found.items()}
 
 
+def test_another_order_of_the_members_is_another_setting(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    a, b, c = make_members(BASE)
+    for seed, gain in ((1, 1.0), (2, 2.0)):
+        make_ppo(f"abc_{seed}", BASE, [a, b, c], "wco", seed=seed, gain=gain)
+    make_ppo("bac", BASE, [b, a, c], "wco", gain=-3.0)
+    make_ppo("uwo", BASE, [b, a, c], "uwo", 0.1)  # nothing to compare it with
+    make_ppo("two", BASE, [b, a], "wco")  # another ensemble
+    make_ppo("single", BASE, [b])
+    make_bon(BASE)
+    runs, _ = figures.read_runs("runs")
+    kept, rows = figures.by_first_member(runs)
+    left = {Path(run.folder).name for run in runs} - {Path(run.folder).name for run in kept}
+    assert left == {"bac", "uwo"} and len(runs) - len(kept) == 2
+    common = {"objective": "wco", "KL penalty": 0.0}
+    assert rows == [
+        common | {"runs": 2, "first member": a}
+        | {"final gold": "13.000 ± 1.414", "drop": "0.000 ± 0.000", "final KL": "10.500 ± 0.707"},
+        common | {"runs": 1, "first member": b} | {"final gold": "4.000", "drop": "6.000", "final KL": "10.000"},
+    ]  # fmt: skip
+    assert figures.by_first_member(kept) == (figures.by_first_member(kept)[0], [])
+
+
 def rows_of(plot) -> pandas.DataFrame:
     return pandas.DataFrame(plot.rows)
 

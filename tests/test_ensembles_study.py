@@ -27,7 +27,7 @@ def steps() -> dict:
 
 def test_the_matrix_is_that_of_the_docstring(steps):
     assert {step: len(jobs) for step, jobs in steps.items()} == {
-        "SFT": 2, "labels": 3, "members": 30, "best of n": 1, "PPO": 39, "tables": 6,
+        "SFT": 2, "labels": 3, "members": 30, "best of n": 1, "PPO": 48, "tables": 6,
     }  # fmt: skip
     members = Counter((args.model[-2:], args.preference_dataset) for _, _, args in steps["members"])
     data = f"{RUNS}/labelled"
@@ -41,6 +41,8 @@ def test_the_matrix_is_that_of_the_docstring(steps):
     base = tuple(f"noise_25_xs_4000/{i}" for i in range(1, 6))
     used = [(base[:1], "mean", None), (base[1:2], "mean", None), (base, "mean", None), (base, "wco", None)]
     used = [(*method, kl) for method in [*used, (base, "uwo", 0.1)] for kl in (0.0, 0.05)]
+    other = (base[1], base[0], *base[2:])
+    used += [(other, "mean", None, 0.0), (other, "wco", None, 0.0), (other, "uwo", 0.1, 0.0)]
     used += [((f"noise_25_xs_{posts}/1",), "mean", None, 0.0) for posts in (2000, 1000)] + [(base, "uwo", 0.5, 0.0)]
     assert ppo == dict.fromkeys([(*method, seed) for method in used for seed in (1, 2, 3)], 1)
     assert all(args.penalty_reward_value is None for _, _, args in steps["PPO"])
@@ -97,8 +99,7 @@ def test_finished_runs_are_not_left_and_the_cost_follows(tmp_path, monkeypatch, 
     ensembles.main(ensembles.Args(dry_run=True, ppo_seeds=(2,), kl_coefs=(0.0,)))
     commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if "ppo.py" in line]
     assert [command[-1] for command in commands] == [
-        f"{RUNS}/ppo/{x}_kl_0/2"
-        for x in ("single_1", "single_2", "mean", "wco", "uwo", "uwo_0.5", "single_1_2000", "single_1_1000")
+        f"{RUNS}/ppo/{x}_kl_0/2" for x in ("single_1", "single_2", "mean", "wco", "uwo", *ensembles.SWEEPS)
     ]
 
 
@@ -136,7 +137,7 @@ def test_a_failing_run_ends_after_its_step_and_is_named(tmp_path, monkeypatch):
     ensembles.main(ensembles.Args())
     calls = (tmp_path / "calls").read_text().splitlines()
     counts = Counter(call.split()[0] for call in calls)
-    assert counts == {"reward.py": 1, "ensembles/best_of_n.py": 7, "ppo.py": 39, "ensembles/figures.py": 1}
+    assert counts == {"reward.py": 1, "ensembles/best_of_n.py": 7, "ppo.py": 48, "ensembles/figures.py": 1}
     assert calls[-1].startswith("ensembles/figures.py --runs runs/ensembles --output-dir benchmark/results/ensembles")
 
 
