@@ -175,6 +175,7 @@ class Run(NamedTuple):
     variance: pandas.DataFrame | None = None  # of PPO: step and x (update), y (variance within the ensemble)
     samples: pandas.Series = pandas.Series()  # of PPO: the last gold scores by post, where they are there
     wins: tuple[float, float] | None = None  # of BoN: win rate against the single members, mean and sd
+    scores: tuple[float, ...] = ()  # of PPO: what each member says of the samples, mean
 
 
 class Plot(NamedTuple):
@@ -297,14 +298,16 @@ def read_ppo(folder: Path, settings: dict, setting: tuple) -> Run:
         variance = [(line["update"], line["update"], line[key]) for line in lines if line["update"] > 0]
     if last < num_updates or not curve or curve[-1]["step"] < num_updates:
         raise LeftOut(f"it is not complete (update {last} of {num_updates}, {len(curve)} gold scores)")
-    samples, method = pandas.Series(), "single" if len(paths) == 1 else settings["reward_combination"]
+    samples, scores, method = pandas.Series(), (), "single" if len(paths) == 1 else settings["reward_combination"]
     if (file := folder / "gold_samples.csv").exists():
-        samples = read_numbers(file, ["id"], ["gold"]).set_index("id")["gold"]
+        names = [f"score_{i + 1}" for i in range(len(paths))]
+        table = read_numbers(file, ["id"], ["gold", *names]).set_index("id")
+        samples, scores = table["gold"], tuple(table[names].mean())
         if not samples.index.is_unique:
             fail(f"{file}: two rows of post {samples.index[samples.index.duplicated()][0]}")
     which = "PPO", *setting, settings["kl_coef"], method, settings["uwo_lambda"], len(paths), " ".join(paths)
     curve, variance = pandas.DataFrame(curve), pandas.DataFrame(variance, columns=["step", "x", "y"])
-    return Run(*which, settings["seed"], str(folder), curve, variance, samples)
+    return Run(*which, settings["seed"], str(folder), curve, variance, samples, scores=scores)
 
 
 def read_runs(root: str) -> tuple[list[Run], list[str]]:
@@ -755,7 +758,8 @@ def claims_table(runs: list[Run], base: dict, small: float | None, args: Args) -
 def by_first_member(runs: list[Run]) -> tuple[list[Run], list[dict]]:
     """(the runs without those of PPO that have their members in a rarer order, a table that compares the orders). The
     value model starts from the first member (Detail 22): the order is a setting. Kept is the one with most runs, of
-    equally many the first by name. A row for each objective and order where there are two."""
+    equally many the first by name. A row for each objective and order where there are two, with the mean scores that
+    the first member and the one of the others who likes them most give to the last samples."""
     kept, rows, ensembles = [], [], {}
     for run in runs:
         if run.procedure == "PPO":
@@ -772,9 +776,11 @@ def by_first_member(runs: list[Run]) -> tuple[list[Run], list[dict]]:
             there = [mine for mine in there if mine]
             for mine in there if len(there) > 1 else []:
                 row = {"objective": label(mine[0]), "KL penalty": mine[0].kl_coef, "runs": len(mine)}
-                row |= {"first member": mine[0].paths.split()[0]}
+                row |= {"first member": mine[0].paths.split()[0], "its score": "", "the others' best": ""}
                 numbers = {"final gold": map(final, mine), "drop": map(drop, mine)}
                 numbers |= {"final KL": (run.curve["x"].iloc[-1] for run in mine)}
+                if told := [run.scores for run in mine if run.scores]:
+                    numbers |= {"its score": (x[0] for x in told), "the others' best": (max(x[1:]) for x in told)}
                 rows.append(row | {name: mean_and_deviation(list(found)) for name, found in numbers.items()})
     return kept, rows
 

@@ -92,9 +92,9 @@ def make_ppo(name: str, setting, paths, combination="mean", uwo_lambda=None, kl=
         lines.append(json.dumps(line) + "\n")
     (folder / "metrics.jsonl").write_text("".join(lines))
     if samples := more.get("samples", {"p": 0.0}):
+        scores = {f"score_{i + 1}": (3 - i) * gain for i in range(len(paths))}
         rows = [
-            {"id": name, "response": "x", "kl_k2": 1, "tokens": 2, "score_1": 9, "gold": x}
-            for name, x in samples.items()
+            {"id": name, "response": "x", "kl_k2": 1, "tokens": 2} | scores | {"gold": x} for name, x in samples.items()
         ]
         pandas.DataFrame(rows).to_csv(folder / "gold_samples.csv", index=False)
     return folder
@@ -149,9 +149,10 @@ def test_another_order_of_the_members_is_another_setting(tmp_path, monkeypatch):
     assert left == {"bac", "uwo"} and len(runs) - len(kept) == 2
     common = {"objective": "wco", "KL penalty": 0.0}
     assert rows == [
-        common | {"runs": 2, "first member": a}
+        common | {"runs": 2, "first member": a, "its score": "4.500 ± 2.121", "the others' best": "3.000 ± 1.414"}
         | {"final gold": "13.000 ± 1.414", "drop": "0.000 ± 0.000", "final KL": "10.500 ± 0.707"},
-        common | {"runs": 1, "first member": b} | {"final gold": "4.000", "drop": "6.000", "final KL": "10.000"},
+        common | {"runs": 1, "first member": b, "its score": "-9.000", "the others' best": "-3.000"}
+        | {"final gold": "4.000", "drop": "6.000", "final KL": "10.000"},
     ]  # fmt: skip
     assert figures.by_first_member(kept) == (figures.by_first_member(kept)[0], [])
 
