@@ -92,10 +92,9 @@ def make_ppo(name: str, setting, paths, combination="mean", uwo_lambda=None, kl=
         lines.append(json.dumps(line) + "\n")
     (folder / "metrics.jsonl").write_text("".join(lines))
     if samples := more.get("samples", {"p": 0.0}):
-        scores = {f"score_{i + 1}": (3 - i) * gain for i in range(len(paths))}
-        rows = [
-            {"id": name, "response": "x", "kl_k2": 1, "tokens": 2} | scores | {"gold": x} for name, x in samples.items()
-        ]
+        rows = [{"id": name, "response": "x", "kl_k2": 1, "tokens": 2, "gold": x} for name, x in samples.items()]
+        for i in range(len(paths)):
+            rows = [row | {f"score_{i + 1}": (3 - i) * gain + row["gold"]} for row in rows]
         pandas.DataFrame(rows).to_csv(folder / "gold_samples.csv", index=False)
     return folder
 
@@ -137,7 +136,9 @@ def test_another_order_of_the_members_is_another_setting(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     a, b, c = make_members(BASE)
     for seed, gain in ((1, 1.0), (2, 2.0)):
-        make_ppo(f"abc_{seed}", BASE, [a, b, c], "wco", seed=seed, gain=gain)
+        samples = {"p": 0.0, "q": float(seed == 1)}
+        make_ppo(f"abc_{seed}", BASE, [a, b, c], "wco", seed=seed, gain=gain, samples=samples)
+    make_ppo("mean", BASE, [a, b, c])
     make_ppo("bac", BASE, [b, a, c], "wco", gain=-3.0)
     make_ppo("uwo", BASE, [b, a, c], "uwo", 0.1)  # nothing to compare it with
     make_ppo("two", BASE, [b, a], "wco")  # another ensemble
@@ -149,12 +150,17 @@ def test_another_order_of_the_members_is_another_setting(tmp_path, monkeypatch):
     assert left == {"bac", "uwo"} and len(runs) - len(kept) == 2
     common = {"objective": "wco", "KL penalty": 0.0}
     assert rows == [
-        common | {"runs": 2, "first member": a, "its score": "4.500 ± 2.121", "the others' best": "3.000 ± 1.414"}
+        common | {"runs": 2, "first member": a, "its score": "4.750 ± 1.768", "the others' best": "3.250 ± 1.061"}
         | {"final gold": "13.000 ± 1.414", "drop": "0.000 ± 0.000", "final KL": "10.500 ± 0.707"},
         common | {"runs": 1, "first member": b, "its score": "-9.000", "the others' best": "-3.000"}
         | {"final gold": "4.000", "drop": "6.000", "final KL": "10.000"},
     ]  # fmt: skip
-    assert figures.by_first_member(kept) == (figures.by_first_member(kept)[0], [])
+    assert figures.by_first_member(kept)[1] == []
+    figures.main(figures.Args(runs="runs", output_dir="out"))
+    text, table = Path("out/figures.md").read_text(), pandas.read_csv("out/first_member.csv", dtype=str)
+    assert all(f"- runs/ppo/{x}: in the table by first member only; its members" in text for x in left)
+    assert text.count("its members are in a rarer order") == 2 and f"| wco | 0 | 1 | {b} | -9.000 | -3.000 |" in text
+    assert table["final gold"].tolist() == ["13.000 ± 1.414", "4.000"]
 
 
 def rows_of(plot) -> pandas.DataFrame:
