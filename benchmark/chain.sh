@@ -16,9 +16,10 @@ python tldr_dataset.py --sft-dataset "$raw/tldr_posts" --preference-dataset "$ra
     --tokenizer "$raw/tokenizer" --output-dir data/tldr
 python quickstart/nano.py --tokenizer "$raw/tokenizer" --size xs --output-dir data/nano-xs
 for seed in ${seeds:-44413 55513}; do
-    python sft.py --model data/nano-xs --seed "$seed" --batch-size 32 --micro-batch-size 2 --learning-rate 5e-3 --run-eval
+    python sft.py --model data/nano-xs --seed "$seed" --batch-size 32 --micro-batch-size 2 --learning-rate 5e-3
     python reward.py --model nano-xs --seed "$seed" --batch-size 32 --learning-rate 1e-3 --run-eval
-    python ppo.py --model nano-xs --seed "$seed" --batch-size 64 --total-episodes 2880 --learning-rate 5e-4 --run-eval
+    python ppo.py --model nano-xs --seed "$seed" --batch-size 64 --total-episodes 2880 --learning-rate 5e-4
     python dpo.py --model nano-xs --seed "$seed" --batch-size 32 --micro-batch-size 4 --learning-rate 3e-4 --run-eval
+    for stage in sft ppo dpo; do python eval/samples.py "runs/$stage/nano-xs/$seed"; done
 done
 python benchmark/curves.py --model nano-xs --seeds ${seeds:-44413 55513} --output benchmark/results/chain

@@ -13,7 +13,7 @@
 # here they are the 10,000 of AlpacaFarm's split for that, so that no prompt is both SFT's, PPO's or best of n's and theirs.
 # The gold is there before, and has the policy's tokenizer with its two turns: AlpacaFarm's of 7B, a LLaMA, has not.
 # 3,000 PPO steps of 32 are 94 updates: 256 rollouts in 4 epochs are 32 steps. What the paper does not say, and is ours:
-# --gold-every and --eval-rows; the rest is ppo.py's default. An answer without EOS keeps its score: the paper's reward
+# --gold-every and --eval-rows; the rest is ensembles/ppo.py's default. An answer without EOS keeps its score: the paper's reward
 # has no fixed one for it (Detail 23), which would be above the worst case's where that falls below -1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -44,7 +44,7 @@ for model in "$policy" "$proxy"; do # their tokens are the same: the policy's da
     run "$data/$name/sft" python ensembles/alpaca_dataset.py --base "$model" --output-dir "$data/$name"
     run "$runs/sft/$name/model" "${launch[@]}" sft.py --model "$data/$name/base" --seed 1 \
         --dataset "$data/${policy##*/}/sft" --learning-rate 8e-6 --num-train-epochs 3 --batch-size 4 \
-        --response-length 256 "${go_on[@]}" --output-dir "$runs/sft/$name" # table 1
+        "${go_on[@]}" --output-dir "$runs/sft/$name" # table 1
 done
 policy_run=$runs/sft/${policy##*/}
 data=$data/${policy##*/}
@@ -66,7 +66,7 @@ run "$runs/best_of_n/$setting/best_of_n.md" python ensembles/best_of_n.py --poli
 
 ppo() { # folder, kl, seed, flags...: table 3
     local folder=$runs/ppo/$setting/$1_kl_$2/$3
-    run "$folder/model" "${launch[@]}" ppo.py --model "$policy" --seed "$3" --sft-model-path "$policy_run" \
+    run "$folder/model" "${launch[@]}" ensembles/ppo.py --model "$policy" --seed "$3" --sft-model-path "$policy_run" \
         --dataset "$data/unlabeled" --learning-rate 1e-6 --lr-schedule cosine --final-learning-rate 1e-7 --num-ppo-epochs 4 \
         --batch-size 256 --num-mini-batches 8 --total-episodes 24064 --cliprange 0.2 --cliprange-value 0.2 --lam 0.95 \
         --temperature 1.0 --response-length 256 --kl-coef "$2" --penalty-reward-value None \

@@ -3,7 +3,7 @@
     python benchmark/push.py runs/ppo/1b/44413 --hub-id me/pythia-1b-ppo-tldr
     python benchmark/push.py runs/ppo/1b/44413 --hub-id me/pythia-1b-ppo-tldr --hub-revision main
 
-The stages do the same with --push-to-hub --hub-id ... once they have ended. The branch (default ppo__1b__44413) gets
+It takes the runs of any stage script, ours or a copy with a STAGE of its own. The branch (default ppo__1b__44413) gets
 the weights and the tokenizer, of PPO the value model in value_model/ as well, metrics.jsonl, args.json, eval/ and the
 card, README.md. It loads by `me/pythia-1b-ppo-tldr@ppo__1b__44413` wherever a stage takes a path.
 """
@@ -20,14 +20,8 @@ from huggingface_hub import CommitOperationAdd, HfApi, ModelCardData
 from matplotlib.figure import Figure
 
 BASES = {size: f"EleutherAI/pythia-{size}-deduped" for size in ("1b", "2.8b", "6.9b")}  # under Apache 2.0
-# what the figure shows of a stage, where the run has it
-CURVES = {
-    "sft": ["loss/train", "eval/loss", "grad_norm"],
-    "reward": ["loss/train", "accuracy/train", "grad_norm"],
-    "dpo": ["loss/train", "accuracy/train", "rewards/margin"],
-    "ppo": ["objective/rlhf_reward", "objective/score", "objective/kl", "response/length"],
-}
-CLASSES = {"reward": "AutoModelForSequenceClassification"}
+PANELS = 4  # of the figure
+ABOUT = ("stage", "command", "processes", "wandb_id")  # of args.json, beside the arguments
 LONGEST_TABLE = 40  # rows in the card; eval/ has all
 
 
@@ -70,21 +64,22 @@ def curves(lines: list[dict], keys: list[str]) -> bytes:
     return image.getvalue()
 
 
-def card(stage: str, settings: dict, lines: list[dict], tables: dict[str, list[dict]], hub: str) -> str:
-    """The text of README.md: what the run was, how to load it, last metrics, tables of the evaluation, arguments."""
+def card(stage: str, load: str, settings: dict, lines: list[dict], tables: dict[str, list[dict]], hub: str) -> str:
+    """The text of README.md: what the run was, how to load it (by the class `load`), last metrics, tables of the
+    evaluation, arguments."""
     base = BASES.get(settings["model"])
     licence = {"license": "apache-2.0", "base_model": base} if base else {"license": "other"}
     names = [settings[key] for key in ("dataset", "preference_dataset") if key in settings]
     data = {"datasets": [name.partition("@")[0] for name in names if not Path(name).exists()]}
     about = ModelCardData(**licence, **data, library_name="transformers", tags=["rlhf", "summarization", stage])
     repository, _, revision = hub.partition("@")
-    load, last = CLASSES.get(stage, "AutoModelForCausalLM"), {k: v for k, v in lines[-1].items() if k != "update"}
+    last = {key: value for key, value in lines[-1].items() if key != "update"}
     text = f"---\n{about}\n---\n\n# {stage} of {base or settings['model']}, seed {settings['seed']}\n\n"
     text += (
         f"Made by\n\n```bash\n{settings['command']}\n```\n\nand loaded by\n\n```python\nfrom transformers import {load}"
     )
     text += f'\n\nmodel = {load}.from_pretrained("{repository}", revision="{revision}")\n```\n\n'
-    if stage == "reward":
+    if load == "AutoModelForSequenceClassification":
         text += "The head's bias, `score.bias`, is in the weights and left out by transformers: a constant.\n\n"
     licence = "Apache 2.0, as its base model." if base else f"that of its base model, {settings['model']}."
     text += f"Licence: {licence}\n\n![curves](curves.png)\n\n## Metrics of update {lines[-1]['update']}\n\n"
@@ -92,7 +87,7 @@ def card(stage: str, settings: dict, lines: list[dict], tables: dict[str, list[d
     for name, rows in tables.items():
         text += f"\n## {name}\n\n{markdown(rows[:LONGEST_TABLE])}"
         text += f"\n{len(rows) - LONGEST_TABLE} more rows in eval/{name}.csv\n" if len(rows) > LONGEST_TABLE else ""
-    arguments = [{"argument": f"`{key}`", "value": f"`{value}`"} for key, value in list(settings.items())[2:]]
+    arguments = [{"argument": f"`{key}`", "value": f"`{value}`"} for key, value in settings.items() if key not in ABOUT]
     return f"{text}\n## Arguments\n\n{markdown(arguments)}"
 
 
@@ -112,8 +107,10 @@ def main(args: Args):
     for folder in ("value_model", "eval"):
         files |= {f"{folder}/{path.name}": path for path in sorted(run.glob(f"{folder}/*"))}
     files |= {name: run / name for name in ("args.json", "metrics.jsonl")}
-    files |= {"curves.png": curves(lines, CURVES[stage])}
-    files |= {"README.md": card(stage, settings, lines, tables, f"{args.hub_id}@{revision}").encode()}
+    files |= {"curves.png": curves(lines, [key for key in lines[-1] if key != "update"][:PANELS])}
+    kind = json.loads((run / "model" / "config.json").read_text())["architectures"][0]
+    load = f"AutoModelFor{kind.partition('For')[2]}"
+    files |= {"README.md": card(stage, load, settings, lines, tables, f"{args.hub_id}@{revision}").encode()}
     operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in files.items()]
     api = HfApi()
     try:

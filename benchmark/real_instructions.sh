@@ -41,7 +41,8 @@ run python quickstart/nano.py --tokenizer "$tokenizer" --size xs --output-dir "$
 run python ensembles/alpaca_dataset.py --dataset "$rows" --base "$work/nano-xs" --max-query-length 128 \
     --max-response-length 48 --output-dir "$work/alpaca"
 run python sft.py --model "$work/alpaca/base" --seed 1 --dataset "$work/alpaca/sft" --num-train-epochs 4 \
-    --learning-rate 5e-3 "${batches[@]}" "${lengths[@]}" --run-eval --output-dir "$runs/sft"
+    --learning-rate 5e-3 "${batches[@]}" --output-dir "$runs/sft"
+run python eval/samples.py "$runs/sft" "${lengths[@]}"
 run python ensembles/gold_label.py --policy "$runs/sft" --gold "$work/gold.py:score" --dataset "$work/alpaca/pref" \
     --prompts 192 --label-noise 0.25 "${lengths[@]}" --output-dir "$work/labelled"
 for seed in 1 2; do
@@ -52,11 +53,11 @@ done
 run python ensembles/best_of_n.py --policy "$runs/sft" --reward-model-paths "$runs/reward/1" "$runs/reward/2" \
     --gold "$work/gold.py:score" --dataset "$work/alpaca/sft" --prompts 16 --samples 64 "${lengths[@]}" \
     --output-dir "$runs/best_of_n"
-run python ppo.py --model nano-xs --seed 1 --sft-model-path "$runs/sft" --dataset "$work/alpaca/unlabeled" \
+run python ensembles/ppo.py --model nano-xs --seed 1 --sft-model-path "$runs/sft" --dataset "$work/alpaca/unlabeled" \
     --reward-model-paths "$runs/reward/1" "$runs/reward/2" --reward-combination uwo --uwo-lambda 0.1 \
     --gold "$work/gold.py:score" --gold-every 5 --eval-rows 64 --learning-rate 1e-4 --total-episodes 320 \
     --batch-size 32 --micro-batch-size 8 --sample-every 10 "${lengths[@]}" --output-dir "$runs/ppo"
-run python dpo.py --model nano-xs --seed 1 --sft-model-path "$runs/sft" --dataset "$work/alpaca/sft" \
-    --preference-dataset "$work/labelled/noise_25" --learning-rate 2e-5 "${batches[@]}" "${lengths[@]}" --run-eval \
-    --output-dir "$runs/dpo"
+run python dpo.py --model nano-xs --seed 1 --sft-model-path "$runs/sft" \
+    --preference-dataset "$work/labelled/noise_25" --learning-rate 2e-5 "${batches[@]}" --run-eval --output-dir "$runs/dpo"
+run python eval/samples.py "$runs/dpo" --dataset "$work/alpaca/sft" "${lengths[@]}"
 run cat "$runs/reward/1/eval/accuracy.csv" "$runs/best_of_n/best_of_n.md" "$runs/sft/eval/rouge.csv" "$runs/dpo/eval/rouge.csv"

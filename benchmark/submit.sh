@@ -1,19 +1,23 @@
 #!/usr/bin/env bash
 # The whole study on Slurm: data, then SFT, reward model, PPO (without and with whitened rewards) and DPO, three sizes,
-# four seeds. A seed's next stage starts when its stage before has ended well, whatever became of the other seeds.
+# four seeds, and samples of each policy. A seed's next stage starts when its stage before has ended well, whatever
+# became of the other seeds.
 #
 #   bash benchmark/submit.sh               submit; prints the jobs
 #   bash benchmark/submit.sh --dry-run     print every command instead: benchmark/commands.md
 #
-# From the environment, in place of the paper's: SIZES, SEEDS, STAGES; CONFIG, PROCESSES (of a machine) and RESOURCES
-# (flags for sbatch); FLAGS_tldr_dataset, FLAGS_sft, FLAGS_reward, FLAGS_ppo, FLAGS_dpo (further flags of a script).
+# From the environment, in place of the paper's: SIZES, SEEDS, STAGES; CONFIG, SAMPLES_CONFIG, PROCESSES (of a machine)
+# and RESOURCES (flags for sbatch); FLAGS_tldr_dataset, FLAGS_sft, FLAGS_reward, FLAGS_ppo, FLAGS_dpo, FLAGS_samples
+# (further flags of a script).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 read -ra sizes <<<"${SIZES:-1b 2.8b 6.9b}"
 read -ra seeds <<<"${SEEDS:-44413 55513 66613 77713}"
-read -ra stages <<<"${STAGES:-tldr_dataset sft reward ppo ppo_whiten dpo}"
-config=${CONFIG:-benchmark/accelerate/zero2.yaml}
+study="tldr_dataset sft sft_samples reward ppo ppo_samples ppo_whiten ppo_whiten_samples dpo dpo_samples"
+read -ra stages <<<"${STAGES:-$study}"
+training=${CONFIG:-benchmark/accelerate/zero2.yaml}
+sampling=${SAMPLES_CONFIG:-benchmark/accelerate/ddp.yaml} # nothing is sharded: nothing is trained
 processes=${PROCESSES:-8}
 [[ $# == 0 || $* == --dry-run ]] || { echo "error: $*: submit.sh takes --dry-run or nothing" >&2 && exit 1; }
 dry_run=${1:+yes}
@@ -23,6 +27,7 @@ dry_run=${1:+yes}
 resources() { # stage, size
     case ${2:-}/$1 in
         /tldr_dataset) echo --cpus-per-task=4 --mem=32G --time=2:00:00 ;;
+        */*_samples) echo --gpus-per-node=8 --cpus-per-gpu=4 --mem=500G --time=2:00:00 ;;
         1b/ppo*) echo --gpus-per-node=8 --cpus-per-gpu=4 --mem=250G --time=12:00:00 ;;
         1b/*) echo --gpus-per-node=8 --cpus-per-gpu=4 --mem=250G --time=2:00:00 ;;
         2.8b/ppo*) echo --gpus-per-node=8 --cpus-per-gpu=4 --mem=500G --time=24:00:00 ;;
@@ -34,10 +39,18 @@ resources() { # stage, size
 }
 
 arguments() { # stage, size -> script and flags, {seed} for the seed
-    local script=${1%_whiten}
-    local further=FLAGS_$script whiten="--whiten-rewards --output-dir runs/ppo_whiten/${2##*/}/{seed}"
-    [[ $1 == ppo_whiten ]] || whiten=
-    echo "$script.py --model $2 --seed {seed} --run-eval --save-every 100 $whiten ${!further:-}"
+    local script=${1%_whiten} name=${2##*/} own=
+    local further=FLAGS_$script
+    case $1 in
+        *_samples)
+            [[ $1 != ppo* ]] || own="--reward-model-path runs/reward/$name/{seed} --splits validation"
+            echo "eval/samples.py runs/${1%_samples}/$name/{seed} $own ${FLAGS_samples:-}"
+            return
+            ;;
+        reward | dpo) own=--run-eval ;;
+        ppo_whiten) own="--whiten-rewards --output-dir runs/ppo_whiten/$name/{seed}" ;;
+    esac
+    echo "$script.py --model $2 --seed {seed} --save-every 100 $own ${!further:-}"
 }
 
 submit() { # flags for sbatch..., the batch script and its arguments -> job id, or its name in a dry run
@@ -55,7 +68,8 @@ if [[ -z $dry_run ]]; then
     source quickstart/setup.sh requirements.txt
     mkdir -p logs # where Slurm writes what a task prints; without the folder it runs none
 fi
-declare -A job before=([reward]=sft [dpo]=sft [ppo]=reward [ppo_whiten]=reward)
+declare -A job before=([reward]=sft [dpo]=sft [ppo]=reward [ppo_whiten]=reward [sft_samples]=sft [dpo_samples]=dpo)
+before+=([ppo_samples]=ppo [ppo_whiten_samples]=ppo_whiten)
 [[ -z $dry_run ]] || printf '%s\n\n' '# Commands' 'Every run of the study, as `bash benchmark/submit.sh --dry-run` prints it.'
 for stage in "${stages[@]}"; do
     [[ -z $dry_run ]] || printf '## %s\n\n```bash\n' "$stage"
@@ -67,6 +81,7 @@ for stage in "${stages[@]}"; do
         )
         [[ -z $dry_run ]] && echo "${job[tldr_dataset]} tldr_dataset" || echo "python tldr_dataset.py ${flags[*]}"
     else
+        [[ $stage == *_samples ]] && config=$sampling || config=$training
         for size in "${sizes[@]}"; do
             name=${size##*/} after=()
             earlier=${job[${before[$stage]:-}_$name]:-}

@@ -190,9 +190,9 @@ def ours(args: Args, work: Path, *flags) -> dict:
     the stage script with further flags."""
     folder = work / "runs" / args.stage
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(folder.parent / "reference_logprobs", ignore_errors=True)
     command = [sys.executable, f"{args.stage}.py", "--model", work / "model", "--output-dir", folder]
-    command += ["--dataset", work / ("few" if args.stage == "reward" else "sft")]
+    if args.stage != "dpo":
+        command += ["--dataset", work / ("few" if args.stage == "reward" else "sft")]
     command += ["--batch-size", args.batch_size, "--micro-batch-size", args.micro_batch_size]
     command += ["--total-episodes", args.batch_size * args.updates]
     if args.stage != "sft":
@@ -200,7 +200,7 @@ def ours(args: Args, work: Path, *flags) -> dict:
     if args.stage in ("reward", "dpo"):
         command += ["--preference-dataset", work / "preference"]
     if args.stage == "ppo":
-        command += ["--reward-model-paths", work / "reward", "--forward-batch-size", args.forward_batch_size]
+        command += ["--reward-model-path", work / "reward", "--forward-batch-size", args.forward_batch_size]
         command += ["--eval-rows", 8]
     folder.parent.mkdir(parents=True, exist_ok=True)
     peak = run([*command, *flags], folder.with_suffix(".log"))

@@ -5,7 +5,7 @@ of what it claims, from whatever runs are there.
 
 Reads, in every folder below --runs:
 - args.json, best_of_n.csv and win_rates.csv of ensembles/best_of_n.py;
-- args.json, metrics.jsonl and gold_samples.csv of ppo.py --gold: the last gold-scored samples, for the win rates.
+- args.json, metrics.jsonl and gold_samples.csv of ensembles/ppo.py --gold: the last gold-scored samples, for win rates.
 A run's setting is that of its reward models, whose args.json lie where its own says, relative to the working directory:
 label noise (of the folder noise_N that gold_label.py wrote), model size (the name of --model) and number of pairs.
 
@@ -286,7 +286,7 @@ def read_bon(folder: Path, settings: dict, setting: tuple) -> list[Run]:
 
 
 def read_ppo(folder: Path, settings: dict, setting: tuple) -> Run:
-    """A run of ppo.py --gold; LeftOut where it is not complete."""
+    """A run of ensembles/ppo.py --gold; LeftOut where it is not complete."""
     paths, file = settings["reward_model_paths"], folder / "metrics.jsonl"
     if not file.exists():
         raise LeftOut("it has no metrics.jsonl")

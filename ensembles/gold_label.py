@@ -17,7 +17,6 @@ by which reward.py and dpo.py --run-eval group their accuracies: clean accuracy 
 
 import hashlib
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-import pyarrow.compute
+import pyarrow.compute as pc
 import torch
 import torch.nn.functional as F
 import tyro
@@ -88,96 +87,64 @@ def one_line(error: Exception) -> str:
 
 
 @contextmanager
-def reading(what: str):
-    """Around the reading of `what`: a damaged file, or code where there should be data, ends the run with a message."""
+def or_fail(message: str):
+    """Around what goes wrong outside of the script (a damaged file, a full disk): the run ends with one message."""
     try:
         yield
     except Exception as error:  # of as many kinds as there are formats
-        fail(f"{what} cannot be read ({one_line(error)})")
+        fail(f"{message} ({error!r:.300})")
 
 
 # ---- data and models ---------------------------------------------------------------------------------------------
 
 
-def checkpoint_folder(flag: str, path: str, hint: str = "") -> str:
+def checkpoint_folder(flag: str, path: str) -> str:
     """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
     for folder in (Path(path) / "model", Path(path)):
         if (folder / "config.json").exists():
             return str(folder)
     name, _, revision = path.partition("@")
-    if Path(path).exists() or name.count("/") > 1 or name.startswith((".", "/")):
-        fail(f"{flag} {path}: no checkpoint there (config.json is missing). {hint}")
-    files = {"repo_id": name, "revision": revision or None}
-    try:  # of a PPO run the policy, not the value model in a folder beside it
-        folder = snapshot_download(**files, allow_patterns=["*.json", "*.safetensors", "*.txt"], ignore_patterns="*/*")
-        if not [*Path(folder).glob("*.safetensors")]:
-            snapshot_download(**files, allow_patterns="pytorch_model*.bin")
-        return folder
-    except Exception as error:
-        fail(f"{flag} {path}: no checkpoint folder and not reachable on the Hub ({type(error).__name__}). {hint}")
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        stage, model, seed = ["sft", "MODEL", "SEED", *path.split("/") * path.startswith("runs/")][-3:]
+        fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
+    wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
+    with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
+        folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
+        return folder if [*Path(folder).glob("*.safetensors")] else snapshot_download(**wanted)
 
 
 def load_tokenizer(path: str):
     """The tokenizer of a checkpoint folder, with `[PAD]` added (Detail 3: never EOS)."""
-    if not [*Path(path).glob("tokenizer*"), *Path(path).glob("vocab*")]:  # transformers would make an empty one
-        fail(f"{path}: no tokenizer files there; copy those that the model was trained with into the folder")
-    try:
+    with or_fail(f"the tokenizer in {path} cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:
-        fail(f"{path}: no tokenizer found there ({one_line(error)})")
-    if tokenizer.eos_token_id is None:
-        fail(f"{path}: its tokenizer has no EOS token, so that no response could end")
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
 
 
 def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
-    """The DatasetDict in a folder written by tldr_dataset.py, or of a Hub id[@revision]. An error names the flag, the
-    path and what is missing: splits, rows, columns, or the model's tokenizer."""
+    """The DatasetDict in a folder written by tldr_dataset.py, or of a Hub id[@revision]. An error where a split or a
+    column is missing, an id is too large, or most of 16 rows are another tokenizer's (tldr_dataset.py --check: all)."""
     name, _, revision = path.partition("@")
-    try:
+    with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
-    except Exception as error:
-        fail(
-            f"{flag} {path}: neither a data set folder that can be read nor one on the Hub ("
-            f"{one_line(error)}). tldr_dataset.py makes one: python tldr_dataset.py --output-dir data/tldr"
-        )
-    if not isinstance(data, DatasetDict) or not {"train", "validation"} <= set(data):
-        fail(f"{flag} {path}: not a DatasetDict with the splits train and validation; make it with tldr_dataset.py")
-    for split in data:
-        missing = [column for column in columns if column not in data[split].column_names]
-        if missing:
-            fail(f"{flag} {path}: split {split} lacks the columns {missing}; it has {data[split].column_names}")
-        if len(data[split]) == 0:
-            fail(f"{flag} {path}: split {split} is empty")
-        for i in range(min(4, len(data[split]))):
-            stored = [token for token in data[split][i]["query_token"] if token != tokenizer.pad_token_id]
-            query, plain = data[split][i]["query"], {"add_special_tokens": False}
-            # as text alone, or with special tokens in it (ensembles/alpaca_dataset.py), or with both
-            both = any(x in query for x in tokenizer.all_special_tokens) and tokenizer.decode(stored) == query
-            ways = [tokenizer(query, split_special_tokens=x, **plain).input_ids for x in (True, False)]
-            if stored not in ways and not both:
-                fail(
-                    f"{flag} {path}: split {split}, row {i}: query_token is not what the model's tokenizer makes of "
-                    f"query ([PAD] = {tokenizer.pad_token_id}): the data was tokenised with another tokenizer. Run "
-                    "tldr_dataset.py with --tokenizer set to this model"
-                )
-        for column in [column for column in columns if column.endswith("_token")]:
-            ends = pyarrow.compute.min_max(pyarrow.compute.list_flatten(data[split].data.column(column)))
-            low, high = ends["min"].as_py(), ends["max"].as_py()
-            if low is None or low < 0 or high >= len(tokenizer):
-                fail(
-                    f"{flag} {path}: split {split}, column {column}: ids {low} to {high}, but the model's tokenizer "
-                    f"has 0 to {len(tokenizer) - 1}: a damaged file, or made with another tokenizer"
-                )
+        for split in ("train", "validation", *data):
+            data[split].select_columns(columns)[0]
+    keys, eos_id = [column for column in columns if "_token" in column], tokenizer.eos_token_id
+    for split, rows in data.items():
+        same, largest = [], max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
+        for row in rows.select(range(0, len(rows), -(-len(rows) // 16))):
+            query = tokenizer(row["query"], add_special_tokens=False).input_ids
+            real = {key: [x for x in row[key] if x != tokenizer.pad_token_id] for key in keys}
+            same.append(all(x == query if key == "query_token" else x[-1:] == [eos_id] for key, x in real.items()))
+        if 2 * sum(same) <= len(same) or largest >= len(tokenizer):
+            found = f"{sum(same)} of {len(same)} rows are as the model's tokenizer makes them; largest id {largest}"
+            fail(f"{flag} {path}: {split}: {found}. tldr_dataset.py takes the model's by --tokenizer, and has --check")
     return data.with_format("torch")
 
 
 def without_dropout(config):
     """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
-    for field, value in config.to_dict().items():
-        if "drop" in field and isinstance(value, (int, float)):
-            setattr(config, field, 0.0)
+    config.update({k: 0.0 for k, v in config.to_dict().items() if "drop" in k and isinstance(v, int | float)})
     return config
 
 
@@ -194,10 +161,15 @@ def fit_embeddings(model, tokenizer, path: str):
 def load_policy(path: str, tokenizer):
     """A causal language model in float32, without dropout, whose embeddings hold every id of the tokenizer."""
     settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
-    with reading(f"the model in {path}"):
+    with or_fail(f"the model in {path} cannot be read"):
         config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
         model = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
-    return fit_embeddings(model, tokenizer, path)
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer) - 1:
+        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
+    if rows < len(tokenizer):
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    return model
 
 
 class ScalarHead(nn.Linear):
@@ -215,44 +187,24 @@ class RewardModel(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None):
-        """(b, T), (b, T) or (b, 1, T, earlier + T), (b, T) -> reward logits (b, T) in float32. Rows that are padded on
-        the right alone need no mask: no token of a causal model sees what comes after it. A cache is added to."""
-        inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
-        hidden = self.model.base_model(input_ids, use_cache=past_key_values is not None, **inputs).last_hidden_state
+    def forward(self, input_ids, **inputs):
+        """(b, T), and as inputs attention_mask (b, T) or (b, 1, T, earlier + T), position_ids (b, T), a cache, which is
+        added to -> reward logits (b, T) in float32. Rows that are padded on the right alone need no mask: no token of
+        a causal model sees what comes after it."""
+        hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
         return self.model.score(hidden).squeeze(-1)
 
 
 def load_reward_model(path: str, tokenizer) -> RewardModel:
-    """A trained reward model in float32 without dropout, from a checkpoint folder of ours (head bias in `score.bias`)
-    or of the paper's released format (`lm_backbone.*`, `scalar_head.*`, and `config.bias`, which is subtracted)."""
-    with reading(f"the reward model in {path}"):
-        settings = json.loads((Path(path) / "config.json").read_text())
-        if released := "base_config" in settings:
-            config = AutoConfig.for_model(**settings["base_config"])
-        else:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
-        model = AutoModelForSequenceClassification.from_config(
-            without_dropout(config), dtype=torch.float32, attn_implementation="sdpa"
-        )
+    """A trained reward model in float32 without dropout, the head's bias in `score.bias`. The paper's released ones
+    become such a folder by benchmark/convert_released.py."""
+    with or_fail(f"{path} holds no reward model that can be read; reward.py makes one"):
+        config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
+        config.pad_token_id = tokenizer.pad_token_id
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         model.score = ScalarHead(model.score.weight.shape[1], 1)
-        state = {}
-        for file in sorted(Path(path).glob("*.safetensors")):
-            state |= load_file(file)
-        for file in [] if state else sorted(Path(path).glob("pytorch_model*.bin")):  # as the paper's were released
-            state |= torch.load(file, map_location="cpu", weights_only=True)  # numbers, never code
-    if released:
-        base = model.base_model_prefix
-        state = {key.replace("lm_backbone.", f"{base}.").replace("scalar_head.", "score."): state[key] for key in state}
-        state["score.bias"] = state["score.bias"] - settings.get("bias", 0.0)
-    missing = model.load_state_dict(state, strict=False).missing_keys
-    if missing:
-        fail(f"{path}: not a reward model, these weights are missing: {missing[:4]}; reward.py makes one")
-    rows = model.get_input_embeddings().num_embeddings
-    if rows < len(tokenizer):
-        fail(
-            f"{path}: {rows} embeddings do not fit the tokenizer of {len(tokenizer)} ids: a reward model of another one"
+        model.load_state_dict(
+            {key: x for file in Path(path).glob("*.safetensors") for key, x in load_file(file).items()}
         )
     return RewardModel(model)
 
@@ -260,13 +212,11 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
 def gold_function(gold: str):
     """The function that path.py:function names."""
     path, _, name = gold.rpartition(":")
-    try:
+    with or_fail(f"--gold {gold}: no function there"):
         spec = importlib.util.spec_from_file_location("gold_function", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return getattr(module, name)
-    except Exception as error:
-        fail(f"--gold {gold}: no function there ({one_line(error)})")
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------

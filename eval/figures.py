@@ -5,11 +5,12 @@
         --judge quickstart/truth.py:score --output-dir benchmark/results/nano
     python eval/figures.py --wandb entity/project                   # learning curves of runs that are not here
 
-Reads {runs}/{stage}/{model}/{seed}: metrics.jsonl and what --run-eval left in eval/. Lets rm_report.py, judge.py (with
---judge; an endpoint's answers are kept, a second call costs nothing) and visualize_tokens.py work out what the figures
-need of theirs. Writes figure_1, 4, 5, 7, 8, 9, 10, 11, 12 and 13 as PNG (--pdf: as PDF, too) and CSV, rm_report* and
-tokens*, and figures.md: the paper's numbers beside ours where the sizes match, win rates, and every run and every file
-that was missing, with the command that makes it. Lines are means over seeds in a band of one sample standard deviation.
+Reads {runs}/{stage}/{model}/{seed}: metrics.jsonl and what --run-eval and samples.py left in eval/. Lets rm_report.py,
+judge.py (with --judge; an endpoint's answers are kept, a second call costs nothing) and visualize_tokens.py work out
+what the figures need of theirs. Writes figure_1, 4, 5, 7, 8, 9, 10, 11, 12 and 13 as PNG (--pdf: as PDF, too) and
+CSV, rm_report* and tokens*, and figures.md: the paper's numbers beside ours where the sizes match, win rates, and every
+run and every file that was missing, with the command that makes it. Lines are means over seeds in a band of one sample
+standard deviation.
 """
 
 import json
@@ -100,7 +101,8 @@ def training_command(args: Args, stage: str, model: str, seed: int) -> str:
     """The command that makes a run; of a whitened one that of the plain run where it is there, so that all else is
     equal."""
     plain = run_folder(args, "ppo", model, seed) / "args.json"
-    command = f"python {stage.removesuffix('_whiten')}.py --model {model} --seed {seed} --run-eval"
+    command = f"python {stage.removesuffix('_whiten')}.py --model {model} --seed {seed}"
+    command += " --run-eval" * (stage in ("reward", "dpo"))
     if stage == "ppo_whiten":
         command = json.loads(plain.read_text()).get("command", command) if plain.exists() else command
         command += f" --whiten-rewards --output-dir {run_folder(args, stage, model, seed)}"
@@ -111,9 +113,7 @@ def wandb_metrics(project: str, stage: str, model: str, seed: int) -> list[dict]
     """The metrics of the newest W&B run of that name, a dict per update; [] where there is none."""
     import wandb
 
-    filters = {"display_name": f"{stage.removesuffix('_whiten')}__{model}__{seed}"}
-    if stage.startswith("ppo"):
-        filters["config.whiten_rewards"] = stage == "ppo_whiten"
+    filters = {"display_name": f"{stage}__{model}__{seed}"}
     found = next(iter(wandb.Api().runs(project, filters=filters, order="-created_at")), None)
     return list(found.scan_history()) if found else []
 
@@ -319,7 +319,7 @@ def work_out(args: Args, folders: dict) -> tuple[dict, list[str]]:
     rewards = [folder for key, folder in folders.items() if key[0] == "reward"]
     trained_on = json.loads((rewards[0] / "args.json").read_text())["preference_dataset"] if rewards else None
     preference_dataset = args.preference_dataset or trained_on
-    missing += [f"{file}, of --run-eval or --eval-only" for file in samples.values() if not file.exists()]
+    missing += [f"{file}, of eval/samples.py" for file in samples.values() if not file.exists()]
     judged_files = {}
     if args.judge:
         name = re.sub("[^A-Za-z0-9.-]+", "-", args.judge)

@@ -111,12 +111,12 @@ def one_line(error: Exception) -> str:
 
 
 @contextmanager
-def reading(what: str):
-    """Around the reading of `what`: a damaged file, or code where there should be data, ends the run with a message."""
+def or_fail(message: str):
+    """Around what goes wrong outside of the script (a damaged file, a full disk): the run ends with one message."""
     try:
         yield
     except Exception as error:  # of as many kinds as there are formats
-        fail(f"{what} cannot be read ({one_line(error)})")
+        fail(f"{message} ({error!r:.300})")
 
 
 # ---- examples ----------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def samples_file(path: str) -> Path:
     for file in (Path(path) / "eval" / "samples_validation.csv", Path(path)):
         if file.is_file():
             return file
-    fail(f"{path}: neither a CSV file nor a run folder with eval/samples_validation.csv (made by --run-eval)")
+    fail(f"{path}: neither a CSV file nor a run folder with eval/samples_validation.csv (made by eval/samples.py)")
 
 
 def read_samples(path: str) -> pandas.DataFrame:
@@ -267,43 +267,32 @@ def load_function(judge: str):
         fail(f"--judge {judge}: no function there ({one_line(error)})")
 
 
-def checkpoint_folder(flag: str, path: str, hint: str = "") -> str:
+def checkpoint_folder(flag: str, path: str) -> str:
     """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
     for folder in (Path(path) / "model", Path(path)):
         if (folder / "config.json").exists():
             return str(folder)
     name, _, revision = path.partition("@")
-    if Path(path).exists() or name.count("/") > 1 or name.startswith((".", "/")):
-        fail(f"{flag} {path}: no checkpoint there (config.json is missing). {hint}")
-    files = {"repo_id": name, "revision": revision or None}
-    try:  # of a PPO run the policy, not the value model in a folder beside it
-        folder = snapshot_download(**files, allow_patterns=["*.json", "*.safetensors", "*.txt"], ignore_patterns="*/*")
-        if not [*Path(folder).glob("*.safetensors")]:
-            snapshot_download(**files, allow_patterns="pytorch_model*.bin")
-        return folder
-    except Exception as error:
-        fail(f"{flag} {path}: no checkpoint folder and not reachable on the Hub ({type(error).__name__}). {hint}")
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        stage, model, seed = ["sft", "MODEL", "SEED", *path.split("/") * path.startswith("runs/")][-3:]
+        fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
+    wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
+    with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
+        folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
+        return folder if [*Path(folder).glob("*.safetensors")] else snapshot_download(**wanted)
 
 
 def load_tokenizer(path: str):
     """The tokenizer of a checkpoint folder, with `[PAD]` added (Detail 3: never EOS)."""
-    if not [*Path(path).glob("tokenizer*"), *Path(path).glob("vocab*")]:  # transformers would make an empty one
-        fail(f"{path}: no tokenizer files there; copy those that the model was trained with into the folder")
-    try:
+    with or_fail(f"the tokenizer in {path} cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:
-        fail(f"{path}: no tokenizer found there ({one_line(error)})")
-    if tokenizer.eos_token_id is None:
-        fail(f"{path}: its tokenizer has no EOS token, so that no response could end")
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
 
 
 def without_dropout(config):
     """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
-    for field, value in config.to_dict().items():
-        if "drop" in field and isinstance(value, (int, float)):
-            setattr(config, field, 0.0)
+    config.update({k: 0.0 for k, v in config.to_dict().items() if "drop" in k and isinstance(v, int | float)})
     return config
 
 
@@ -322,44 +311,24 @@ class RewardModel(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None):
-        """(b, T), (b, T) or (b, 1, T, earlier + T), (b, T) -> reward logits (b, T) in float32. Rows that are padded on
-        the right alone need no mask: no token of a causal model sees what comes after it. A cache is added to."""
-        inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
-        hidden = self.model.base_model(input_ids, use_cache=past_key_values is not None, **inputs).last_hidden_state
+    def forward(self, input_ids, **inputs):
+        """(b, T), and as inputs attention_mask (b, T) or (b, 1, T, earlier + T), position_ids (b, T), a cache, which is
+        added to -> reward logits (b, T) in float32. Rows that are padded on the right alone need no mask: no token of
+        a causal model sees what comes after it."""
+        hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
         return self.model.score(hidden).squeeze(-1)
 
 
 def load_reward_model(path: str, tokenizer) -> RewardModel:
-    """A trained reward model in float32 without dropout, from a checkpoint folder of ours (head bias in `score.bias`)
-    or of the paper's released format (`lm_backbone.*`, `scalar_head.*`, and `config.bias`, which is subtracted)."""
-    with reading(f"the reward model in {path}"):
-        settings = json.loads((Path(path) / "config.json").read_text())
-        if released := "base_config" in settings:
-            config = AutoConfig.for_model(**settings["base_config"])
-        else:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
-        model = AutoModelForSequenceClassification.from_config(
-            without_dropout(config), dtype=torch.float32, attn_implementation="sdpa"
-        )
+    """A trained reward model in float32 without dropout, the head's bias in `score.bias`. The paper's released ones
+    become such a folder by benchmark/convert_released.py."""
+    with or_fail(f"{path} holds no reward model that can be read; reward.py makes one"):
+        config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
+        config.pad_token_id = tokenizer.pad_token_id
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         model.score = ScalarHead(model.score.weight.shape[1], 1)
-        state = {}
-        for file in sorted(Path(path).glob("*.safetensors")):
-            state |= load_file(file)
-        for file in [] if state else sorted(Path(path).glob("pytorch_model*.bin")):  # as the paper's were released
-            state |= torch.load(file, map_location="cpu", weights_only=True)  # numbers, never code
-    if released:
-        base = model.base_model_prefix
-        state = {key.replace("lm_backbone.", f"{base}.").replace("scalar_head.", "score."): state[key] for key in state}
-        state["score.bias"] = state["score.bias"] - settings.get("bias", 0.0)
-    missing = model.load_state_dict(state, strict=False).missing_keys
-    if missing:
-        fail(f"{path}: not a reward model, these weights are missing: {missing[:4]}; reward.py makes one")
-    rows = model.get_input_embeddings().num_embeddings
-    if rows < len(tokenizer):
-        fail(
-            f"{path}: {rows} embeddings do not fit the tokenizer of {len(tokenizer)} ids: a reward model of another one"
+        model.load_state_dict(
+            {key: x for file in Path(path).glob("*.safetensors") for key, x in load_file(file).items()}
         )
     return RewardModel(model)
 

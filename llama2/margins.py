@@ -2,9 +2,9 @@
 
     python llama2/margins.py --runs runs/llama2_margins       # what llama2/margins.sh has trained
 
-RUNS/{noisy,true}/{none,small,large}/{seed}/eval/accuracy.csv are reward.py's. Writes OUTPUT_DIR/margins.csv (a row per
-labels, margin and grade: runs, pairs, mean and standard deviation over seeds of accuracy and gap), margins.md and
-margins.png.
+RUNS/{noisy,true}/{none,small,large}/{seed}/eval/accuracy.csv are llama2/reward.py's. Writes OUTPUT_DIR/margins.csv (a
+row per labels, margin and grade: runs, pairs, mean and standard deviation over seeds of accuracy and gap), margins.md
+and margins.png.
 """
 
 from dataclasses import dataclass

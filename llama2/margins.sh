@@ -46,8 +46,8 @@ PYTHON
         --sources posts=tldr:"$work/raw/train.jsonl":train posts=tldr:"$work/raw/validation.jsonl":validation \
         --output-dir "$work/$labels"
 done
-[[ -e $runs/sft/eval/rouge.csv ]] || python sft.py --model quickstart/bases/nano-xs --seed 1 --dataset "$posts/tldr/sft" \
-    --learning-rate 1e-3 --batch-size 32 --micro-batch-size 8 --run-eval --resume --output-dir "$runs/sft"
+[[ -e $runs/sft/model ]] || python sft.py --model quickstart/bases/nano-xs --seed 1 --dataset "$posts/tldr/sft" \
+    --learning-rate 1e-3 --batch-size 32 --micro-batch-size 8 --resume --output-dir "$runs/sft"
 mkdir -p "$runs/logs"
 for labels in ${all_labels[*]}; do
     for seed in 44413 55513 66613 77713; do
@@ -57,7 +57,7 @@ for labels in ${all_labels[*]}; do
                 "--seed $seed --margin $margin --preference-dataset $work/$labels/preference"
         done
     done
-done | xargs -r -P 2 -L 1 bash -c 'echo "$0"; python reward.py "$@" --model nano-xs --run-eval --resume \
+done | xargs -r -P 2 -L 1 bash -c 'echo "$0"; python llama2/reward.py "$@" --model nano-xs --run-eval --resume \
     --sft-model-path '"$runs/sft --dataset $posts/tldr/sft"' --learning-rate 1e-3 --batch-size 64 --micro-batch-size 16 \
     >"$0" 2>&1 || { tail -n 5 "$0"; exit 255; }'
 python llama2/margins.py --runs "$runs"

@@ -35,17 +35,17 @@ run "${dataset[@]}" --base "$work/all/base" --output-dir "$work/helpfulness" \
 run "${dataset[@]}" --base "$work/all/base" --output-dir "$work/safety" \
     --mix harmless=9/10 posts=5/100 levels=4/100 strength=1/100
 run python sft.py --model "$work/all/base" --seed 1 --dataset "$work/all/sft" --total-episodes 640 --learning-rate 3e-3 \
-    --batch-size 32 --micro-batch-size 8 --response-length 64 --output-dir "$runs/sft"
+    --batch-size 32 --micro-batch-size 8 --output-dir "$runs/sft"
 cp "$work/all/statistics/"{table_6.md,table_6.csv,counts.csv,grades.csv,safety.csv} "$output"
 for kind in helpfulness safety; do
     margin=$([[ $kind == helpfulness ]] && echo small || echo none)
-    run python reward.py --model nano-xs --seed 1 --sft-model-path "$runs/sft" --dataset "$work/all/sft" \
+    run python llama2/reward.py --model nano-xs --seed 1 --sft-model-path "$runs/sft" --dataset "$work/all/sft" \
         --preference-dataset "$work/$kind/preference" --margin "$margin" --num-train-epochs 3 --learning-rate 1e-3 \
         --batch-size 16 --micro-batch-size 8 --run-eval --output-dir "$runs/$kind"
     cp "$runs/$kind/eval/accuracy.csv" "$output/accuracy_$kind.csv"
     cp "$work/$kind/statistics/counts.csv" "$output/counts_$kind.csv"
 done
-run python ppo.py --model nano-xs --seed 1 --sft-model-path "$runs/sft" --dataset "$work/all/sft" \
+run python ensembles/ppo.py --model nano-xs --seed 1 --sft-model-path "$runs/sft" --dataset "$work/all/sft" \
     --reward-model-paths "$runs/helpfulness" "$runs/safety" --reward-combination safety_gate \
     --penalty-reward-value None --response-length 48 --learning-rate 1e-4 --total-episodes 160 --batch-size 32 \
     --micro-batch-size 8 --sample-every 0 --output-dir "$runs/ppo"

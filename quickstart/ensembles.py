@@ -192,8 +192,8 @@ def steps_of(args: Args) -> dict[str, list[Job]]:
     for size in ("s", "xs"):
         name = f"sft/{size}/1"
         command = f"sft.py --model quickstart/bases/nano-{size} --seed 1 --dataset {DATA}/sft --learning-rate 1e-3"
-        command += f" --batch-size 32 --micro-batch-size 8 --run-eval --resume --output-dir {runs}/{name}"
-        add("SFT", name, "eval/rouge.csv", command)
+        command += f" --batch-size 32 --micro-batch-size 8 --resume --output-dir {runs}/{name}"
+        add("SFT", name, "model/config.json", command)
     for posts in sorted({posts for _, _, posts in SETTINGS}, reverse=True):
         name = f"labelled/{posts}"
         command = f"ensembles/gold_label.py --policy {runs}/sft/s/1 --gold {GOLD} --dataset {DATA}/sft"
@@ -217,7 +217,9 @@ def steps_of(args: Args) -> dict[str, list[Job]]:
     for group, seed in itertools.product((runs_of_ppo, sweeps), args.ppo_seeds):
         for kl_coef, method, (setting, used, flags) in group:
             name, members = f"ppo/{method}_kl_{kl_coef:g}/{seed}", [rewards[setting, i] for i in used]
-            command = f"ppo.py --model nano-s --seed {seed} --sft-model-path {runs}/sft/s/1 --dataset {DATA}/sft"
+            command = (
+                f"ensembles/ppo.py --model nano-s --seed {seed} --sft-model-path {runs}/sft/s/1 --dataset {DATA}/sft"
+            )
             command += f" --reward-model-paths {' '.join(members)} {flags} --kl-coef {kl_coef:g}"
             command += f" --penalty-reward-value None --gold {GOLD} --gold-every 2 --eval-rows 128 --sample-every 0"
             command += f" --total-episodes {64 * args.updates} --batch-size 64 --micro-batch-size 16"

@@ -3,7 +3,7 @@
     python quickstart/report.py --raw data/quickstart/raw --preference-dataset data/quickstart/tldr/preference \
         --runs runs --model nano-s --seed 1
 
-reads the run folders {runs}/{sft,reward,ppo,dpo}/{model}/{seed}, all made with --run-eval, and writes
+reads the run folders {runs}/{sft,reward,ppo,dpo}/{model}/{seed}, made with --run-eval and eval/samples.py, and writes
     table.csv              row, metric, value: every number of the report, not rounded
     table.md               the same as tables
     times.csv              seconds of training of each stage; no other file depends on the clock
@@ -192,7 +192,9 @@ def main(args: Args):
     for name, folder in folders.items():
         tables = ["samples_validation"] if name in POLICIES else [f"pairs_{split}" for split in splits]
         for path in (folder / "metrics.jsonl", *(folder / "eval" / f"{table}.csv" for table in tables)):
-            needed[path] = f"python {STAGES[name]}.py --run-eval --seed {args.seed} --output-dir {folder} ..."
+            made = f"{STAGES[name]}.py --seed {args.seed} --output-dir {folder} ..."
+            made += " --run-eval" * (path.stem.startswith("pairs_"))
+            needed[path] = f"python eval/samples.py {folder}" if path.stem.startswith("samples_") else f"python {made}"
     missing = [f"\n  {path}, made by  {command}" for path, command in needed.items() if not path.exists()]
     if missing:
         fail(f"{len(missing)} of {len(needed)} files are missing:{''.join(missing)}")

@@ -85,20 +85,28 @@ stage() { # run a stage unless --continue finds it finished; a run folder from b
         rm -r "$run"
     fi
     continue="" # what comes after it is out of date
-    step python "$name.py" --model "quickstart/bases/$model" --seed "$seed" --dataset "$data/tldr/sft" \
-        --output-dir "$run" --run-eval "$@"
+    step python "$name.py" --model "quickstart/bases/$model" --seed "$seed" --output-dir "$run" "$@"
+}
+samples() { # of a policy, unless --continue finds them: with their ROUGE and, with a reward model, its scores
+    [[ $continue && -e $1/eval/rouge.csv ]] || step python eval/samples.py "$1" --dataset "$posts" "${@:2}"
 }
 sft=$runs/sft/$model/$seed
 reward=$runs/reward/$model/$seed
+ppo=$runs/ppo/$model/$seed
+dpo=$runs/dpo/$model/$seed
+posts=$data/tldr/sft
 preferences=$data/tldr/preference
 
-stage sft --num-train-epochs $epochs --learning-rate 1e-3 --batch-size 32 --micro-batch-size 8
-stage reward --sft-model-path "$sft" --preference-dataset "$preferences" \
+stage sft --dataset "$posts" --num-train-epochs $epochs --learning-rate 1e-3 --batch-size 32 --micro-batch-size 8
+samples "$sft"
+stage reward --sft-model-path "$sft" --dataset "$posts" --preference-dataset "$preferences" --run-eval \
     --learning-rate 1e-3 --batch-size 16 --micro-batch-size 8
-stage ppo --sft-model-path "$sft" --reward-model-paths "$reward" \
+stage ppo --sft-model-path "$sft" --reward-model-path "$reward" --dataset "$posts" \
     --learning-rate 1e-4 --batch-size 64 --micro-batch-size 16 --sample-every 10 --total-episodes $episodes
-stage dpo --sft-model-path "$sft" --preference-dataset "$preferences" \
+samples "$ppo" --reward-model-path "$reward" --splits validation
+stage dpo --sft-model-path "$sft" --preference-dataset "$preferences" --run-eval \
     --learning-rate 2e-5 --batch-size 32 --micro-batch-size 8 --total-episodes $pairs
+samples "$dpo"
 
 # ---- results --------------------------------------------------------------------------------------------------------
 step python quickstart/report.py --raw "$data/raw" --preference-dataset "$preferences" --runs "$runs" \

@@ -1,5 +1,6 @@
 """What the tests share: the scripts as importable modules and one small generated world per test session."""
 
+import importlib.util
 import os
 import socket
 import sys
@@ -23,6 +24,16 @@ torch.set_num_threads(1)
 tqdm.set_lock(threading.RLock())
 tqdm.monitor_interval = 0
 SHARED = REPOSITORY.parent / "shared" / "data"
+
+
+def script(path: str):
+    """A script of ours as a module: of two with one name (ensembles/ppo.py) `import` finds the top-level one."""
+    name = path.removesuffix(".py").replace("/", "_")
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, REPOSITORY / path)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def free_port() -> int:

@@ -1,0 +1,102 @@
+"""One of the paper's released reward models as a checkpoint folder that the stages take.
+
+    python benchmark/convert_released.py --model 1b --seed 44413      # -> released/reward/1b/44413
+    python benchmark/convert_released.py --source ID@REVISION --output-dir released/another
+
+The paper's 12 are named in released_checkpoints.csv; the released SFT, PPO and DPO policies are plain transformers
+checkpoints, which the stages take as id@revision. A released reward model has its weights under other names
+(`lm_backbone.*`, `scalar_head.*`) in .bin or .safetensors files, the shape of its backbone in `base_config`, and a
+`bias` in its config that is subtracted from every reward: here `score.bias` less that number.
+"""
+
+import csv
+import json
+import os
+import shutil
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+
+@dataclass
+class Args:
+    model: str = "1b"
+    """size of the model: 1b, 2.8b or 6.9b"""
+    seed: int = 44413
+    """its seed: 44413, 55513, 66613 or 77713"""
+    source: str | None = None
+    """instead: a folder, or a Hub id[@revision], of that format"""
+    output_dir: str = "released/reward/{model}/{seed}"
+    """checkpoint folder to write; it must not be there yet"""
+
+
+def fail(message: str):
+    """End the process with one clear message on standard error and exit code 1."""
+    raise SystemExit(f"error: {message}")
+
+
+@contextmanager
+def or_fail(message: str):
+    """Around what goes wrong outside of the script (a damaged file, a full disk): the run ends with one message."""
+    try:
+        yield
+    except Exception as error:  # of as many kinds as there are formats
+        fail(f"{message} ({error!r:.300})")
+
+
+def released(model: str, seed: int) -> str:
+    """id@revision of the paper's reward model of a size and seed."""
+    base = f"EleutherAI/pythia-{model}-deduped"
+    with (Path(__file__).parent / "released_checkpoints.csv").open() as file:
+        for row in csv.DictReader(file):
+            if (row["base_model"], row["stage"], row["seed"]) == (base, "reward", str(seed)):
+                return f"{row['hub_repo_id']}@{row['revision']}"
+    fail(f"the paper released no reward model of size {model} and seed {seed}")
+
+
+def convert(folder: str, output: Path):
+    """Write the reward model in `folder` as an AutoModelForSequenceClassification with one label, in float32, whose
+    head has a bias, with its tokenizer."""
+    settings = json.loads(Path(folder, "config.json").read_text())
+    config = AutoConfig.for_model(**settings["base_config"])
+    config.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    model.score = nn.Linear(model.score.weight.shape[1], 1)
+    state, base = {}, model.base_model_prefix
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        state |= load_file(file)
+    for file in [] if state else sorted(Path(folder).glob("pytorch_model*.bin")):  # as the paper's were released
+        state |= torch.load(file, map_location="cpu", weights_only=True)  # numbers, never code
+    state = {key.replace("lm_backbone.", f"{base}.").replace("scalar_head.", "score."): state[key] for key in state}
+    state["score.bias"] = state["score.bias"] - settings.get("bias", 0.0)
+    missing = model.load_state_dict(state, strict=False).missing_keys
+    if missing:
+        fail(f"{folder}: these weights are missing: {missing[:4]}")
+    model.save_pretrained(output, state_dict=model.state_dict())
+    AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(output)
+
+
+def main(args: Args):
+    output = Path(args.output_dir.format(model=args.model, seed=args.seed))
+    if output.exists():
+        fail(f"{output} is there already: delete it, or choose another --output-dir")
+    source = args.source or released(args.model, args.seed)
+    name, _, revision = source.partition("@")
+    with or_fail(f"{source}: no released reward model that can be read"):
+        folder = source if Path(source).exists() else snapshot_download(name, revision=revision or None)
+        partial = output.with_name(f"{output.name}.tmp")
+        shutil.rmtree(partial, ignore_errors=True)
+        convert(folder, partial)
+    os.replace(partial, output)
+    print(f"{source} -> {output}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
