@@ -156,10 +156,10 @@ def pair_logprobs(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.
 @torch.no_grad()
 def split_logprobs(accelerator: Accelerator, model, data, args, pad_id: int, name: str) -> torch.Tensor:
     """Log-probabilities (n, 2) of chosen and rejected of every pair of a split, in order, without gradient."""
-    found = []
-    for _, batch in shares(accelerator, data, args.forward_batch_size, f"log-probabilities: {name}"):
+    found, size = [], args.forward_batch_size
+    for _, batch in shares(accelerator, data, 8 * size, f"log-probabilities: {name}"):  # eight, to pair like lengths
         logprobs = torch.empty(len(batch[PAIR_COLUMNS[0]]), 2)
-        for index, pairs in pair_micro_batches(batch, args.micro_batch_size, pad_id, accelerator.device):
+        for index, pairs in pair_micro_batches(batch, size, pad_id, accelerator.device):
             with accelerator.autocast():
                 logprobs[index] = torch.stack(pair_logprobs(model, pairs, pad_id), 1).cpu()
         found += logprobs.tolist()
