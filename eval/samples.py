@@ -78,9 +78,9 @@ class Args:
 def sampled(accelerator: Accelerator, policy, reward_model, data, tokenizer, args, split: str) -> list[dict]:
     """Sampled summaries of every row of a split, in order: dicts of id, query, response, reference, response_tokens
     (EOS counted), has_eos, with a reward model score (whether there is an EOS or not) and reference_score, and the
-    F-measures rouge1, rouge2, rougeL (with Porter stemming)."""
+    F-measures rouge1, rouge2, rougeL (no stemming, as the authors)."""
     pad_id, found = tokenizer.pad_token_id, []
-    rouge = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+    rouge = RougeScorer(["rouge1", "rouge2", "rougeL"])
     for index, batch in shares(accelerator, data, args.forward_batch_size, f"sampling {split}"):
         query, keys = batch["query_token"].to(accelerator.device), noise_keys(args.seed, 0, index)
         with accelerator.autocast():

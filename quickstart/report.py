@@ -243,7 +243,7 @@ def main(args: Args):
     texts = {name: [row["response"] for row in rows] for name, rows in samples.items()}
     texts |= {name: [yardsticks[i][name] for i in ids] for name in YARDSTICKS}
     texts["reference"] = references = [post["summary"] for post in posts]
-    rouge, values, truths = RougeScorer(["rougeL"], use_stemmer=True), {}, {}
+    rouge, values, truths = RougeScorer(["rougeL"]), {}, {}
     for name, summaries in texts.items():
         told = list(zip(posts, summaries, references, strict=True))
         truths[name] = [score(post["post"], summary) for post, summary, _ in told]
