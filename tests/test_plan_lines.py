@@ -1,0 +1,101 @@
+"""Every launch line in the repository goes through benchmark/plan.py: it fits its devices of 80 GB. And what a pass
+without gradient allocates is what the plan says."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import plan
+import pytest
+import torch
+import yaml
+from test_plan import LAYERS, PAD, STAGES, VOCAB, WIDTH, config, tokens
+from torch.profiler import ProfilerActivity, profile
+from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
+
+import dpo
+import reward
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), ROOT / "benchmark" / "commands.md"]
+SCRIPTS = [*(ROOT / f"{stage}.py" for stage in STAGES), ROOT / "ensembles/ppo.py", ROOT / "llama2/reward.py"]
+SCRIPTS += [ROOT / "eval/samples.py"]
+
+
+def launch_lines() -> set[str]:
+    """Commands that start several processes, of documents, the scripts' heads and the ensemble paper's script."""
+    text = "\n".join(path.read_text() for path in [*DOCUMENTS, *SCRIPTS])
+    shown = ["bash", "benchmark/ensembles.sh", "--dry-run"]
+    text += subprocess.run(shown, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    text = text.replace("\\\n", " ")
+    return {line.group() for line in re.finditer(r"(accelerate launch|torchrun) .*?\.py .*", text)}
+
+
+def planned(line: str) -> plan.Args | None:
+    """What plan.py is asked about a launch line; None for one of a nano model or of a script that trains nothing."""
+    words = shlex.split(line, comments=True)
+    script = next(word for word in words if word.endswith(".py"))
+    stage = Path(script).stem
+    flags = dict(zip(words, [*words[1:], ""], strict=True))
+    where = " ".join(words[words.index(script) + 1 :])
+    model = flags.get("--model", where.split()[0])
+    size = re.search(r"pythia-([\d.]+[bm])|\b([\d.]+[bm])\b", model)
+    if stage not in plan.STAGES or not size:
+        return None
+    given = {"zero": 0, "gpus": int(flags.get("--nproc_per_node", 1))}
+    if "--config_file" in flags:
+        settings = yaml.safe_load((ROOT / flags["--config_file"]).read_text())
+        deepspeed = settings.get("deepspeed_config", {})
+        given = {"zero": deepspeed.get("zero_stage", 0), "offload_optimizer": "offload_optimizer_device" in deepspeed}
+        given["gpus"] = int(flags.get("--num_processes", settings["num_processes"]))
+    members = where.partition("--reward-model-paths ")[2].partition(" --")[0].split()
+    given["reward_models"] = (len(members) or 1) + ("--gold " in where)
+    if stage == "samples":
+        given["reward_models"] = int("--reward-model-path" in where)
+    return plan.Args(stage, model=next(filter(None, size.groups())), **given)
+
+
+def test_every_launch_line_fits():
+    lines = launch_lines()
+    asked = {line: planned(line) for line in lines}
+    told = {args.stage for args in asked.values() if args}
+    assert told == set(plan.STAGES) and sum(args is not None for args in asked.values()) > 110
+    for line, args in asked.items():
+        if args:
+            peak = plan.plan(args)["peak"] / 1e9
+            assert peak <= 80, f"{peak:.0f} GB: {line}"
+
+
+def test_what_cannot_fit_is_noticed():
+    """The lines that stood in the scripts' heads: float32 weights of 6.9b on every device."""
+    config = "benchmark/accelerate/ddp.yaml"
+    for stage in STAGES:
+        args = planned(
+            f"accelerate launch --config_file {config} --num_processes 8 {stage}.py --model 6.9b --seed 44413"
+        )
+        assert plan.plan(args)["peak"] > 150e9
+    args = planned(f"accelerate launch --config_file {config} ppo.py --model 2.8b")
+    assert plan.plan(args)["peak"] > 80e9
+
+
+@pytest.mark.parametrize("stage", ["reward", "dpo"])
+def test_a_pass_without_gradient_allocates_what_the_plan_says(stage):
+    rows, columns = 4, 512  # 448 of the query go first
+    pairs = {"query": tokens(rows, 449), "chosen": tokens(rows, 31), "rejected": tokens(rows, 32)}
+    if stage == "reward":
+        model = GPTNeoXForSequenceClassification(config(WIDTH, LAYERS, 4, VOCAB))
+        model.score = reward.ScalarHead(WIDTH, 1)
+        model = reward.RewardModel(model)
+    else:
+        model = GPTNeoXForCausalLM(config(WIDTH, LAYERS, 4, VOCAB))
+        pairs |= {"chosen_start": torch.zeros(rows).long(), "rejected_start": torch.zeros(rows).long()}
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        reward.pair_rewards(model, *pairs.values(), PAD) if stage == "reward" else dpo.pair_logprobs(model, pairs, PAD)
+    allocated = peak = 0
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
+    expected = plan.forward_bytes(rows, columns, 448, WIDTH, LAYERS, 4)
+    assert expected == pytest.approx(peak, rel=0.05)
