@@ -1,43 +1,158 @@
-"""README's links to lines: every link of the form [`snippet`](file#L12) points at a line that holds the snippet.
-README's table of speed: it says what benchmark/results/throughput.csv says.
+"""The READMEs against the repository: links lead somewhere, every link of the form [`snippet`](file#L12) to a line
+that holds the snippet; every flag in a command or in backticks is one of its script's; the table of metrics has the
+keys that the stage scripts write; the table of speed is throughput.csv; a folder's README names its scripts.
 
-`python tests/test_readme.py` rewrites both after an edit of the scripts or another measurement.
+`python tests/test_readme.py` rewrites lines and speed after an edit of the scripts or another measurement.
 """
 
+import ast
 import csv
 import re
+import shlex
+from functools import cache
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+import pytest
+from test_copies import OURS, STAGES
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ["quickstart", "benchmark", "eval", "ensembles", "llama2", "tests"]
+DOCUMENTS = ["README.md", *(f"{folder}/README.md" for folder in FOLDERS), "quickstart/bases/README.md"]
 LINK = re.compile(r"\[`([^`]+)`\]\(([\w/.]+)#L(\d+)\)")
+METRIC = re.compile(
+    r"(loss|eval|accuracy|rewards|logprobs|other_logits|objective|response|policy|value|gold|time|tokens)/\w+"
+)
+NOT_OURS = {"--nodes", "--batch", "--signal"}  # Slurm's
 
 
 def found_lines(snippet: str, file: str) -> list[int]:
     """1-based numbers of the lines of `file` that hold `snippet`."""
-    lines = (REPOSITORY / file).read_text().splitlines()
+    lines = (ROOT / file).read_text().splitlines()
     return [number for number, line in enumerate(lines, 1) if snippet in line]
 
 
 def test_links_point_at_the_lines_they_name():
-    links = LINK.findall((REPOSITORY / "README.md").read_text())
+    links = LINK.findall((ROOT / "README.md").read_text())
     wrong = [link for link in links if found_lines(link[0], link[1])[:1] != [int(link[2])]]
     assert not wrong, "run python tests/test_readme.py"
     assert len(links) >= 25
 
 
 def test_all_25_details_have_a_row():
-    rows = re.findall(r"^\| (\d+) \| .*$", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert [int(number) for number in rows] == list(range(1, 26))
 
 
-def test_local_links_and_pictures_exist():
-    targets = re.findall(r"\]\(([\w/.]+?)(?:#L\d+)?\)", (REPOSITORY / "README.md").read_text())
-    assert targets and not [target for target in targets if not (REPOSITORY / target).exists()]
+def anchors(document: Path) -> set[str]:
+    """What GitHub makes of a document's headings."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_and_pictures_exist(name):
+    targets = re.findall(r"\]\(([^)\s]+)\)", (ROOT / name).read_text())
+    for target in [target for target in targets if not target.startswith("http")]:
+        file, _, anchor = target.partition("#")
+        place = ROOT / Path(name).parent / file
+        assert place.exists(), target
+        assert not anchor or re.fullmatch(r"L\d+", anchor) or anchor in anchors(place), target
+
+
+@pytest.mark.parametrize("folder", FOLDERS[:-1])
+def test_a_folder_names_its_scripts(folder):
+    text = (ROOT / folder / "README.md").read_text()
+    scripts = [Path(script).name for script in OURS if Path(script).parts[0] == folder]
+    assert scripts and not [script for script in scripts if f"]({script})" not in text]
+
+
+@cache
+def flags_of(script: str) -> set[str]:
+    """What a script takes: the fields of Args, an argparse argument, or, of a shell script, what its text names."""
+    text = (ROOT / script).read_text()
+    if script.endswith(".sh"):
+        return set(re.findall(r"--[a-z-]+", text))
+    found = set(re.findall(r'add_argument\("(--[a-z-]+)"', text))
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef) and node.name == "Args":
+            names = [x.target.id.replace("_", "-") for x in node.body if isinstance(x, ast.AnnAssign)]
+            found |= {f"--{name}" for name in names} | {f"--no-{name}" for name in names}
+    return found
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of every command of a script of ours, from the script's name on, in code blocks and in backticks; a
+    copy that a block makes of a script counts as that script, and a variable that it sets as its value."""
+    found, blocks = [], re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    spans = [
+        span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    ]
+    for block in [*blocks, *(span for span in spans if re.match(r"(python|bash|torchrun|accelerate launch) ", span))]:
+        for copied, copy in re.findall(r"^cp (\S+) (\S+)$", block, re.MULTILINE):
+            block = re.sub(rf"^python {copy}", f"python {copied}", block, flags=re.MULTILINE)
+        for name, value in re.findall(r'^(\w+)="(.*)"$', block, re.MULTILINE):
+            block = block.replace(f"${name} ", f"{value} ")
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            scripts = [i for i, word in enumerate(words) if re.fullmatch(r"[\w/]+\.(py|sh)", word)]
+            if scripts and re.match(r" *(\w+=\S+ )*(python|bash|torchrun|accelerate) (?!-m)", line):
+                found.append(words[scripts[0] :])
+    return found
+
+
+def unknown_flags(text: str) -> list[str]:
+    """Commands with a flag that their script lacks, and flags alone in backticks that no script has."""
+    wrong = []
+    for script, *words in commands(text):
+        flags = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
+        assert (ROOT / script).exists(), script
+        wrong += [f"{script} {flag}" for flag in sorted(flags - flags_of(script))]
+    known = NOT_OURS.union(*(flags_of(script) for script in [*OURS, "quickstart/run.sh", "tests/undo_details.py"]))
+    for span in re.findall(r"`(--[a-z][^`]*)`", text):
+        flags = {
+            flag for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", span) if "_" not in flag
+        }  # those are accelerate's
+        wrong += sorted(flags - known)
+    return wrong
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_flag_exists(name):
+    text = (ROOT / name).read_text()
+    assert commands(text) and unknown_flags(text) == []
+
+
+def test_a_flag_that_is_gone_is_noticed():
+    text = '```bash\nx="--seed 1"\npython sft.py $x --run-eval \\\n    --track\n```\n'
+    text += "`--resume`, `--eval-only RUN`, `python dpo.py --oops`"
+    assert unknown_flags(text) == ["sft.py --run-eval", "dpo.py --oops", "--eval-only"]
+
+
+def written_metrics(script: str) -> set[str]:
+    """The keys of metrics that a stage script names, but for those that it takes out again."""
+    tree = ast.parse((ROOT / script).read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    popped = {call.args[0].value for call in calls if ast.unparse(call.func).endswith(".pop") and call.args}
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    keys = {text for text in strings if METRIC.fullmatch(text)} | strings & {"grad_norm", "learning_rate", "episode"}
+    for function in [x for x in tree.body if getattr(x, "name", "") == "gold_metrics"]:
+        # {f"gold/{key}": …} of the dict that it calls found, before a list of that name
+        found = [x.value for x in function.body if ast.unparse(x).startswith(("found = {", "found |= {"))]
+        keys |= {f"gold/{key.value}" for value in found for key in value.keys}
+    return keys - popped
+
+
+def test_the_table_of_metrics_has_the_keys_that_are_written():
+    text = (ROOT / "benchmark/README.md").read_text()
+    table = text[text.index("| key | formula |") :].partition("\n\n")[0]
+    told = [key for line in table.splitlines()[2:] for key in re.findall(r"`([^`]+)`", line.split(" | ")[0])]
+    assert len(told) == len(set(told))
+    assert set(told) == set().union(*(written_metrics(script) for script in STAGES))
 
 
 def speed_table() -> str:
-    """throughput.csv as README shows it: a line per measurement, ours beside TRL's."""
-    with (REPOSITORY / "benchmark/results/throughput.csv").open() as file:
+    """throughput.csv as it is shown: a line per measurement, ours beside TRL's."""
+    with (ROOT / "benchmark/results/throughput.csv").open() as file:
         rows = {row["stage"] + row["who"]: row for row in csv.DictReader(file)}
     lines = [
         "| stage | ours, items/s | TRL, items/s | ratio (least, most) | of a matrix product | peak GiB |",
@@ -53,11 +168,12 @@ def speed_table() -> str:
 
 
 def test_the_table_of_speed_is_what_was_measured():
-    assert speed_table() in (REPOSITORY / "README.md").read_text(), "run python tests/test_readme.py"
+    assert speed_table() in (ROOT / "benchmark/README.md").read_text(), "run python tests/test_readme.py"
 
 
 if __name__ == "__main__":
-    readme = REPOSITORY / "README.md"
+    readme, speed = ROOT / "README.md", ROOT / "benchmark/README.md"
     text = LINK.sub(lambda m: f"[`{m[1]}`]({m[2]}#L{found_lines(m[1], m[2])[0]})", readme.read_text())
-    text = re.sub(r"\| stage \| ours, items/s .*\n(\|.*\n)+", lambda _: speed_table(), text)
     readme.write_text(text)
+    table = re.compile(r"\| stage \| ours, items/s .*\n(\|.*\n)+")
+    speed.write_text(table.sub(lambda _: speed_table(), speed.read_text()))
