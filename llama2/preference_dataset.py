@@ -7,7 +7,7 @@
         harmless=hh:raw/hh/harmless-base:safety shp=shp:raw/shp steer=helpsteer2:raw/HelpSteer2/preference \
         --mix helpful=0.4 harmless=0.1 shp=0.25 steer=1/4
     python sft.py --model data/llama2/base --seed 1 --dataset data/llama2/sft
-    python reward.py --sft-model-path runs/sft/base/1 --dataset data/llama2/sft \
+    python llama2/reward.py --sft-model-path runs/sft/base/1 --dataset data/llama2/sft \
         --preference-dataset data/llama2/preference --margin small
 
 A source is name=reader:path[:train|:validation][:helpfulness|:safety]. Its path is a file or a folder of files: JSON
@@ -57,8 +57,8 @@ post: all of it), so that the stages of one dialogue stay together. No prompt is
 validation is in validation from any other, and is left out (and counted) of one that says train; so is a shortened
 dialogue whose first turn is on one side and the first that is left of it on the other. A set's own split is not looked
 at: give its files to sources of their own, name=reader:train.jsonl:train name=reader:test.jsonl:validation. --mix is
-a mix of train. Validation keeps every pair but ties; `source` tells them apart, and so does `batch`, by which reward.py
---run-eval groups its accuracies.
+a mix of train. Validation keeps every pair but ties; `source` tells them apart, and so does `batch`, by which
+llama2/reward.py --run-eval groups its accuracies.
 
 Writes OUTPUT_DIR/preference: the columns of tldr_dataset.py's preference data without the raw ones, and margin, grade,
 weight, source, tag (helpfulness or safety), turns, chosen_safe, rejected_safe; OUTPUT_DIR/sft: its prompts, each once,
