@@ -192,6 +192,8 @@ def main(args: Args):
         fail(f"--policy-path {policy_folder}: a model of another tokenizer than {sft_folder}")
     pad_id = tokenizer.pad_token_id
     data = load_splits("--preference-dataset", args.preference_dataset, PREFERENCE_COLUMNS, tokenizer)
+    if "weight" in data["train"].column_names and set(data["train"]["weight"]) != {1.0}:
+        fail(f"--preference-dataset {args.preference_dataset}: pairs of other weights than 1 are for llama2/reward.py")
     train = data["train"].select_columns(PAIR_COLUMNS)
     if args.total_episodes is None:
         args.total_episodes = int(args.num_train_epochs * len(train))
@@ -602,7 +604,7 @@ def progress(accelerator: Accelerator, items, description: str):
     """Yield `items` under a rich progress bar with the rate and the time left, shown by the main process only."""
     columns = *Progress.get_default_columns(), TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
     with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
-        yield from bar.track(items, description=description)
+        yield from bar.track(items, len(items), description=description)
 
 
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):

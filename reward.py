@@ -7,8 +7,7 @@ Paper scale:    accelerate launch --config_file benchmark/accelerate/zero2.yaml 
 
 Starts from the SFT model of the same name and seed. The run folder holds model/ (a sequence classifier with one label,
 whose head has a bias that plain transformers ignores), metrics.jsonl, args.json, TensorBoard files, eval/ (table 5) and
-checkpoints/. The file goes from the algorithm outwards: arguments, loss, rewards of a pair, main, evaluation, padding,
-models, plumbing. Another paper is another file: `git diff --no-index reward.py llama2/reward.py`.
+checkpoints/. The algorithm comes first, plumbing last. Another paper: `git diff --no-index reward.py llama2/reward.py`.
 
 Deviations from the paper and its code, each on purpose:
 - a pair is one row `query + chosen + rejected` in which `rejected` does not see `chosen` and its positions restart
@@ -119,8 +118,7 @@ def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tenso
 
 def pair_rewards(model, query, chosen, rejected, pad_id: int):
     """Rewards of both responses (right-padded) to a shared query (left-padded), which is run once: chosen (b,),
-    rejected (b,), and the logits at the responses' other tokens (n,), which are no rewards and are only looked at
-    (Detail 13)."""
+    rejected (b,), and the logits (n,) at the responses' other tokens, which are only looked at (Detail 13)."""
     prefix, inputs, columns = pair_inputs(query, chosen, rejected, pad_id)
     cache = DynamicCache()
     if prefix.shape[1]:
@@ -199,6 +197,8 @@ def main(args: Args):
     pad_id = tokenizer.pad_token_id
     references = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)["train"]
     data = load_splits("--preference-dataset", args.preference_dataset, PREFERENCE_COLUMNS, tokenizer)
+    if "weight" in data["train"].column_names and set(data["train"]["weight"]) != {1.0}:
+        fail(f"--preference-dataset {args.preference_dataset}: pairs of other weights than 1 are for llama2/reward.py")
     train = data["train"].select_columns(PAIR_COLUMNS)
     if args.total_episodes is None:
         args.total_episodes = int(args.num_train_epochs * len(train))
@@ -619,7 +619,7 @@ def progress(accelerator: Accelerator, items, description: str):
     """Yield `items` under a rich progress bar with the rate and the time left, shown by the main process only."""
     columns = *Progress.get_default_columns(), TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
     with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
-        yield from bar.track(items, description=description)
+        yield from bar.track(items, len(items), description=description)
 
 
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):

@@ -1005,7 +1005,7 @@ def progress(accelerator: Accelerator, items, description: str):
     """Yield `items` under a rich progress bar with the rate and the time left, shown by the main process only."""
     columns = *Progress.get_default_columns(), TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
     with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
-        yield from bar.track(items, description=description)
+        yield from bar.track(items, len(items), description=description)
 
 
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
