@@ -44,8 +44,8 @@ def planned(line: str) -> plan.Args | None:
     if stage not in plan.STAGES or not size:
         return None
     given = {"zero": 0, "gpus": int(flags.get("--nproc_per_node", 1))}
-    if "--config_file" in flags:
-        settings = yaml.safe_load((ROOT / flags["--config_file"]).read_text())
+    if words[0] == "accelerate":  # without --config_file by accelerate's default, which README.md makes this one
+        settings = yaml.safe_load((ROOT / flags.get("--config_file", "benchmark/accelerate/zero2.yaml")).read_text())
         deepspeed = settings.get("deepspeed_config", {})
         given = {"zero": deepspeed.get("zero_stage", 0), "offload_optimizer": "offload_optimizer_device" in deepspeed}
         given["gpus"] = int(flags.get("--num_processes", settings["num_processes"]))
