@@ -1,12 +1,11 @@
 """quickstart/ensembles.py: a matrix whose commands the scripts understand; its steps read what earlier ones wrote."""
 
-import importlib
 import shlex
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import tyro
+from conftest import script
 
 import ensembles
 
@@ -15,8 +14,8 @@ RUNS = "runs/ensembles"
 
 def parsed(job):
     """(script, its Args) of a job's command; an unknown flag or a value of the wrong type exits."""
-    script, *arguments = job.command[1:]
-    return script, tyro.cli(importlib.import_module(Path(script).stem).Args, args=arguments)
+    path, *arguments = job.command[1:]
+    return path, tyro.cli(script(path).Args, args=arguments)
 
 
 @pytest.fixture(scope="module")
@@ -109,15 +108,9 @@ def test_a_failing_run_ends_after_its_step_and_is_named(tmp_path, monkeypatch):
     for folder in ("quickstart", "ensembles"):
         (tmp_path / folder).mkdir()
     (tmp_path / "quickstart/run.sh").write_text("exit 0")
-    for script in (
-        "sft.py",
-        "reward.py",
-        "ppo.py",
-        "ensembles/gold_label.py",
-        "ensembles/best_of_n.py",
-        "ensembles/figures.py",
-    ):
-        (tmp_path / script).write_text(
+    others = [f"ensembles/{name}.py" for name in ("gold_label", "best_of_n", "ppo", "figures")]
+    for path in ("sft.py", "reward.py", *others):
+        (tmp_path / path).write_text(
             "import pathlib, sys\n"
             "line = ' '.join(sys.argv)\n"
             f"open('{tmp_path}/calls', 'a').write(line + chr(10))\n"
@@ -137,7 +130,7 @@ def test_a_failing_run_ends_after_its_step_and_is_named(tmp_path, monkeypatch):
     ensembles.main(ensembles.Args())
     calls = (tmp_path / "calls").read_text().splitlines()
     counts = Counter(call.split()[0] for call in calls)
-    assert counts == {"reward.py": 1, "ensembles/best_of_n.py": 7, "ppo.py": 48, "ensembles/figures.py": 1}
+    assert counts == {"reward.py": 1, "ensembles/best_of_n.py": 7, "ensembles/ppo.py": 48, "ensembles/figures.py": 1}
     assert calls[-1].startswith("ensembles/figures.py --runs runs/ensembles --output-dir benchmark/results/ensembles")
 
 
