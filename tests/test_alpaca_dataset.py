@@ -73,19 +73,12 @@ def test_prompts_and_answers_in_the_paper_s_format(made):
     assert whole == [token for token in data[1]["query_token"] if token != pad]
 
 
-def test_the_stages_read_it_though_a_prompt_spells_eos(made, monkeypatch):
+def test_the_stages_read_it_though_a_prompt_spells_eos(made, world):
     tokenizer = ppo.load_tokenizer(str(made / "base"))
     data = ppo.load_splits("--dataset", str(made / "sft"), ["query_token"], tokenizer)
     assert [len(data[split]) for split in ("train", "validation")] == [4, 4]
-    ids = dict(tokenizer.get_vocab())
-    first, second = (tokenizer.convert_ids_to_tokens(data["train"][2]["query_token"][-i].item()) for i in (5, 6))
-    swapped = AutoTokenizer.from_pretrained(made / "base")
-    swapped.add_special_tokens({"pad_token": "[PAD]"})
-    state = json.loads(swapped.backend_tokenizer.to_str())  # two tokens change places: another tokenizer
-    state["model"]["vocab"] |= {first: ids[second], second: ids[first]}
-    swapped._tokenizer = type(swapped.backend_tokenizer).from_str(json.dumps(state))
-    with pytest.raises(SystemExit, match="split train, row .: .* was tokenised with another tokenizer"):
-        ppo.load_splits("--dataset", str(made / "sft"), ["query_token"], swapped)
+    with pytest.raises(SystemExit, match="0 of 4 rows are as the model's tokenizer makes them"):  # one without turns
+        ppo.load_splits("--dataset", str(made / "sft"), ["query_token"], ppo.load_tokenizer(str(world.model)))
 
 
 def test_the_base_is_as_it_was_but_for_two_tokens(made, world):
