@@ -1,15 +1,77 @@
-"""llama2/margins.py: means and deviations over seeds against statistics.stdev, from hand-made run folders."""
+"""llama2/margins.py: means and deviations over seeds against statistics.stdev, from hand-made run folders; and the
+commands of llama2's shell scripts."""
 
+import os
+import shlex
+import shutil
 import statistics
-import sys
+import subprocess
 from pathlib import Path
 
 import pandas
 import pytest
+import tyro
+from conftest import REPOSITORY, script
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "llama2"))
+margins = script("llama2/margins.py")
+# in place of what the scripts call: a note of the command, and nothing is installed or made
+STUBS = """
+python() { [[ $1 == - ]] && cat >/dev/null; printf '%q ' "$@" >>"$COMMANDS"; echo >>"$COMMANDS"; }
+source() { :; }
+bash() { :; }
+cp() { :; }
+cat() { :; }
+export -f python source bash cp cat
+"""
 
-import margins  # noqa: E402
+
+def commands(name: str, folder: Path) -> list[tuple]:
+    """(script, its Args) of every command that llama2/{name} gives; an unknown flag or a wrong type exits."""
+    (folder / "llama2").mkdir()
+    shutil.copy(REPOSITORY / "llama2" / name, folder / "llama2")
+    environment = os.environ | {"COMMANDS": str(folder / "commands")}
+    text = f"{STUBS}command bash llama2/{name}"
+    subprocess.run(["bash", "-c", text], cwd=folder, env=environment, check=True, capture_output=True)
+    found = [shlex.split(line) for line in (folder / "commands").read_text().splitlines()]
+    return [(words[0], tyro.cli(script(words[0]).Args, args=words[1:])) for words in found if words[0] != "-"]
+
+
+def test_the_commands_of_the_margins(tmp_path):
+    found = commands("margins.sh", tmp_path)
+    runs = [args for name, args in found if name == "llama2/reward.py"]
+    folders = {args.output_dir: (args.seed, args.margin, args.preference_dataset) for args in runs}
+    assert folders == {
+        f"runs/llama2_margins/{labels}/{margin}/{seed}": (seed, margin, f"data/llama2_margins/{labels}/preference")
+        for labels in margins.LABELS
+        for margin in margins.MARGINS
+        for seed in (44413, 55513, 66613, 77713)
+    }
+    assert len(runs) == 24 and all(args.run_eval for args in runs)
+    others = [(name, args.output_dir) for name, args in found if name not in ("llama2/reward.py", "llama2/margins.py")]
+    assert others == [
+        *(("llama2/preference_dataset.py", f"data/llama2_margins/{labels}") for labels in margins.LABELS),
+        ("sft.py", "runs/llama2_margins/sft"),
+    ]
+    assert {args.sft_model_path for args in runs} == {"runs/llama2_margins/sft"}
+    name, args = found[-1]
+    assert (name, args.runs) == ("llama2/margins.py", "runs/llama2_margins")
+
+
+def test_the_commands_of_the_real_sets(tmp_path):
+    found = commands("real_sets.sh", tmp_path)
+    written = set()
+    for name, args in found:  # each reads what those before it wrote
+        flags = ("base", "sft_model_path", "dataset", "preference_dataset", "reward_model_paths")
+        read = [getattr(args, flag, None) or [] for flag in flags]
+        read += [args.model if name == "sft.py" else []]
+        for path in [path for x in read for path in (x if isinstance(x, list) else [x])]:
+            assert any(path == folder or path.startswith(f"{folder}/") for folder in written), (name, path)
+        written.add(args.output_dir)
+    names = ["quickstart/nano.py", *["llama2/preference_dataset.py"] * 3, "sft.py", *["llama2/reward.py"] * 2]
+    assert [name for name, _ in found] == [*names, "ensembles/ppo.py"]
+    helpfulness, safety, ppo = (args for _, args in found[-3:])
+    assert (helpfulness.margin, safety.margin, ppo.reward_combination) == ("small", "none", "safety_gate")
+    assert ppo.reward_model_paths == [helpfulness.output_dir, safety.output_dir]
 
 
 def test_margins_are_means_over_seeds(tmp_path, capsys):
