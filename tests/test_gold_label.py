@@ -32,7 +32,7 @@ def run(policy: Path, world, root: Path, **settings) -> Path:
 
 @pytest.fixture(scope="module")
 def labelled(policy, world, tmp_path_factory) -> Path:
-    return run(policy, world, tmp_path_factory.mktemp("labelled"), label_noise=(0.0, 0.25, 0.35, 1.0))
+    return run(policy, world, tmp_path_factory.mktemp("labelled"), label_noise=(0.0, 0.25, 0.35, 1.0), prompts=32)
 
 
 def by_hand(model, query: list[int], which: int, row: str, tokenizer, top_p: float, length: int = 20) -> list[int]:
@@ -63,16 +63,16 @@ def test_answers_and_labels(policy, labelled, world):
         tokenizer.eos_token_id,
     )
     data, expected = load_from_disk(str(world.dataset))["train"], {}
-    for i, row in enumerate(data.select(range(24))):
+    for i, row in enumerate(data.select(range(14))):
         query = row["query_token"][-row["query_token_len"] :]
         pair = [by_hand(model, query, which, f"train {i}", tokenizer, 0.9) for which in (0, 1)]
         golds = [-len(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in pair]
         if golds[0] != golds[1] and all(tokens[-1] == eos for tokens in pair):
             choice = int(golds[1] > golds[0])
             expected[row["id"]] = query, choice, pair[choice], pair[1 - choice], golds[choice], golds[1 - choice]
-    assert 5 < len(expected) < 24
+    assert 5 < len(expected) < 14
     found = {row["id"]: row for row in load_from_disk(str(labelled / "noise_0"))["train"]}
-    assert expected.keys() == found.keys() & set(data["id"][:24])
+    assert expected.keys() == found.keys() & set(data["id"][:14])
     for name, (query, choice, chosen, rejected, *golds) in expected.items():
         row = found[name]
         assert row["query_token"] == data[data["id"][:].index(name)]["query_token"]
@@ -115,17 +115,15 @@ def test_exactly_that_share_is_flipped_and_nothing_else_changes(labelled):
 
 
 def test_the_batch_size_changes_nothing_and_what_is_left_out_is_counted(policy, world, labelled, tmp_path, capsys):
-    again = run(policy, world, tmp_path, micro_batch_size=5, label_noise=(0.25,))
+    again = run(policy, world, tmp_path, micro_batch_size=5, label_noise=(0.25,), prompts=32)
     for split in ("train", "validation"):
-        assert list(load_from_disk(str(again / "noise_25"))[split]) == [
-            row for row in load_from_disk(str(labelled / "noise_25"))[split]
-        ]
+        rows, before = (list(load_from_disk(str(folder / "noise_25"))[split]) for folder in (again, labelled))
+        assert rows == before
     said = " ".join(capsys.readouterr().out.split())
     kept = len(load_from_disk(str(again / "noise_25"))["train"])
-    total = len(load_from_disk(str(world.dataset))["train"])
     numbers = said.split("train: ")[1].split(" without EOS")[0].replace(",", "").split()
     counts = [int(word) for word in numbers if word.isdigit()]
-    assert counts[:2] == [kept, total] and sum(counts[2:]) == total - kept and counts[4] > 0
+    assert counts[:2] == [kept, 32] and sum(counts[2:]) == 32 - kept and counts[4] > 0
 
 
 def test_a_reward_model_as_gold(policy, world, tmp_path):
