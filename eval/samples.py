@@ -10,6 +10,7 @@ rouge.csv, their means. Nothing else of a run is touched. Sampling is Gumbel-max
 position) at temperature 0.01, as in the authors' code: the number of processes and the batch size change nothing.
 """
 
+import csv
 import hashlib
 import json
 import os
@@ -154,21 +155,22 @@ def main(args: Args):
     for split in [split for split in args.splits if split in data]:
         rows = sampled(accelerator, policy, reward_model, data[split], tokenizer, args, split)
         table.append(sample_summary(split, rows))
-        write_table(accelerator, args, f"samples_{split}", rows)
+        write_csv(accelerator, args, f"samples_{split}", rows)
         if args.track and accelerator.is_main_process:
             tracker.log_table(f"samples/{split}", dataframe=pandas.DataFrame(rows[:64]))
-    write_table(accelerator, args, "rouge", table, f"samples of {folder}")
+    write_csv(accelerator, args, "rouge", table, f"samples of {folder}")
     if args.track and accelerator.is_main_process:
         tracker.finish()
     accelerator.end_training()
 
 
-def write_table(accelerator: Accelerator, args, name: str, rows: list[dict], title: str = ""):
-    """Write rows as a CSV file in eval/, called by all processes; print them too where there is a title."""
+def write_csv(accelerator: Accelerator, args, name: str, rows: list[dict], title: str = ""):
+    """Write rows as a CSV file in eval/, called by all processes; print them too where there is a title. Texts are
+    quoted: one that is not may hold no carriage return, which a model can sample."""
     frame = pandas.DataFrame(rows)
     with writing(accelerator, Path(args.output_dir, "eval", f"{name}.csv")) as partial:
         if accelerator.is_main_process:
-            frame.to_csv(partial, index=False)
+            frame.to_csv(partial, index=False, quoting=csv.QUOTE_NONNUMERIC)
     if title:
         accelerator.print(f"\n{title}\n{frame.to_string(index=False)}\n")
 
