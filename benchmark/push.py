@@ -64,6 +64,12 @@ def curves(lines: list[dict], keys: list[str]) -> bytes:
     return image.getvalue()
 
 
+def loading_class(config: dict) -> str:
+    """The class of transformers that loads a model of this config.json: a reward model's or a policy's."""
+    reward = config["architectures"][0].endswith("ForSequenceClassification")
+    return "AutoModelForSequenceClassification" if reward else "AutoModelForCausalLM"
+
+
 def card(stage: str, load: str, settings: dict, lines: list[dict], tables: dict[str, list[dict]], hub: str) -> str:
     """The text of README.md: what the run was, how to load it (by the class `load`), last metrics, tables of the
     evaluation, arguments."""
@@ -108,8 +114,7 @@ def main(args: Args):
         files |= {f"{folder}/{path.name}": path for path in sorted(run.glob(f"{folder}/*"))}
     files |= {name: run / name for name in ("args.json", "metrics.jsonl")}
     files |= {"curves.png": curves(lines, [key for key in lines[-1] if key != "update"][:PANELS])}
-    kind = json.loads((run / "model" / "config.json").read_text())["architectures"][0]
-    load = f"AutoModelFor{kind.partition('For')[2]}"
+    load = loading_class(json.loads((run / "model" / "config.json").read_text()))
     files |= {"README.md": card(stage, load, settings, lines, tables, f"{args.hub_id}@{revision}").encode()}
     operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in files.items()]
     api = HfApi()

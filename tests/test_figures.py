@@ -258,14 +258,14 @@ def test_curves_from_wandb(monkeypatch, tmp_path):
     class Api:
         def runs(self, project, filters, order):
             asked.append((project, filters, order))
-            return [Run()] if filters["display_name"] == "ppo__6.9b__2" else []
+            return [Run()] if filters["display_name"] == "ppo_whiten__6.9b__2" else []
 
     monkeypatch.setattr("wandb.Api", Api)
     args = figures.Args(runs=str(tmp_path), wandb="me/study")
     assert figures.run_metrics(args, "ppo_whiten", "6.9b", 2) == [{"update": 1, "episode": 8, "loss/train": 2.0}]
     assert figures.run_metrics(args, "sft", "6.9b", 2) == []
     assert asked == [
-        ("me/study", {"display_name": "ppo__6.9b__2", "config.whiten_rewards": True}, "-created_at"),
+        ("me/study", {"display_name": "ppo_whiten__6.9b__2"}, "-created_at"),
         ("me/study", {"display_name": "sft__6.9b__2"}, "-created_at"),
     ]
     make_run(tmp_path, "sft", "6.9b", 2)  # what is here is not asked for

@@ -1,6 +1,7 @@
-"""The whole chain through a Hub, which is on the loopback (loopback_hub.py): data and every stage's model are pushed
-from the command line, and what is pushed is what the next stage loads."""
+"""The whole chain through a Hub, which is on the loopback (loopback_hub.py): data and every run are pushed, and what is
+pushed is what the next stage loads. The last run is of a copy of a stage script with a STAGE of its own."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -11,45 +12,46 @@ from types import SimpleNamespace
 
 import loopback_hub
 import pandas
+import push
 import pytest
+import tyro
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
-RUN = "--batch-size 8 --total-episodes 16 --response-length 8 --seed 3".split()
+RUN = "--batch-size 8 --total-episodes 16 --seed 3".split()
+BRANCHES = {"sft": "first"} | {stage: f"{stage}__nano-xs__3" for stage in ("reward", "ppo", "slic")}
 
 
 @pytest.fixture(scope="module")
 def hub(world, tmp_path_factory):
-    """The chain, run from the command line: .root, .folder[stage], .said[stage], .file(repository, revision, name)."""
+    """.root, in which the chain was run, .said, .file(repository, revision, name), .store and .environment."""
     root = tmp_path_factory.mktemp("hub")
     server = loopback_hub.serve(str(root / "hub"), quiet=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
     environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}", "HF_TOKEN": "any"}
     environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HOME": str(root / "home"), "OMP_NUM_THREADS": "1"}
-    said = {}
-
-    def run(stage: str, *flags):
-        command = [sys.executable, str(ROOT / f"{stage}.py"), *map(str, flags)]
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-        said[stage] = done.stdout
-
-    def push(stage: str) -> list[str]:
-        return ["--push-to-hub", "--hub-id", f"me/nano-{stage}"]
-
-    raw = ["--sft-dataset", world.raw / "posts", "--preference-dataset", world.raw / "comparisons"]
-    run("tldr_dataset", *raw, "--tokenizer", world.tokenizer, "--push-to-hub", "--output-dir", root / "tldr",
-        "--hub-id-sft", "me/tldr", "--hub-id-preference", "me/tldr-preference", "--hub-revision", "v1")  # fmt: skip
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT / "benchmark", ROOT, root)))
+    copy = (ROOT / "dpo.py").read_text().replace('STAGE = "dpo"', 'STAGE = "slic"').replace('"runs/dpo/', '"runs/slic/')
+    (root / "slic.py").write_text(copy)
+    jobs, raw = [], ["--sft-dataset", world.raw / "posts", "--preference-dataset", world.raw / "comparisons"]
+    jobs.append(["tldr_dataset.py", *raw, "--tokenizer", world.tokenizer, "--push-to-hub", "--output-dir", "tldr",
+                 "--hub-id-sft", "me/tldr", "--hub-id-preference", "me/tldr-preference"])  # fmt: skip
+    jobs[0] += ["--hub-revision", "v1"]
     data, pairs = ["--dataset", "me/tldr@v1"], ["--preference-dataset", "me/tldr-preference@v1"]
-    run("sft", "--model", world.model, *data, *RUN, "--run-eval", *push("sft"), "--hub-revision", "first")
     sft = ["--model", "nano-xs", "--sft-model-path", "me/nano-sft@first"]
-    rows = [flag for flag in RUN if flag not in ("--response-length", "8")]
-    rows.insert(1, "8")  # the batch size
-    run("reward", *sft, *data, *pairs, *rows, "--run-eval", *push("reward"))
-    models = [*sft, "--reward-model-paths", "me/nano-reward@reward__nano-xs__3"]
-    run("ppo", *models, *data, *RUN, *push("ppo"))
-    run("dpo", *sft, *data, *pairs, *RUN, *push("dpo"))
+    scores = ["--reward-model-path", "me/nano-reward@reward__nano-xs__3", "--response-length", 8]
+    flags = {"sft": ["--model", world.model, *data], "reward": [*sft, *data, *pairs, "--run-eval"]}
+    flags |= {"ppo": [*sft, *scores, *data], "slic": [*sft, *pairs]}
+    for stage in flags:
+        revision = ["--hub-revision", "first"] if stage == "sft" else []
+        jobs.append([f"{stage}.py", *flags[stage], *RUN])
+        jobs.append(["push.py", f"runs/{stage}/nano-xs/3", "--hub-id", f"me/nano-{stage}", *revision])
+    (root / "jobs.json").write_text(json.dumps([[*map(str, job)] for job in jobs]))
+    command = [sys.executable, __file__, "jobs.json"]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     store = json.loads((root / "hub" / "repos.json").read_text())
 
     def file(repository: str, revision: str, name: str) -> bytes:
@@ -57,11 +59,8 @@ def hub(world, tmp_path_factory):
         entry = found["commits"][found["refs"][revision]]["files"][name]
         return (root / "hub" / "blobs" / entry["sha256"]).read_bytes()
 
-    yield SimpleNamespace(root=root, said=said, file=file, store=store, environment=environment)
+    yield SimpleNamespace(root=root, said=done.stdout, file=file, store=store, environment=environment)
     server.shutdown()
-
-
-BRANCHES = {"sft": "first"} | {stage: f"{stage}__nano-xs__3" for stage in ("reward", "ppo", "dpo")}
 
 
 @pytest.mark.parametrize("stage", BRANCHES)
@@ -78,7 +77,7 @@ def test_what_was_pushed_is_what_the_run_left(hub, stage):
     for name, path in left.items():
         assert hub.file(f"models/me/nano-{stage}", BRANCHES[stage], name) == path.read_bytes(), name
     assert hub.file(f"models/me/nano-{stage}", BRANCHES[stage], "curves.png").startswith(b"\x89PNG")
-    assert f"pushed runs/{stage}/nano-xs/3 to me/nano-{stage}@{BRANCHES[stage]}" in hub.said[stage]
+    assert f"pushed runs/{stage}/nano-xs/3 to me/nano-{stage}@{BRANCHES[stage]}" in hub.said
     assert pushed["commits"][pushed["refs"]["main"]]["files"] == {}  # a run is a branch
 
 
@@ -86,15 +85,17 @@ def test_what_was_pushed_is_what_the_run_left(hub, stage):
 def test_the_card_says_how_the_model_was_made(hub, stage):
     card = hub.file(f"models/me/nano-{stage}", BRANCHES[stage], "README.md").decode()
     head, _, text = card.removeprefix("---\n").partition("---\n")
-    assert "license: other" in head and "- me/tldr\n" in head and f"- {stage}\n" in head
+    data = "- me/tldr-preference\n" if stage == "slic" else "- me/tldr\n"
+    assert "license: other" in head and data in head and f"- {stage}\n" in head
     assert f"# {stage} of " in text and "seed 3" in text
     assert f"\npython {stage}.py --model" in text and "--batch-size 8 --total-episodes 16" in text  # the command
     last = json.loads((hub.root / "runs" / stage / "nano-xs" / "3" / "metrics.jsonl").read_text().splitlines()[-1])
     assert f"## Metrics of update {last['update']}" in text
     key = "loss/policy" if stage == "ppo" else "loss/train"
     assert f"| {key} | {last[key]:.4g} |" in text
-    assert "| `learning_rate` | `3e-06` |" in text and "| `seed` | `3` |" in text
-    assert f'from_pretrained("me/nano-{stage}", revision="{BRANCHES[stage]}")' in text
+    assert "| `learning_rate` | `3e-06` |" in text and "| `seed` | `3` |" in text and "`wandb_id`" not in text
+    kind = "SequenceClassification" if stage == "reward" else "CausalLM"
+    assert f'AutoModelFor{kind}.from_pretrained("me/nano-{stage}", revision="{BRANCHES[stage]}")' in text
     if stage == "reward":
         accuracy = pandas.read_csv(hub.root / "runs" / "reward" / "nano-xs" / "3" / "eval" / "accuracy.csv")
         assert f"## accuracy\n\n| {' | '.join(accuracy.columns)} |" in text
@@ -121,13 +122,31 @@ def test_a_stage_started_from_the_pushed_weights(hub):
         assert 0 < max((found[key] - expected[key]).abs().max().item() for key in found) <= steps
 
 
-def test_a_repository_that_cannot_be_written_to_is_an_error_before_the_run(hub, world):
-    flags = ["--model", world.model, "--dataset", "me/tldr@v1", "--output-dir", "refused", *RUN, "--push-to-hub"]
-    command = [sys.executable, str(ROOT / "sft.py"), *map(str, flags)]
-    told = {"cwd": hub.root, "capture_output": True, "text": True}
-    done = subprocess.run(command, env=hub.environment, **told)
-    assert done.returncode == 1 and "error: --push-to-hub needs --hub-id" in done.stderr
-    anonymous = {key: value for key, value in hub.environment.items() if key != "HF_TOKEN"}
-    done = subprocess.run([*command, "--hub-id", "me/x"], env=anonymous, **told)
-    assert done.returncode == 1 and "error: --hub-id me/x: cannot be pushed to" in done.stderr
-    assert not (hub.root / "refused").exists()
+@pytest.mark.parametrize(
+    ("kind", "load"),
+    [
+        ("GPTNeoXForCausalLM", "AutoModelForCausalLM"),
+        ("GPT2LMHeadModel", "AutoModelForCausalLM"),
+        ("GPT2ForSequenceClassification", "AutoModelForSequenceClassification"),
+    ],
+)
+def test_the_class_that_loads_it(kind, load):
+    assert push.loading_class({"architectures": [kind]}) == load
+
+
+def test_what_cannot_be_pushed_is_one_message(hub, tmp_path):
+    run = hub.root / "runs" / "sft" / "nano-xs" / "3"
+    with pytest.raises(SystemExit) as error:  # HF_HUB_OFFLINE: as without a network
+        push.main(push.Args(str(run), "me/x"))
+    assert str(error.value).startswith("error: the push to me/x failed (") and "\n" not in str(error.value)
+    assert f"{run} is complete, run this again" in str(error.value)
+    (tmp_path / "args.json").write_text("{}")
+    with pytest.raises(SystemExit, match="error: .*: no model/config.json there; name the folder of a run that has"):
+        push.main(push.Args(str(tmp_path), "me/x"))
+
+
+if __name__ == "__main__":  # the jobs of a list, one after another: command lines of our scripts
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        module, sys.argv = importlib.import_module(job[0].removesuffix(".py")), job
+        AcceleratorState._reset_state(True)  # accelerate keeps one state a process
+        module.main(tyro.cli(module.Args, args=job[1:]))
