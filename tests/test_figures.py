@@ -240,12 +240,13 @@ def test_win_rate_at_equal_length(drawn):
     sft = next(line for line in lines if line.startswith("| SFT | 6.9b |"))
     assert sft.split("|")[5].strip() == "0.500 ± 0.000"
     wins, ratios = numpy.array([1.0, 0, 1, 1, 0, 1, 0, 0]), numpy.array([0.3, 0.2, 0.5, -0.1, -0.4, 0.9, 0.1, -0.6])
-    grid = [(a, b) for a in numpy.linspace(-2, 2, 401) for b in numpy.linspace(-2, 8, 401)]
-    chances = [1 / (1 + numpy.exp(-(a + b * ratios))) for a, b in grid]
-    best = max(range(len(grid)), key=lambda i: numpy.log(numpy.where(wins == 1, chances[i], 1 - chances[i])).sum())
+    a, b = numpy.linspace(-2, 2, 401)[:, None, None], numpy.linspace(-2, 8, 401)[None, :, None]
+    chances = 1 / (1 + numpy.exp(-(a + b * ratios)))
+    likelihood = numpy.log(numpy.where(wins == 1, chances, 1 - chances)).sum(2)
+    best = numpy.unravel_index(likelihood.argmax(), likelihood.shape)
     found, slope = figures.length_controlled(wins, ratios)
-    assert found == pytest.approx(1 / (1 + math.exp(-grid[best][0])), abs=3e-3)
-    assert slope == pytest.approx(grid[best][1], abs=3e-2)
+    assert found == pytest.approx(1 / (1 + math.exp(-a[best[0], 0, 0])), abs=3e-3)
+    assert slope == pytest.approx(b[0, best[1], 0], abs=3e-2)
 
 
 def test_curves_from_wandb(monkeypatch, tmp_path):

@@ -5,8 +5,6 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -21,8 +19,6 @@ import torch
 from datasets import load_from_disk
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 class Endpoint:
@@ -206,34 +202,38 @@ def test_what_got_no_answer_is_asked_by_the_next_run(endpoint, tmp_path):
 
 
 @pytest.mark.parametrize("endpoint", [{"pause": 0.05}], indirect=True)
-def test_killed_three_times_and_continued(endpoint, tmp_path):
-    file = write_samples(tmp_path / "samples_validation.csv", [(1 + i % 7, 1 + (i * 3) % 5) for i in range(120)])
-    command = [sys.executable, str(ROOT / "eval" / "judge.py"), str(file), "--judge", "m", "--base-url", endpoint.url]
+def test_killed_three_times_and_continued(endpoint, tmp_path, capsys):
+    lengths = [(1 + i % 7, 1 + (i * 3) % 5) for i in range(120)]
+    args = judge.Args((str(write_samples(tmp_path / "samples_validation.csv", lengths)),), "m", base_url=endpoint.url)
+    args.concurrency = 4
     answers, kept = tmp_path / "judge_m.jsonl", 0
     for _ in range(3):
-        run = subprocess.Popen([*command, "--concurrency", "4"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        child = os.fork()
+        if child == 0:
+            try:
+                with open(os.devnull, "w") as nowhere:
+                    os.dup2(nowhere.fileno(), 1), os.dup2(nowhere.fileno(), 2)
+                judge.main(args)
+            finally:
+                os._exit(0)
         until = time.monotonic() + 60
         while not answers.exists() or len(answers.read_text().splitlines()) < kept + 15:
-            assert run.poll() is None and time.monotonic() < until, run.communicate()[0].decode()
+            assert os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < until
             time.sleep(0.01)
-        os.kill(run.pid, signal.SIGKILL)
-        run.wait()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
         kept = len(answers.read_text().splitlines())
     assert kept < 120
     with answers.open("a") as cut:
         cut.write('{"key": "half a li')  # as a kill amid a write leaves it
     keys = [json.loads(line)["key"] for line in answers.read_text().splitlines()[:kept]]
-    done = subprocess.run([*command, "--concurrency", "4"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert f"{120 - kept} of 120 questions to ask" in done.stdout
+    judge.main(args)
+    assert f"{120 - kept} of 120 questions to ask" in capsys.readouterr().out
     assert sum(endpoint.asked.values()) <= 120 + 3 * 4  # but for those under way at a kill
     assert len({*keys}) == kept
-    rows = read(tmp_path / "judge_m.csv")
-    undisturbed = write_samples(
-        tmp_path / "whole" / "samples_validation.csv", [(1 + i % 7, 1 + (i * 3) % 5) for i in range(120)]
-    )
+    undisturbed = write_samples(tmp_path / "whole" / "samples_validation.csv", lengths)
     judge.main(judge.Args((str(undisturbed),), "m", base_url=endpoint.url))
-    pandas.testing.assert_frame_equal(rows, read(tmp_path / "whole" / "judge_m.csv"))
+    pandas.testing.assert_frame_equal(read(tmp_path / "judge_m.csv"), read(tmp_path / "whole" / "judge_m.csv"))
 
 
 def test_one_run_against_another(tmp_path):

@@ -47,6 +47,10 @@ def made(world, tmp_path_factory) -> SimpleNamespace:
     run_folder = root / "runs" / "ppo" / "nano" / str(SEED)
     make_talker(world, run_folder / "model", eos=0.05)
     tokenizer = reward.load_tokenizer(str(world.model))
+    policy = samples.AutoModelForCausalLM.from_pretrained(run_folder / "model", dtype=torch.float32)
+    with torch.no_grad():  # [PAD] and the ids beyond the tokenizer would win if they were let
+        policy.get_output_embeddings().weight[tokenizer.pad_token_id :] += 0.5
+    policy.save_pretrained(run_folder / "model")
     torch.manual_seed(1)
     scorer = reward.new_reward_model(str(world.model), tokenizer).model
     torch.nn.init.constant_(scorer.score.bias, 0.25)

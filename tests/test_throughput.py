@@ -1,6 +1,7 @@
 """The throughput benchmark: its arithmetic, its data, and that what it prints is what the run took."""
 
 import csv
+import importlib
 import json
 import sys
 from itertools import count
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import throughput
+import tyro
+from accelerate.state import AcceleratorState
 from datasets import Dataset, DatasetDict, load_from_disk
 
 from reward import data_order
@@ -103,8 +106,26 @@ def test_scaling_counts_by_item(tmp_path, monkeypatch):
     assert {row["ms an item"] for row in rows} == {"250"}
 
 
+def test_a_run_s_peak_and_its_failure(tmp_path):
+    peak = throughput.run([sys.executable, "-c", "x = bytearray(300 << 20); print(1)"], tmp_path / "log")
+    assert 0.29 < peak < 0.5 and (tmp_path / "log").read_text() == "1\n"
+    with pytest.raises(SystemExit, match=r"(?s)^error: .* -c 'import nothing'\n.*No module named 'nothing'"):
+        throughput.run([sys.executable, "-c", "import nothing"], tmp_path / "log")
+
+
+def in_process(command: list, log=None) -> float:
+    """A command line of ours without the seconds that a process of its own takes to begin; GiB that it never took."""
+    module = importlib.import_module(Path(command[1]).stem)
+    AcceleratorState._reset_state(True)  # accelerate keeps one state a process
+    module.main(tyro.cli(module.Args, args=[*map(str, command[2:])]))
+    return 1.5
+
+
 def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch, capsys):
     """Ours alone on generated posts, each stage: the table's numbers again from the run's own metrics."""
+    monkeypatch.chdir(tmp_path)  # main goes elsewhere
+    monkeypatch.setattr(throughput, "run", in_process)
+    monkeypatch.setattr(throughput, "call", lambda script, *flags: in_process(["python", script, *flags]))
     monkeypatch.setitem(throughput.SHAPES, "cpu", (16, 1, 2, 300))
     monkeypatch.setattr(sys, "argv", ["throughput.py"])
     common = {"updates": 2, "batch_size": 4, "micro_batch_size": 2, "raw": "", "work": str(tmp_path / "work")}
@@ -121,6 +142,7 @@ def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch, capsys):
         assert table[name]["items/s"] == f"{4 / seconds:.3f} {throughput.ITEMS[stage]}"
         small, length = args(stage=stage, updates=2, batch_size=4), second.get("response/length", 0)
         operations = passes[stage] * 4 * throughput.work_done(small, tmp_path / "work/cpu", length)[1]
+        assert table[name]["peak GiB"] == "1.50"
         if stage == "ppo":
             seconds = second["time/update"] - second["time/rollout"]
         assert table[name]["of a matrix product"] == f"{operations / seconds / 1e6:.2f}"
