@@ -275,7 +275,9 @@ def reward_run(short, tmp_path_factory) -> SimpleNamespace:
             return model
 
         monkeypatch.setattr(reward, "new_reward_model", keep_head)
-        reward.main(reward.Args(**arguments, batch_size=BATCH, micro_batch_size=MICRO_BATCH, learning_rate=LEARNING_RATE))
+        reward.main(
+            reward.Args(**arguments, batch_size=BATCH, micro_batch_size=MICRO_BATCH, learning_rate=LEARNING_RATE)
+        )
     return SimpleNamespace(
         folder=folder,
         orders=[call.result.tolist() for call in orders],

@@ -1,36 +1,36 @@
 """Does every test in test_details.py notice when its detail is undone?
 
-    python tests/undo_details.py                    # all details, about 20 minutes on two free cores
+    python tests/undo_details.py                    # all details, some minutes on two free cores
     python tests/undo_details.py 9 20 --jobs 4      # these two, four at a time
 
 For each detail, each of its patches is applied to a fresh copy of the repository in a temporary folder and the detail's
-test is run there. It has to pass in the copy without a patch and to fail with it. Exit code 1 if a test still passes,
-cannot run, or a patch no longer fits the script: patches name short pieces of source text, which must occur exactly
-once in their file.
+tests are run there; a patch may name another test instead (file::test). They have to pass in the copy without a patch
+and to fail with it. Exit code 1 if a test still passes, cannot run, or a patch no longer fits the script: patches name
+short pieces of source text, which must occur exactly once in their file. Each patch's process is forked from the one
+that ran the tests without, and takes over what their fixtures made, unless the patched file has a part in it.
 """
 
 import argparse
 import io
-import multiprocessing
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# imported once, by the process that all others are forked from: a third of the time of most tests
-PRELOAD = "pytest torch datasets accelerate pandas matplotlib.figure rouge_score.rouge_scorer torch.utils.tensorboard"
-PRELOAD += " transformers.models.gpt_neox.modeling_gpt_neox transformers.generation.utils"
+# fixtures whose work is done once, and the script that does it
+MADE_BY = {"world": "tldr_dataset.py", "hand_made": "tldr_dataset.py", "short": "tldr_dataset.py", "talker": ""}
+MADE_BY |= {"gpt2": "sft.py", "sft_run": "sft.py", "reward_run": "reward.py", "reward_by_hand": "reward.py"}
+MADE_BY |= {"dpo_run": "dpo.py", "ppo_run": "ppo.py", "whitened_run": "ppo.py"}
 
-# one block per patch: detail, files (one after the other), what is undone; "- " the text, "+ " what takes its place
+# one block per patch: detail or test, files (one after the other), what is undone; "- " the text, "+ " what replaces it
 PATCHES = r"""
 01 tldr_dataset.py: a CNN/DM batch is not known
 - "cnndm0", "cnndm2")
@@ -617,8 +617,6 @@ class Fixtures:
     def pytest_fixture_setup(self, fixturedef, request):
         name = fixturedef.argname
         if name in self.kept and self.patched and self.patched != MADE_BY[name]:
-            fixturedef.cached_result = (self.kept[name], fixturedef.cache_key(request), None)
-            # what would make it anew is not called
             original, fixturedef.func = fixturedef.func, lambda **_: self.kept[name]
             try:
                 return (yield)
@@ -639,7 +637,7 @@ def run_test(copy: Path, test: str, plugin: Fixtures) -> tuple[int, str]:
         del sys.modules[name]
     file, _, name = test.rpartition("::")
     options = ["-q", "-x", f"tests/{file or 'test_details.py'}", "-k", name, "-p", "no:cacheprovider", "--tb=short"]
-    options += ["--show-capture=no", f"--basetemp={copy.parent / 'pytest'}"]
+    options += ["--show-capture=no", f"--basetemp={tempfile.mkdtemp(dir=copy.parent)}"]
     with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()):
         code = pytest.main(options, plugins=[plugin])
     lines = output.getvalue().splitlines()
@@ -694,7 +692,6 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         plugin, copy = Fixtures(), copy_repository(Path(folder) / "whole")
         for test in ["test_detail", *tests]:  # without a patch
-            copy.parent.joinpath("pytest").exists() and copy.parent.joinpath("pytest").rename(copy.parent / "kept")
             code, why = run_test(copy, test, plugin)
             print(f"{test}: {'passes as it should' if code == 0 else f'DOES NOT PASS: {why:.160}'}", flush=True)
             if code:
