@@ -15,6 +15,8 @@ import reward
 import sft
 
 PAD = 0
+SUMS = ["loss/policy", "loss/value", "policy/clip_fraction", "policy/approx_kl", "policy/ratio", "policy/ratio_square"]
+SUMS += ["value/clip_fraction"]  # of ppo_loss
 ARCHITECTURES = ["gpt_neox", "gpt2", "llama", "qwen3"]
 
 
@@ -61,36 +63,6 @@ def test_episode_masks():
     assert response.dtype == value.dtype == torch.bool
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.5, 0.0), (1.0, 1.0)])
-def test_gae_is_the_discounted_sum_of_td_errors(gamma, lam):
-    rng = random.Random(1)
-    rewards, values = draw(rng, 4, 7), draw(rng, 4, 7)
-    advantages, returns = [], []
-    for r, v in zip(rewards, values, strict=True):
-        delta = [r[t] + gamma * (v[t + 1] if t + 1 < 7 else 0.0) - v[t] for t in range(7)]
-        row = [sum((gamma * lam) ** (s - t) * delta[s] for s in range(t, 7)) for t in range(7)]
-        advantages.append(row)
-        returns.append([a + b for a, b in zip(row, v, strict=True)])
-    found = ppo.gae(tensor(rewards), tensor(values), gamma, lam)
-    same(found[0], advantages)
-    same(found[1], returns)
-
-
-@pytest.mark.parametrize("shift_mean", [True, False])
-@pytest.mark.parametrize("which", [0, 1])
-def test_whiten_uses_the_moments_of_the_masked_values(shift_mean, which):
-    rng = random.Random(2)
-    values, mask = draw(rng, 3, 5, 3.0), lengths_masks([2, 5, 3], 5)[which]
-    inside = [x for row, keep in zip(values, mask, strict=True) for x, k in zip(row, keep, strict=True) if k]
-    mean = sum(inside) / len(inside)
-    variance = sum((x - mean) ** 2 for x in inside) / len(inside)
-    expected = [
-        [((x - mean) / math.sqrt(variance + 1e-8) + (0 if shift_mean else mean)) * k for x, k in zip(*r, strict=True)]
-        for r in zip(values, mask, strict=True)
-    ]
-    same(ppo.whiten(tensor(values), tensor(mask), shift_mean=shift_mean), expected)
-
-
 def test_whiten_of_equal_values_is_finite():
     assert ppo.whiten(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)).tolist() == [[0.0] * 3] * 2
 
@@ -106,22 +78,9 @@ def test_token_logprobs_at_a_temperature(temperature):
     same(ppo.token_logprobs(tensor(logits), torch.tensor(tokens), temperature), expected, 1e-5)
 
 
-def test_token_rewards_place_the_score_one_past_eos_or_on_the_last_position():
-    rng = random.Random(4)
-    lengths, scores, width = [1, 3, 4, 5], [2.0, -1.0, 0.5, 7.0], 5
-    logratio = [
-        [x if t < n else 0.0 for t, x in enumerate(row)] for row, n in zip(draw(rng, 4, 5), lengths, strict=True)
-    ]
-    expected = [[-0.05 * x for x in row] for row in logratio]
-    for row, n, score in zip(expected, lengths, scores, strict=True):
-        row[n if n < width else width - 1] += score
-    same(ppo.token_rewards(tensor(scores), tensor(logratio), torch.tensor(lengths), 0.05), expected)
-
-
 def loop_ppo_loss(logprobs, values, old_logprobs, old_values, advantages, returns, lengths, clip, clip_value):
-    """Losses, counts for the log, and the gradients with respect to logprobs and values, position by position."""
-    policy = value = 0.0
-    sums, policy_gradient, value_gradient = [0.0] * 5, [], []
+    """Losses, sums for the log, and the gradients with respect to logprobs and values, position by position."""
+    sums, policy_gradient, value_gradient = Counter(dict.fromkeys(SUMS, 0.0)), [], []
     for b, n in enumerate(lengths):
         policy_gradient.append([0.0] * len(values[b]))
         value_gradient.append([0.0] * len(values[b]))
@@ -130,22 +89,24 @@ def loop_ppo_loss(logprobs, values, old_logprobs, old_values, advantages, return
                 difference = logprobs[b][t] - old_logprobs[b][t]
                 ratio, a = math.exp(difference), advantages[b][t]
                 limited = min(max(ratio, 1 - clip), 1 + clip)
-                policy += max(-a * ratio, -a * limited)
                 clipped = -a * limited > -a * ratio
                 policy_gradient[b][t] = 0.0 if clipped else -a * ratio
-                for i, x in ((0, clipped), (2, difference**2 / 2), (3, ratio), (4, ratio**2)):
-                    sums[i] += x
+                sums["loss/policy"] += max(-a * ratio, -a * limited)
+                sums["policy/clip_fraction"] += clipped
+                sums["policy/approx_kl"] += difference**2 / 2
+                sums["policy/ratio"] += ratio
+                sums["policy/ratio_square"] += ratio**2
             if t <= n:
                 v, old, target = values[b][t], old_values[b][t], returns[b][t]
                 limited = min(max(v, old - clip_value), old + clip_value)
-                value += 0.5 * max((v - target) ** 2, (limited - target) ** 2)
                 clipped = (limited - target) ** 2 > (v - target) ** 2
                 value_gradient[b][t] = 0.0 if clipped else v - target
-                sums[1] += clipped
-    return policy, value, sums, policy_gradient, value_gradient
+                sums["loss/value"] += 0.5 * max((v - target) ** 2, (limited - target) ** 2)
+                sums["value/clip_fraction"] += clipped
+    return sums, policy_gradient, value_gradient
 
 
-def test_ppo_loss_and_its_gradients():
+def test_ppo_loss_its_sums_for_the_log_and_its_gradients():
     rng, lengths, width = random.Random(5), [1, 4, 6, 3], 6
     old_logprobs, old_values = draw(rng, 4, width), draw(rng, 4, width)
     logprobs = [[x + rng.gauss(0, 0.4) for x in row] for row in old_logprobs]
@@ -153,17 +114,19 @@ def test_ppo_loss_and_its_gradients():
     advantages, returns = draw(rng, 4, width), draw(rng, 4, width)
     for b, n in enumerate(lengths):  # exp(800) is inf, and inf x 0 is no 0: the mask must act before the ratio
         logprobs[b][n:] = [800.0] * (width - n)
-    policy, value, sums, policy_gradient, value_gradient = loop_ppo_loss(
+    sums, policy_gradient, value_gradient = loop_ppo_loss(
         logprobs, values, old_logprobs, old_values, advantages, returns, lengths, 0.2, 0.3
     )
     new_logprobs, new_values = tensor(logprobs).requires_grad_(), tensor(values).requires_grad_()
     masks = ppo.episode_masks(torch.tensor(lengths), width)
     others = (tensor(x) for x in (old_logprobs, old_values, advantages, returns))
-    policy_loss, value_loss, stats = ppo.ppo_loss(new_logprobs, new_values, *others, *masks, 0.2, 0.3)
-    assert sums[0] >= 2 and sums[1] >= 2  # the case holds clipped ratios and values
-    same(policy_loss.detach(), policy)
-    same(value_loss.detach(), value)
-    same(stats, sums, 1e-6)
+    policy_loss, value_loss, logs = ppo.ppo_loss(new_logprobs, new_values, *others, *masks, 0.2, 0.3)
+    assert sums["policy/clip_fraction"] >= 2 and sums["value/clip_fraction"] >= 2  # the case holds both
+    same(policy_loss.detach(), sums["loss/policy"])
+    same(value_loss.detach(), sums["loss/value"])
+    assert logs.keys() == set(SUMS) and not any(value.requires_grad for value in logs.values())
+    for key, value in logs.items():
+        same(value, sums[key], 1e-6)
     (policy_loss + value_loss).backward()
     same(new_logprobs.grad, policy_gradient)
     same(new_values.grad, value_gradient)
@@ -175,8 +138,8 @@ def test_ppo_loss_and_its_gradients():
 )
 def test_policy_loss_is_clipped_on_the_pessimistic_side_only(ratio, advantage, loss, clipped):
     one, zero, mask = tensor([[advantage]]), tensor([[0.0]]), torch.tensor([[True]])
-    policy_loss, _, stats = ppo.ppo_loss(tensor([[math.log(ratio)]]), zero, zero, zero, one, zero, mask, mask, 0.2, 0.2)
-    assert policy_loss.item() == pytest.approx(loss) and stats[0].item() == clipped
+    policy_loss, _, logs = ppo.ppo_loss(tensor([[math.log(ratio)]]), zero, zero, zero, one, zero, mask, mask, 0.2, 0.2)
+    assert policy_loss.item() == pytest.approx(loss) and logs["policy/clip_fraction"].item() == clipped
 
 
 @pytest.mark.parametrize(
@@ -185,39 +148,10 @@ def test_policy_loss_is_clipped_on_the_pessimistic_side_only(ratio, advantage, l
 )
 def test_value_loss_is_half_the_larger_square(value, target, loss, clipped):
     zero, mask = tensor([[0.0]]), torch.tensor([[True]])
-    _, value_loss, stats = ppo.ppo_loss(
+    _, value_loss, logs = ppo.ppo_loss(
         zero, tensor([[value]]), zero, zero, zero, tensor([[target]]), mask, mask, 0.2, 0.2
     )
-    assert value_loss.item() == pytest.approx(loss) and stats[1].item() == clipped
-
-
-def test_truncate_response_keeps_the_first_eos_and_no_more():
-    rows = [[5, 6, 7, 8], [5, 9, 7, 9], [9, 9, 9, 9], [5, 6, 7, 9], [9, 0, 9, 5]]
-    expected = []
-    for row in rows:
-        end = row.index(9) + 1 if 9 in row else len(row)
-        expected.append(row[:end] + [PAD] * (len(row) - end))
-    assert ppo.truncate_response(torch.tensor(rows), 9, PAD).tolist() == expected
-
-
-def test_combine():
-    scores = draw(random.Random(6), 3, 4)  # three reward models, four responses
-    columns = list(zip(*scores, strict=True))
-    means = [sum(c) / 3 for c in columns]
-    variances = [sum((x - m) ** 2 for x in c) / 3 for c, m in zip(columns, means, strict=True)]
-    same(ppo.combine(tensor(scores)), means)
-    same(ppo.combine(tensor(scores), "mean"), means)
-    same(ppo.combine(tensor(scores), "wco"), [min(c) for c in columns])
-    same(ppo.combine(tensor(scores), "uwo", 0.5), [m - 0.5 * v for m, v in zip(means, variances, strict=True)])
-    for method in ("mean", "wco", "uwo"):
-        same(ppo.combine(tensor(scores[:1]), method, 0.5), scores[0])
-
-
-def test_learning_rates():
-    assert [ppo.linear_learning_rate(u, 4, 8.0) for u in (1, 2, 3, 4)] == [8.0, 6.0, 4.0, 2.0]
-    assert ppo.linear_learning_rate(1953, 1953, 3e-6) == pytest.approx(3e-6 / 1953)
-    expected = [math.cos(math.pi * k / 2 / 6) ** 2 * 3 for k in range(7)]  # cos^2(x/2) = (1 + cos x) / 2
-    assert [sft.cosine_learning_rate(u, 6, 3.0) for u in range(1, 8)] == pytest.approx(expected, abs=1e-12)
+    assert value_loss.item() == pytest.approx(loss) and logs["value/clip_fraction"].item() == clipped
 
 
 # ---- losses of the other stages ---------------------------------------------------------------------------------
@@ -231,13 +165,10 @@ def test_sft_loss_counts_the_targets_but_never_the_first_token():
     same(sft.sft_loss(tensor(logits), torch.tensor(tokens), torch.tensor(target)), expected, 1e-5)
 
 
-def test_preference_loss_with_and_without_margin():
-    chosen, rejected, margin = [1.0, -2.0, 0.3, 40.0], [0.5, 1.0, 0.3, -50.0], [0.0, 1.0, 2.0, 3.0]
-    plain = [-math.log(sigmoid(c - r)) for c, r in zip(chosen, rejected, strict=True)]
-    graded = [-math.log(sigmoid(c - r - m)) for c, r, m in zip(chosen, rejected, margin, strict=True)]
-    same(reward.preference_loss(tensor(chosen), tensor(rejected)), plain)
-    same(reward.preference_loss(tensor(chosen), tensor(rejected), tensor(margin)), graded)
-    same(reward.preference_loss(tensor(chosen), tensor(rejected), 1.0)[1], -math.log(sigmoid(-4.0)))
+def test_preference_loss():
+    chosen, rejected = [1.0, -2.0, 0.3, 40.0], [0.5, 1.0, 0.3, -50.0]
+    expected = [-math.log(sigmoid(c - r)) for c, r in zip(chosen, rejected, strict=True)]
+    same(reward.preference_loss(tensor(chosen), tensor(rejected)), expected)
 
 
 def test_dpo_loss():
@@ -253,81 +184,10 @@ def test_dpo_loss():
 # ---- order and shape of the data --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [1, 7, 10])
-def test_data_order_is_one_stream_of_shuffled_passes(n):
-    stream = [int(sft.data_order(n, 3, i, i + 1)) for i in range(5 * n)]
-    passes = [stream[i : i + n] for i in range(0, 5 * n, n)]
-    assert all(sorted(row) == list(range(n)) for row in passes)
-    if n > 1:
-        assert len({tuple(row) for row in passes}) == 5
-        assert [int(i) for i in sft.data_order(n, 4, 0, 5 * n)] != stream
-    for size in (1, 2, 3, n, n + 1, 2 * n + 3, 5 * n):  # whatever the batch size, also beyond one pass
-        batches = [sft.data_order(n, 3, i, min(i + size, 5 * n)).tolist() for i in range(0, 5 * n, size)]
-        assert [i for batch in batches for i in batch] == stream
-
-
 def test_data_order_does_not_touch_the_global_generator():
     before = torch.get_rng_state()
     sft.data_order(10, 3, 0, 20)
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_trim_cuts_only_what_is_padding_in_every_row():
-    left = torch.tensor([[0] * 20 + [0, 5, 6], [0] * 20 + [7, 0, 8]])
-    right = left.flip(1)
-    assert sft.trim(left, PAD, "left").tolist() == [[0] * 13 + [0, 5, 6], [0] * 13 + [7, 0, 8]]  # 16 columns
-    assert sft.trim(right, PAD, "right").tolist() == [[6, 5, 0] + [0] * 13, [8, 0, 7] + [0] * 13]
-    assert sft.trim(right, PAD, "left").tolist() == right.tolist()  # no padding column on that side
-    assert sft.trim(left[:, 10:], PAD, "left").tolist() == left[:, 10:].tolist()  # no more columns than there are
-    for used, width in ((15, 16), (16, 16), (17, 32), (32, 32), (33, 40)):
-        row = torch.tensor([[0] * (40 - used) + [5] * used])
-        assert sft.trim(row, PAD, "left").shape == sft.trim(row.flip(1), PAD, "right").shape == (1, width)
-    assert sft.trim(torch.zeros(2, 3, dtype=torch.long), PAD, "left").shape == (2, 0)
-
-
-def test_micro_batches_hold_every_row_once_and_rows_of_similar_length_together():
-    lengths = [3, 9, 1, 7, 7, 2, 8, 4]
-    for size in (1, 2, 3, 4, 8, 20):
-        groups = [group.tolist() for group in sft.micro_batches(torch.tensor(lengths), size)]
-        assert sorted(i for group in groups for i in group) == list(range(8))
-        assert [len(group) for group in groups[:-1]] == [size] * (len(groups) - 1) and len(groups[-1]) <= size
-        ordered = [lengths[i] for group in groups for i in group]
-        assert ordered == sorted(lengths, reverse=True)
-
-
-@pytest.mark.parametrize(
-    ("batch", "micro", "world", "largest", "expected"),
-    [(128, None, 1, 8, 8), (128, None, 4, 8, 8), (12, None, 1, 8, 6), (7, None, 1, 4, 1), (64, 16, 4, 1, 16)],
-)
-def test_split_batch(batch, micro, world, largest, expected):
-    assert sft.split_batch(batch, micro, world, largest) == expected
-
-
-@pytest.mark.parametrize(
-    ("batch", "micro", "world", "text"),
-    [
-        (10, None, 4, r"--batch-size 10 does not split over 4 processes; nearest: 8 or 12$"),
-        (3, None, 8, r"--batch-size 3 does not split over 8 processes; nearest: 8$"),
-        (24, 5, 2, r"--micro-batch-size 5 does not divide the 12 rows of a device .*; nearest: 4 or 6$"),
-        (24, 100, 2, r"--micro-batch-size 100 does not divide the 12 rows .*; nearest: 6 or 12$"),
-        (24, 0, 1, r"--micro-batch-size 0 does not divide .*; nearest: 1 or 2$"),
-    ],
-)
-def test_split_batch_names_the_nearest_sizes(batch, micro, world, text):
-    with pytest.raises(SystemExit, match=r"^error: " + text):
-        sft.split_batch(batch, micro, world, 8)
-
-
-def test_position_ids_count_real_tokens():
-    mask = [[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
-    expected = [[max(sum(row[: t + 1]) - 1, 0) for t in range(5)] for row in mask]
-    assert reward.position_ids(torch.tensor(mask, dtype=torch.bool)).tolist() == expected
-
-
-def test_last_token_before_the_first_pad_that_follows_the_query():
-    rows = [[0, 0, 5, 6, 7, 0], [0, 5, 5, 6, 7, 8], [5, 5, 5, 6, 0, 0], [0, 0, 5, 6, 0, 7]]
-    assert reward.last_token(torch.tensor(rows), 3, PAD).tolist() == [4, 5, 3, 3]
-    assert reward.last_token(torch.tensor([[5, 6, 0], [5, 6, 7]]), 0, PAD).tolist() == [1, 2]
 
 
 # ---- pairs that share their query -------------------------------------------------------------------------------
@@ -506,7 +366,7 @@ def test_pair_rewards_equal_two_plain_rows(small, shortest):
     for side, name in ((0, "chosen"), (1, "rejected")):
         for i, row in enumerate(plain):
             n = len(row[side])
-            logits = model(torch.tensor([row[side]]), torch.ones(1, n), torch.arange(n)[None])[0]
+            logits = model(torch.tensor([row[side]]))[0]
             assert found[side][i].item() == pytest.approx(logits[-1].item(), rel=1e-5, abs=1e-5)
             first = int((pairs["query"][i] != pad_id).sum())
             assert n - first == int((pairs[name][i] != pad_id).sum())
@@ -536,30 +396,30 @@ def test_rewards_and_values_are_float32_under_autocast(small):
 
 def test_noise_keys_differ_by_seed_update_and_row():
     seen = [(1, 23, 4), (12, 3, 4), (1, 2, 34), (123, 0, 4), (1, 23, 5), (2, 23, 4), (-1, 23, 4)]
-    keys = [tuple(sft.noise_keys(seed, update, [row])[0].tolist()) for seed, update, row in seen]
+    keys = [tuple(ppo.noise_keys(seed, update, [row])[0].tolist()) for seed, update, row in seen]
     assert len(set(keys)) == len(seen)
-    many = sft.noise_keys(1, 1, list(range(10_000)))
+    many = ppo.noise_keys(1, 1, list(range(10_000)))
     assert len({tuple(key) for key in many.tolist()}) == 10_000
-    assert torch.equal(many[[7, 3]], sft.noise_keys(1, 1, [7, 3]))
-    assert sft.noise_keys(1, 1, []).shape == (0, 2)
+    assert torch.equal(many[[7, 3]], ppo.noise_keys(1, 1, [7, 3]))
+    assert ppo.noise_keys(1, 1, []).shape == (0, 2)
 
 
 def test_noise_is_a_function_of_key_position_and_token_alone():
-    keys = sft.noise_keys(5, 1, list(range(6)))
-    noise = sft.gumbel_noise(keys, 3, 100)
+    keys = ppo.noise_keys(5, 1, list(range(6)))
+    noise = ppo.gumbel_noise(keys, 3, 100)
     assert noise.shape == (6, 100) and noise.isfinite().all()
     for rows in ([0], [5, 2], [3, 3, 1, 0]):  # whoever else is in the batch
-        assert torch.equal(sft.gumbel_noise(keys[rows], 3, 100), noise[rows])
-    assert torch.equal(sft.gumbel_noise(keys, 3, 60), noise[:, :60])  # and however large the vocabulary is
-    assert not torch.equal(sft.gumbel_noise(keys, 4, 100), noise)
+        assert torch.equal(ppo.gumbel_noise(keys[rows], 3, 100), noise[rows])
+    assert torch.equal(ppo.gumbel_noise(keys, 3, 60), noise[:, :60])  # and however large the vocabulary is
+    assert not torch.equal(ppo.gumbel_noise(keys, 4, 100), noise)
     state = torch.get_rng_state()
-    sft.gumbel_noise(keys, 3, 100)
+    ppo.gumbel_noise(keys, 3, 100)
     assert torch.equal(state, torch.get_rng_state())
 
 
 def test_noise_is_gumbel_and_independent_across_rows_positions_and_tokens():
-    keys = sft.noise_keys(5, 1, list(range(100)))
-    noise = torch.stack([sft.gumbel_noise(keys, t, 500) for t in range(40)]).double()  # (40, 100, 500)
+    keys = ppo.noise_keys(5, 1, list(range(100)))
+    noise = torch.stack([ppo.gumbel_noise(keys, t, 500) for t in range(40)]).double()  # (40, 100, 500)
     n = noise.numel()  # two million: the standard error of the mean is 0.0009, of the variance 0.0024
     assert noise.mean().item() == pytest.approx(0.5772157, abs=0.004)
     assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.012)
@@ -584,10 +444,10 @@ def test_noise_is_gumbel_and_independent_across_rows_positions_and_tokens():
 def test_sampled_frequencies_match_the_softmax(temperature, axis):
     logits, n = [2.0, 1.0, 0.0, -1.0, 1.5, 9.0, 0.5, -2.0], 20_000
     banned = torch.tensor([i == 5 for i in range(8)])  # the likeliest one
-    keys = sft.noise_keys(11, 2, list(range(n if axis == "rows" else 100)))
+    keys = ppo.noise_keys(11, 2, list(range(n if axis == "rows" else 100)))
     drawn = Counter()
     for t in range(1 if axis == "rows" else n // 100):
-        sampler = sft.GumbelMax(keys, 4, temperature, banned)
+        sampler = ppo.GumbelMax(keys, 4, temperature, banned)
         scores = sampler(torch.zeros(len(keys), 4 + t, dtype=torch.long), torch.tensor([logits]).repeat(len(keys), 1))
         drawn += Counter(scores.argmax(1).tolist())
     weights = [0.0 if i == 5 else math.exp(x / temperature) for i, x in enumerate(logits)]
@@ -613,7 +473,7 @@ def naive_sample(model, query: list[int], tokenizer, length: int, temperature: f
     tokens = list(query)
     for t in range(length):
         logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].tolist()
-        noise = sft.gumbel_noise(key[None], t, len(logits))[0].tolist()
+        noise = ppo.gumbel_noise(key[None], t, len(logits))[0].tolist()
         allowed = [i for i in range(tokenizer.size) if i != tokenizer.pad_token_id]
         tokens.append(max(allowed, key=lambda i: logits[i] / (temperature + 1e-7) + noise[i]))
         if tokens[-1] == tokenizer.eos_token_id:
@@ -627,7 +487,7 @@ def test_generate_equals_sampling_token_by_token_without_cache_and_padding(small
     pad_id, length = real.pad_token_id, 10
     rng = random.Random(12)
     queries = [[rng.randrange(400) for _ in range(n)] for n in (3, 9, 5, 14, 1, 14)]
-    keys = sft.noise_keys(3, 1, list(range(6)))
+    keys = ppo.noise_keys(3, 1, list(range(6)))
     # ids from 440 on count as beyond the tokenizer, but for [PAD]: nothing else tells the model's last rows apart
     endless = Tokenizer(440, pad_id, -1)
     free = [naive_sample(model, q, endless, length, temperature, k) for q, k in zip(queries, keys, strict=True)]
@@ -642,16 +502,16 @@ def test_generate_equals_sampling_token_by_token_without_cache_and_padding(small
     def full(rows):
         return [row + [pad_id] * (length - len(row)) for row in rows]
 
-    found = sft.generate(model, padded(0), tokenizer, length, temperature, keys)
+    found = ppo.generate(model, padded(0), tokenizer, length, temperature, keys)
     assert found.tolist() == full(expected)
-    assert sft.generate(model, padded(7), tokenizer, length, temperature, keys).tolist() == full(expected)
+    assert ppo.generate(model, padded(7), tokenizer, length, temperature, keys).tolist() == full(expected)
     some = [4, 0, 2]  # another batch, cut to its own longest row
-    assert sft.generate(model, padded(0)[some], tokenizer, length, temperature, keys[some]).tolist() == full(
+    assert ppo.generate(model, padded(0)[some], tokenizer, length, temperature, keys[some]).tolist() == full(
         [expected[i] for i in some]
     )
-    assert sft.generate(model, padded(0)[:1], tokenizer, length, temperature, keys[:1]).shape == (1, length)
+    assert ppo.generate(model, padded(0)[:1], tokenizer, length, temperature, keys[:1]).shape == (1, length)
     # what stops at EOS is what would be cut there
-    unstopped = sft.generate(model, padded(0), endless, length, temperature, keys)
+    unstopped = ppo.generate(model, padded(0), endless, length, temperature, keys)
     assert ppo.truncate_response(unstopped, eos_id, pad_id).tolist() == full(expected)
 
 
@@ -668,26 +528,26 @@ def test_pad_and_ids_beyond_the_tokenizer_are_never_sampled(small):
     hook = model.get_output_embeddings().register_forward_hook(favour)
     try:
         queries = torch.randint(1, 300, (8, 6), generator=torch.Generator().manual_seed(1))
-        drawn = sft.generate(model, queries, stand_in, 12, 0.7, sft.noise_keys(1, 1, list(range(8))))
+        drawn = ppo.generate(model, queries, stand_in, 12, 0.7, ppo.noise_keys(1, 1, list(range(8))))
     finally:
         hook.remove()
     for row in drawn.tolist():
         end = row.index(stand_in.eos_token_id) + 1 if stand_in.eos_token_id in row else 12
         assert all(token < size and token != size - 5 for token in row[:end])
-    assert sft.banned_ids(model, stand_in).nonzero().flatten().tolist() == [size - 5, *range(size, rows)]
+    assert ppo.banned_ids(model, stand_in).nonzero().flatten().tolist() == [size - 5, *range(size, rows)]
 
 
 def test_generate_leaves_the_model_in_its_mode_and_ignores_its_generation_defaults(small):
     model, tokenizer, folder = small
     queries = torch.randint(1, 300, (4, 6), generator=torch.Generator().manual_seed(1))
-    keys = sft.noise_keys(1, 1, list(range(4)))
-    expected = sft.generate(model, queries, tokenizer, 12, 0.7, keys)
+    keys = ppo.noise_keys(1, 1, list(range(4)))
+    expected = ppo.generate(model, queries, tokenizer, 12, 0.7, keys)
     before = model.generation_config.to_dict()
     try:
         # what chat models have in generation_config.json
         model.generation_config.update(repetition_penalty=5.0, no_repeat_ngram_size=1, top_k=1, temperature=0.1)
         model.train()
-        found = sft.generate(model, queries, tokenizer, 12, 0.7, keys)
+        found = ppo.generate(model, queries, tokenizer, 12, 0.7, keys)
         assert model.training
     finally:
         model.eval()
