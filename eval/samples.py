@@ -155,16 +155,16 @@ def main(args: Args):
     for split in [split for split in args.splits if split in data]:
         rows = sampled(accelerator, policy, reward_model, data[split], tokenizer, args, split)
         table.append(sample_summary(split, rows))
-        write_csv(accelerator, args, f"samples_{split}", rows)
+        write_quoted(accelerator, args, f"samples_{split}", rows)
         if args.track and accelerator.is_main_process:
             tracker.log_table(f"samples/{split}", dataframe=pandas.DataFrame(rows[:64]))
-    write_csv(accelerator, args, "rouge", table, f"samples of {folder}")
+    write_quoted(accelerator, args, "rouge", table, f"samples of {folder}")
     if args.track and accelerator.is_main_process:
         tracker.finish()
     accelerator.end_training()
 
 
-def write_csv(accelerator: Accelerator, args, name: str, rows: list[dict], title: str = ""):
+def write_quoted(accelerator: Accelerator, args, name: str, rows: list[dict], title: str = ""):
     """Write rows as a CSV file in eval/, called by all processes; print them too where there is a title. Texts are
     quoted: one that is not may hold no carriage return, which a model can sample."""
     frame = pandas.DataFrame(rows)
