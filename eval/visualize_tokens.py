@@ -312,7 +312,7 @@ def response_scalars(model: RewardModel, queries: torch.Tensor, responses: torch
     """A reward or value model's output (b, R + 1) at the query's last token and at each token of the response."""
     tokens = torch.cat([trim(queries, pad_id, "left"), responses], 1)
     mask = tokens != pad_id
-    return model(tokens, mask.long(), position_ids(mask))[:, -responses.shape[1] - 1 :]
+    return model(tokens, attention_mask=mask.long(), position_ids=position_ids(mask))[:, -responses.shape[1] - 1 :]
 
 
 # ---- what is made of it ------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from math import comb, cos, log, pi
 from pathlib import Path
@@ -1211,18 +1212,20 @@ def test_test_command(tmp_path, script):
 
 
 def test_fast_run_learns(tmp_path, monkeypatch):
-    """The commands of `bash quickstart/run.sh --fast`, one after another: SFT copies facts of the post, the reward
-    model tells summaries apart, and PPO's summaries are better than SFT's by the truth, by a paired bootstrap."""
+    """The commands of `bash quickstart/run.sh --fast`, one after another, with fewer posts to judge by and a short DPO:
+    SFT copies facts of the post, the reward model tells summaries apart, and PPO's summaries are better than SFT's by
+    the truth, by a paired bootstrap."""
     calls, _ = Clone(tmp_path).quickstart("--fast")
     assert names(calls) == SCRIPTS
     work = tmp_path / "work"
     (work / "quickstart").mkdir(parents=True)
     (work / "quickstart/bases").symlink_to(ROOT / "quickstart/bases")
     monkeypatch.chdir(work)
+    less = {"quickstart/posts.py": {"num_validation": 100, "num_test": 4}, "dpo.py": {"total_episodes": 64}}
     for script, *args in calls:
         module = importlib.import_module(Path(script).stem)
         AcceleratorState._reset_state(True)  # accelerate keeps one state a process
-        module.main(tyro.cli(module.Args, args=args))
+        module.main(replace(tyro.cli(module.Args, args=args), **less.get(script, {})))
     with (work / "runs/quickstart/posts-1-fast/report/nano-xs/1/table.csv").open(newline="") as file:
         table = {(row["row"], row["metric"]): float(row["value"]) for row in csv.DictReader(file)}
     # the interval seen: 0.109 to 0.170; with posts.py --label-noise 0.5: -0.020 to 0.024

@@ -436,7 +436,7 @@ def test_what_a_browser_makes_of_it(written, tmp_path):
         ({"rows": 8}, ["--rows 8", "--counted 7"]),
         ({"rows": 0}, ["--rows 0"]),
         ({"ppo": "{root}/torn"}, ["torn/args.json", "cannot be read"]),
-        ({"reward_model": "{root}/dpo"}, ["dpo", "not a reward model"]),
+        ({"reward_model": "{root}/dpo"}, ["dpo", "holds no reward model that can be read"]),
         ({"output": "{root}/sft/config.json/x"}, ["--output {root}/sft/config.json/x"]),
     ],
 )
