@@ -139,6 +139,7 @@ def make_work(args: Args, work: Path):
     if not (raw / "tldr_posts").exists():
         raw, stretch = work / "raw", STRETCH
         counts = ["--num-train", 512, "--num-validation", 8, "--num-comparisons", 512]
+        counts += ["--num-test", 8, "--num-validation-comparisons", 16, "--num-cnndm-comparisons", 16]
         call("quickstart/posts.py", "--output-dir", raw, *counts)
     posts, comparisons = ("tldr_posts", "tldr_comparisons") if stretch == 1 else ("posts", "comparisons")
     flags = ["--sft-dataset", raw / posts, "--preference-dataset", raw / comparisons]

@@ -11,6 +11,7 @@ import numpy
 import pandas
 import pytest
 from datasets import Dataset, DatasetDict
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = {
@@ -97,6 +98,7 @@ def drawn(tmp_path_factory):
     (root / "words.py").write_text("def score(post, summary):\n    return len(summary.split())\n")
     args = figures.Args(MODELS, SEEDS, str(root / "runs"), str(root / "out"), f"{root}/words.py:score", pdf=True)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "Figure", lambda layout, **settings: Figure(**settings))  # the layout takes most time
         patch.setattr(sys, "argv", ["eval/figures.py", "--models", "6.9b", "s"])
         figures.main(args)
     return args, root / "out"

@@ -1221,7 +1221,8 @@ def test_fast_run_learns(tmp_path, monkeypatch):
     (work / "quickstart").mkdir(parents=True)
     (work / "quickstart/bases").symlink_to(ROOT / "quickstart/bases")
     monkeypatch.chdir(work)
-    less = {"quickstart/posts.py": {"num_validation": 100, "num_test": 4}, "dpo.py": {"total_episodes": 64}}
+    fewer = {"num_validation": 100, "num_test": 4, "num_comparisons": 2000, "num_validation_comparisons": 200}
+    less = {"quickstart/posts.py": fewer, "dpo.py": {"total_episodes": 64}}
     for script, *args in calls:
         module = importlib.import_module(Path(script).stem)
         AcceleratorState._reset_state(True)  # accelerate keeps one state a process
