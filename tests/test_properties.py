@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+from conftest import script
 from datasets import load_from_disk
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
@@ -286,7 +287,7 @@ def test_position_ids_count_real_tokens(rows):
 
 @given(lengths=st.lists(st.integers(0, 50), min_size=1, max_size=20), size=st.integers(1, 25))
 def test_micro_batches_are_a_partition_by_length(lengths, size):
-    groups = [group.tolist() for group in sft.micro_batches(torch.tensor(lengths), size)]
+    groups = [group.tolist() for group in ppo.micro_batches(torch.tensor(lengths), size)]
     assert sorted(sum(groups, [])) == list(range(len(lengths)))
     assert all(len(group) == size for group in groups[:-1]) and 1 <= len(groups[-1]) <= size
     ordered = [lengths[i] for group in groups for i in group]
@@ -305,33 +306,6 @@ def test_data_order_is_one_stream_whatever_the_batches(n, seed, ends):
     assert sum(parts, []) == whole
     first = sft.data_order(n, seed, 0, 3 * n).tolist()
     assert all(sorted(first[i : i + n]) == list(range(n)) for i in (0, n, 2 * n))
-
-
-@given(
-    batch=st.integers(-3, 600),
-    micro=st.none() | st.integers(-2, 70),
-    world=st.integers(1, 9),
-    largest=st.integers(1, 40),
-)
-def test_split_batch_splits_evenly_or_names_sizes_that_do(batch, micro, world, largest):
-    try:
-        size = sft.split_batch(batch, micro, world, largest)
-    except SystemExit as error:
-        message = str(error)
-        assert message.startswith("error: --")
-        event("refused")
-        if batch < 1:
-            return
-        proposed = [int(x) for x in message.rpartition("nearest: ")[2].split(" or ")]
-        for value in proposed:  # each of them is accepted in place of what was refused
-            if message.startswith("error: --batch-size"):
-                assert sft.split_batch(value, None, world, largest) >= 1
-            else:
-                assert sft.split_batch(batch, value, world, largest) == value
-        return
-    event("taken")
-    assert (batch // world) % size == 0 and batch % world == 0 and size >= 1
-    assert size == micro if micro is not None else size <= largest
 
 
 # ---- numbers of PPO ---------------------------------------------------------------------------------------------
@@ -391,18 +365,20 @@ def test_whitened_values_have_the_moments_they_should(batch, shift_mean, which):
 def test_ppo_losses_equal_a_loop_over_positions(batch, clip, clip_value):
     lengths, width, (logprobs, values, old_values, advantages, returns, shift) = batch
     old = [[x + y / 20 for x, y in zip(*row, strict=True)] for row in zip(logprobs, shift, strict=True)]
-    expected = loop_ppo_loss(logprobs, values, old, old_values, advantages, returns, lengths, clip, clip_value)
+    expected, *_ = loop_ppo_loss(logprobs, values, old, old_values, advantages, returns, lengths, clip, clip_value)
     masks = ppo.episode_masks(torch.tensor(lengths), width)
     tables = [tensor(x) for x in (logprobs, values, old, old_values, advantages, returns)]
-    policy, value, stats = ppo.ppo_loss(*tables, *masks, clip, clip_value)
-    same(policy, expected[0], 1e-7)
-    same(value, expected[1], 1e-7)
-    same(stats[2:], expected[2][2:], 1e-5)  # the counts may differ where two squares are equal but for rounding
+    policy, value, logs = ppo.ppo_loss(*tables, *masks, clip, clip_value)
+    same(policy, expected["loss/policy"], 1e-7)
+    same(value, expected["loss/value"], 1e-7)
+    for key in ("policy/approx_kl", "policy/ratio", "policy/ratio_square"):
+        same(logs[key], expected[key], 1e-5)  # the counts may differ where two squares are equal but for rounding
 
 
 @given(scores=st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=5), weight=st.floats(0, 2))
 def test_combined_scores_are_ordered(scores, weight):
-    worst, mean, uwo = (ppo.combine(tensor(scores), how, weight) for how in ("wco", "mean", "uwo"))
+    combine = script("ensembles/ppo.py").combine
+    worst, mean, uwo = (combine(tensor(scores), how, weight) for how in ("wco", "mean", "uwo"))
     assert (worst <= mean + 1e-9).all() and (uwo <= mean + 1e-9).all()
     expected = [sum(column) / len(scores) for column in zip(*scores, strict=True)]
     same(mean, expected)

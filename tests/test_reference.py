@@ -1,124 +1,71 @@
-"""dpo.py's reference log-probabilities: computed once, kept on disk, never mistaken for others."""
+"""dpo.py's log-probabilities of whole splits, the reference's and the policy's: of each pair, in the data's order."""
 
 import json
-import shutil
 from types import SimpleNamespace
 
+import pandas
 import pytest
 import torch
-from accelerate.utils import DistributedType
+from accelerate import Accelerator
+from conftest import make_talker
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM
 
 import dpo
 
 
-@pytest.fixture
-def arguments(world, tmp_path) -> dict:
-    return {
-        "model": "nano",
-        "sft_model_path": str(world.model),
-        "preference_dataset": str(world.preference_dataset),
-        "batch_size": 8,
-        "total_episodes": 16,
-        "learning_rate": 1e-4,
-        "output_dir": str(tmp_path / "runs" / "first"),
-    }
+def arguments(world, tmp_path, **changes) -> dpo.Args:
+    common = {"model": "nano", "sft_model_path": str(world.model), "output_dir": str(tmp_path / "run")}
+    common |= {"preference_dataset": str(world.preference_dataset), "batch_size": 8, "total_episodes": 8}
+    return dpo.Args(**common | changes)
 
 
-def run(arguments: dict, **changes) -> list[dict]:
-    """One run; its metrics but for the times."""
-    args = dpo.Args(**arguments | changes)
-    dpo.main(args)
-    with open(f"{args.output_dir}/metrics.jsonl") as file:
-        return [{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in file]
+@torch.no_grad()
+def plain_logprobs(model, data, pad: int) -> torch.Tensor:
+    """(n, 2) by one unpadded row at a time, in double precision."""
+    found = []
+    for row in data.with_format(None):
+        for side in ("chosen", "rejected"):
+            tokens = [token for token in row[f"query_{side}_token"] if token != pad]
+            logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(1)
+            places = [t for t, x in enumerate(row[f"query_{side}_token_response_label"]) if x != pad]
+            found.append(sum(logprobs[t - 1, tokens[t]].item() for t in places))
+    return torch.tensor(found).reshape(-1, 2)
 
 
-def test_reference_logprobs_are_those_of_plain_rows_and_are_read_again(arguments, world, tmp_path, monkeypatch):
-    first = run(arguments)
-    files = sorted((tmp_path / "runs/reference_logprobs").iterdir())
-    assert len(files) == 2  # train and validation
-
-    # what is kept, against one plain row at a time; train's rows are those of the run, in their order in the data
+def test_logprobs_of_a_split_are_those_of_plain_rows_in_the_order_of_the_data(world):
     tokenizer = dpo.load_tokenizer(str(world.model))
-    pad, model = tokenizer.pad_token_id, AutoModelForCausalLM.from_pretrained(world.model).double().eval()
-    data, kept = load_from_disk(str(world.preference_dataset)), [json.loads(file.read_text()) for file in files]
-    used = sorted(dpo.data_order(len(data["train"]), 44413, 0, 16).tolist())
-    for rows in (data["train"].select(used), data["validation"]):
-        expected = []
-        for row in rows:
-            expected.append([])
-            for side in ("chosen", "rejected"):
-                tokens = [token for token in row[f"query_{side}_token"] if token != pad]
-                with torch.no_grad():
-                    logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(1)
-                places = [t for t, x in enumerate(row[f"query_{side}_token_response_label"]) if x != pad]
-                expected[-1].append(sum(logprobs[t - 1, tokens[t]].item() for t in places))
-        found = [table for table in kept if len(table) == len(expected)]
-        assert len(found) == 1 and torch.allclose(torch.tensor(found[0]), torch.tensor(expected), rtol=1e-5)
-
-    # another run reads them: the reference is never loaded, and the numbers are the same to the last bit
-    loaded, original = [], dpo.load_policy
-    monkeypatch.setattr(dpo, "load_policy", lambda *args: loaded.append(args) or original(*args))
-    assert run(arguments, output_dir=str(tmp_path / "runs" / "second")) == first and len(loaded) == 1
-    run(arguments, output_dir=str(tmp_path / "runs" / "beta"), beta=0.5, reference_cache=None)
-    assert len(loaded) == 2 and sorted((tmp_path / "runs/reference_logprobs").iterdir()) == files
-
-    # what is kept is what is used
-    shifted = [[[chosen + 1, rejected - 1] for chosen, rejected in table] for table in kept]
-    for file, table in zip(files, shifted, strict=True):
-        file.write_text(json.dumps(table))
-    assert run(arguments, output_dir=str(tmp_path / "runs" / "third"))[1]["rewards/margin"] == pytest.approx(
-        first[1]["rewards/margin"] - 2 * 0.05, abs=1e-5
-    )
+    data = load_from_disk(str(world.preference_dataset))["validation"].with_format("torch")
+    args = SimpleNamespace(forward_batch_size=2)  # 24 pairs: 16 and 8, each sorted by length in groups of 2
+    model = dpo.load_policy(str(world.model), tokenizer).eval()
+    found = dpo.split_logprobs(Accelerator(), model, data, args, tokenizer.pad_token_id, "x")
+    expected = plain_logprobs(model.double(), data, tokenizer.pad_token_id)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_other_weights_or_rows_have_other_keys(arguments, world, tmp_path):
-    run(arguments)
-    cache = tmp_path / "runs/reference_logprobs"
-    run(arguments, output_dir=str(tmp_path / "runs" / "seed"), seed=1)  # other pairs of train, the same validation
-    assert len(list(cache.iterdir())) == 3
-    model = AutoModelForCausalLM.from_pretrained(world.model)
-    shutil.copytree(world.model, tmp_path / "other")
-    with torch.no_grad():
-        model.get_output_embeddings().weight[5, 5] += 1e-3
-    model.save_pretrained(tmp_path / "other")
-    run(arguments, output_dir=str(tmp_path / "runs" / "weights"), sft_model_path=str(tmp_path / "other"))
-    assert len(list(cache.iterdir())) == 5
+def test_another_policy_is_evaluated_as_it_is(world, tmp_path):
+    """--policy-path and no episodes: implicit rewards against the reference, no update, the policy as it was."""
+    policy = make_talker(world, tmp_path / "talker", eos=0.1)
+    changes = {"policy_path": str(policy), "total_episodes": 0, "run_eval": True, "beta": 0.2}
+    dpo.main(arguments(world, tmp_path, **changes))
+    assert [json.loads(x)["update"] for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()] == [0]
+    pad, data = dpo.load_tokenizer(str(world.model)).pad_token_id, load_from_disk(str(world.preference_dataset))
+    one, other = (AutoModelForCausalLM.from_pretrained(path).double().eval() for path in (policy, world.model))
+    for split in ("validation", "validation_cnndm"):
+        data[split] = data[split].select(range(5))
+        expected = 0.2 * (plain_logprobs(one, data[split], pad) - plain_logprobs(other, data[split], pad))
+        table = pandas.read_csv(tmp_path / f"run/eval/pairs_{split}.csv")[["chosen_reward", "rejected_reward"]]
+        torch.testing.assert_close(torch.tensor(table.to_numpy())[:5].float(), expected, rtol=1e-4, atol=1e-4)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").state_dict()
+    assert all(torch.equal(saved[key].double(), value) for key, value in one.state_dict().items())
 
 
-def test_another_precision_or_another_text_of_the_script_has_another_key(world, tmp_path, monkeypatch):
-    rows = load_from_disk(str(world.preference_dataset))["validation"].with_format("torch")
-
-    def key(device: str = "cpu", precision: str = "no", zero: int | None = None) -> str:
-        kind = DistributedType.DEEPSPEED if zero else DistributedType.NO
-        state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=zero))
-        settings = {"device": torch.device(device), "mixed_precision": precision, "state": state}
-        return dpo.reference_key(SimpleNamespace(distributed_type=kind, **settings), str(world.model), rows)
-
-    keys = [key(), key("cuda"), key(precision="bf16"), key(precision="bf16", zero=2)]
-    assert key() == keys[0] and key(precision="bf16", zero=3) == keys[3]
-    (tmp_path / "dpo.py").write_text("another")
-    monkeypatch.setattr(dpo, "__file__", str(tmp_path / "dpo.py"))
-    assert len({*keys, key()}) == 5
-
-
-def test_a_difference_of_rounding_is_no_hit(arguments, tmp_path):
+@pytest.mark.parametrize(("shift", "accuracy"), [(1e-4, 0.0), (1e-3, 1.0)])
+def test_a_difference_of_rounding_is_no_hit(world, tmp_path, monkeypatch, shift, accuracy):
     """Before the first step both rewards are 0 but for rounding: margins of 5e-6 count as none, of 5e-5 do."""
-    for shift, accuracy in ((1e-4, 0.0), (1e-3, 1.0)):
-        run(arguments, output_dir=str(tmp_path / "runs" / f"kept{shift}"))
-        for file in (tmp_path / "runs/reference_logprobs").iterdir():
-            file.write_text(
-                json.dumps([[chosen - shift, rejected] for chosen, rejected in json.loads(file.read_text())])
-            )
-        lines = run(arguments, output_dir=str(tmp_path / "runs" / f"shifted{shift}"))
-        assert lines[1]["accuracy/train"] == accuracy
-        shutil.rmtree(tmp_path / "runs/reference_logprobs")
-
-
-def test_a_damaged_cache_is_named(arguments, tmp_path):
-    run(arguments)
-    for file in (tmp_path / "runs/reference_logprobs").iterdir():
-        file.write_text(file.read_text()[:20])
-    with pytest.raises(SystemExit, match=r"reference_logprobs/\w+.json \(delete it: .* cannot be read"):
-        run(arguments, output_dir=str(tmp_path / "runs" / "second"))
+    original = dpo.split_logprobs
+    monkeypatch.setattr(dpo, "split_logprobs", lambda *args: original(*args) - torch.tensor([shift, 0.0]))
+    dpo.main(arguments(world, tmp_path))
+    line = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[1])
+    assert line["accuracy/train"] == accuracy
+    assert line["rewards/margin"] == pytest.approx(0.05 * shift, abs=2e-6)
