@@ -7,7 +7,7 @@ Each stage trains a nano model for six updates with a checkpoint every second on
 evaluation, once to its end and then once per kill. The first half of the kills aims at a moment inside the writing of
 a checkpoint, the others at any between the first update and the end. Where one fell is read from a log that the run
 writes as it enters and leaves its helpers. The resumed run has to leave the same weights, metrics.jsonl (but for the
-times), tables, TensorBoard events and W&B history as the run that nobody killed.
+times), tables and TensorBoard events as the run that nobody killed, and the same in W&B from its checkpoint on.
 """
 
 import json
@@ -31,6 +31,7 @@ import torch  # noqa: E402
 import tyro  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader  # noqa: E402
+from tensorboard.compat.proto.event_pb2 import SessionLog  # noqa: E402
 from wandb.proto import wandb_internal_pb2  # noqa: E402
 
 import dpo  # noqa: E402
@@ -41,12 +42,14 @@ import sft  # noqa: E402
 STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}
 PHASES = {  # helper -> what a run does inside
     "rollout": "rollout",
-    "accumulate": "forward and backward",
     "optimizer_step": "optimiser step",
-    "save_checkpoint": "checkpoint",
-    "save_model": "saving the model",
-    **dict.fromkeys(("validation_loss", "evaluate_pairs", "reference_rewards", "evaluate_implicit"), "evaluation"),
-    **dict.fromkeys(("sample_split", "sample_and_score", "write_table"), "evaluation"),
+    "write_metrics": "metrics",
+    "checkpoint": "checkpoint",
+    **dict.fromkeys(
+        ("loss_and_count", "pair_rewards", "pair_logprobs", "ppo_loss", "backward"), "forward and backward"
+    ),
+    **dict.fromkeys(("validation_loss", "evaluate_pairs", "reference_rewards", "implicit_rewards"), "evaluation"),
+    **dict.fromkeys(("split_logprobs", "validation_score"), "evaluation"),
 }
 
 
@@ -84,52 +87,60 @@ def trace(module, path: Path):
 
         return inner
 
-    accumulate, on_signals = module.accumulate, module.on_signals
+    writing, updates = module.writing, module.updates
 
     @contextmanager
-    def traced_accumulate(*args, **kwargs):
-        note("enter", "accumulate")
-        with accumulate(*args, **kwargs):
-            yield
-        note("leave", "accumulate")
+    def traced_writing(accelerator, target):
+        name = "checkpoint" if target.parent.name == "checkpoints" else target.name
+        note("enter", name)
+        with writing(accelerator, target) as partial:
+            yield partial
+        note("leave", name)
 
-    def begin(handler):
-        if handler != signal.SIG_DFL:
-            note("begin", "training")
-        on_signals(handler)
+    def traced_updates(*args):
+        note("begin", "training")
+        yield from updates(*args)
 
     for name in PHASES:
         if hasattr(module, name):
             setattr(module, name, traced(getattr(module, name), name))
-    module.accumulate, module.on_signals = traced_accumulate, begin
-    module.MetricsLog.write = traced(module.MetricsLog.write, "metrics")
+    module.writing, module.updates = traced_writing, traced_updates
+    module.Accelerator.backward = traced(module.Accelerator.backward, "backward")
+    return note
+
+
+def fork(output: str, work) -> int:
+    """Process id of a child that does the work, silently, and ends as a script would."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(file, 1), os.dup2(file, 2)
+            sys.stdout = sys.stderr = os.fdopen(file, "w", buffering=1)
+            AcceleratorState._reset_state(True)
+            work()
+            code = 0
+        except SystemExit as end:
+            print(end, flush=True)
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException as error:
+            print(repr(error), flush=True)
+        if "wandb" in sys.modules:  # as at a normal exit: its service writes the file to its end
+            sys.modules["wandb"].teardown()
+        os._exit(code)
+    return child
 
 
 def start(stage: str, args, log: Path | None = None) -> int:
-    """Process id of a child that runs the stage, silently; with `log` it writes its phases there."""
-    child = os.fork()
-    if child == 0:
-        try:
-            output = os.open(f"{args.output_dir}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(output, 1), os.dup2(output, 2)
-            sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
-            if log:
-                trace(STAGES[stage], log)
-            AcceleratorState._reset_state(True)
-            STAGES[stage].main(args)
-            if "wandb" in sys.modules:  # as at a normal exit: its service writes the file to its end
-                sys.modules["wandb"].teardown()
-            if log:
-                with log.open("a") as file:
-                    file.write(f"end {time.monotonic():.6f} training\n")
-            os._exit(0)
-        except SystemExit as end:
-            print(end, flush=True)
-            os._exit(end.code if isinstance(end.code, int) else 1)
-        except BaseException as error:
-            print(repr(error), flush=True)
-            os._exit(1)
-    return child
+    """Process id of a child that runs the stage; with `log` it writes its phases there."""
+
+    def work():
+        note = trace(STAGES[stage], log) if log else lambda *_: None
+        STAGES[stage].main(args)
+        note("end", "training")
+
+    return fork(f"{args.output_dir}.log", work)
 
 
 def finish(child: int) -> int:
@@ -152,7 +163,7 @@ def where_it_fell(phases: list[tuple[str, float, str]]) -> str:
             inside.append(name)
         elif word == "leave":
             inside.remove(name)
-            updates += name == "metrics"
+            updates += name == "write_metrics"
     return f"{PHASES.get(inside[-1], inside[-1]) if inside else 'between'}, {updates} lines of metrics written"
 
 
@@ -184,10 +195,14 @@ def wandb_history(path: Path) -> dict[int, dict]:
 
 
 def tensorboard_events(folder: Path) -> list[tuple[int, str, float]]:
-    """(step, key, value) of all scalars in all event files of a folder, sorted, repeated ones included."""
+    """(step, key, value) of all scalars of a run as TensorBoard shows them, sorted: a resumed run's file says from
+    which step on it replaces those before. What a run says before its first update it says again if begun anew."""
     found = []
     for path in sorted(folder.glob("events.*")):
         for event in EventFileLoader(str(path)).Load():
+            if event.session_log.status == SessionLog.START:
+                found = [row for row in found if row[0] < max(event.step, 1)]
+                found = [row for row in found if row[0] or event.step > 1]
             found += [(event.step, value.tag, value.tensor.float_val[0]) for value in event.summary.value]
     return sorted(found)
 
@@ -207,58 +222,68 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 
 def left_behind(folder: Path) -> dict:
-    """What a run left, without its clock: weights (bytes), metrics, tables (text), TensorBoard, W&B, stray files."""
-    tracked = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
-    history = [wandb_history(path) for path in tracked]
+    """What a run left, without its clock: weights (bytes), metrics, tables (text), TensorBoard, W&B, stray files. Of
+    W&B what its server makes of the offline files, synced one after another: the first word on a step counts."""
+    history = {}
+    for path in sorted((folder / "wandb").glob("*run-*/*.wandb")):
+        history = {step: without_times(row) for step, row in wandb_history(path).items()} | history
     return {
         "weights": weights(folder),
         "metrics": metrics(folder),
-        "tables": {x.name: x.read_text() for x in sorted((folder / "eval").iterdir())},
+        "tables": {x.name: x.read_text() for x in sorted(folder.glob("eval/*"))},
         "TensorBoard": [row for row in tensorboard_events(folder / "tensorboard") if not row[1].startswith("time/")],
-        "W&B": [{step: without_times(row) for step, row in run.items()} for run in history],
+        "W&B": history,
         "stray files": sorted(str(x.relative_to(folder)) for x in folder.rglob("*.tmp")),
     }
 
 
 def complete(found: dict) -> str:
-    """What is wrong with what an uninterrupted run left: each line of metrics.jsonl is once in TensorBoard and W&B."""
+    """What is wrong with what an uninterrupted run left: each line of metrics.jsonl is once in TensorBoard and, if it
+    was used, in W&B."""
     expected = {
         line["update"]: {key: value for key, value in line.items() if key != "update"} for line in found["metrics"]
     }
     events = [(step, key) for step, row in sorted(expected.items()) for key in sorted(row)]
     if [row[:2] for row in found["TensorBoard"]] != events:
         return "TensorBoard lacks or repeats an update"
-    if found["W&B"] != [expected]:
+    if found["W&B"] and found["W&B"] != expected:
         return "W&B lacks or repeats an update"
-    return "" if found["weights"] and found["tables"] and not found["stray files"] else "weights, tables or stray files"
+    return "" if found["weights"] and not found["stray files"] else "weights or stray files"
 
 
 # ---- the kills ---------------------------------------------------------------------------------------------------
 
 
+def arguments(stage: str, world, sft_model: Path, reward_model: Path):
+    """Arguments of six updates of a stage on a small world, with checkpoints, evaluation and all trackers."""
+    common = {"batch_size": 8, "total_episodes": 48, "seed": 7, "learning_rate": 1e-3, "eval_every": 3}
+    common |= {"save_every": 2, "track": True}
+    pairs = {"model": "nano", "preference_dataset": str(world.preference_dataset), "sft_model_path": str(sft_model)}
+    pairs["run_eval"] = True
+    own = {"sft": {"model": str(sft_model), "dataset": str(world.dataset)}}
+    own["reward"] = pairs | {"dataset": str(world.dataset)}
+    own["dpo"] = pairs | {"learning_rate": 1e-4}
+    own["ppo"] = {"model": "nano", "dataset": str(world.dataset), "sft_model_path": str(sft_model), "sample_every": 2}
+    own["ppo"] |= {"reward_model_path": str(reward_model), "response_length": 10}
+    return STAGES[stage].Args(**(common | own[stage]))
+
+
 def settings(root: Path) -> dict:
     """Arguments of each stage on the data in `root`, with the SFT and reward model that this makes there."""
     world = conftest.make_world(root / "world")
-    common = {"model": "nano", "dataset": str(world.dataset), "batch_size": 8, "total_episodes": 48, "seed": 7}
-    common |= {"learning_rate": 1e-3, "run_eval": True, "eval_every": 3, "save_every": 2, "track": True}
-    pairs = {"preference_dataset": str(world.preference_dataset), "sft_model_path": str(root / "sft")}
-    models = {"sft_model_path": str(root / "sft"), "reward_model_paths": [str(root / "reward")]}
-    own = {"sft": {"model": str(world.model)}, "reward": pairs, "dpo": pairs | {"learning_rate": 1e-4}, "ppo": models}
-    for stage in ("sft", "dpo", "ppo"):
-        own[stage]["response_length"] = 10
-    arguments = {stage: STAGES[stage].Args(**(common | own[stage])) for stage in STAGES}
-    for stage in ("sft", "reward"):
-        first = replace(arguments[stage], output_dir=str(root / stage), run_eval=False, track=False, save_every=0)
+    for stage, start_from in (("sft", world.model), ("reward", root / "sft")):
+        first = arguments(stage, world, start_from, root / "reward")
+        first = replace(first, output_dir=str(root / stage), track=False, save_every=0)
         if finish(start(stage, first)):
             raise SystemExit(f"error: {first.output_dir}.log")
-    return arguments
+    return {stage: arguments(stage, world, root / "sft" / "model", root / "reward") for stage in STAGES}
 
 
-def kill_stage(stage: str, arguments, root: Path, args: Args) -> list[dict]:
+def kill_stage(stage: str, whole, root: Path, args: Args) -> list[dict]:
     """A row per kill: the instant, where it fell, what --resume continued from, and whether all ended the same."""
     chance = random.Random(f"{args.seed} {stage}")
     log = root / f"{stage}.whole.phases"
-    whole = replace(arguments, output_dir=str(root / f"{stage}.whole"))
+    whole = replace(whole, output_dir=str(root / f"{stage}.whole"))
     if finish(start(stage, whole, log)):
         raise SystemExit(f"error: {whole.output_dir}.log")
     expected, phases = left_behind(Path(whole.output_dir)), read_phases(log)
@@ -267,16 +292,16 @@ def kill_stage(stage: str, arguments, root: Path, args: Args) -> list[dict]:
         raise SystemExit(f"error: {stage}, not killed: {wrong}")
     begin = next(seconds for word, seconds, _ in phases if word == "begin")
     duration = phases[-1][1] - begin
-    saves = [seconds for _, seconds, name in phases if name == "save_checkpoint"]
+    saves = [seconds for _, seconds, name in phases if name == "checkpoint"]
     saves = [after - before for before, after in zip(saves[::2], saves[1::2], strict=True)]
     rows = []
     for kill in range(args.kills):
         aimed = kill < args.kills // 2
         number, part = chance.randrange(len(saves)), chance.random()
-        run = replace(arguments, output_dir=str(root / f"{stage}.{kill}"))
+        run = replace(whole, output_dir=str(root / f"{stage}.{kill}"))
         log = root / f"{stage}.{kill}.phases"
         child = start(stage, run, log)
-        event = ("enter", "save_checkpoint") if aimed else ("begin", "training")
+        event = ("enter", "checkpoint") if aimed else ("begin", "training")
         while True:  # until the event has come
             came = [seconds for word, seconds, name in read_phases(log) if (word, name) == event]
             if len(came) > (number if aimed else 0):
@@ -290,14 +315,19 @@ def kill_stage(stage: str, arguments, root: Path, args: Args) -> list[dict]:
         folder = Path(run.output_dir)
         partial = [x.name for x in folder.glob("checkpoints/*.tmp")]
         again = finish(start(stage, replace(run, resume=True)))
-        said = [line for line in Path(f"{folder}.log").read_text().splitlines() if line.startswith("--resume:")]
+        said = [line for line in Path(f"{folder}.log").read_text().splitlines() if line.endswith(" is loaded")]
         found = left_behind(folder) if again == 0 else {}
-        different = [key for key in expected if found.get(key) != expected[key]]
+        came_from = said[-1].split("/")[-1].split()[0] if said else "the beginning"
+        different = [key for key in expected if key != "W&B" and found.get(key) != expected[key]]
+        history = found.get("W&B", {})  # what W&B's service had not written when its run was killed is not in its file
+        again_said = {step for step in expected["W&B"] if not said or step > int(came_from[-6:])}
+        if {step: expected["W&B"].get(step) for step in history} != history or not again_said <= history.keys():
+            different.append("W&B")
         at = next(seconds for word, seconds, _ in phases if word == "begin")
         row = {"stage": stage, "kill": kill + 1, "seconds after the start": f"{moment - at:.3f}"}
         row["where it fell"] = "the run had ended" if survived else where_it_fell(phases)
         row["half-written"] = ", ".join(partial) or "-"
-        row["continued from"] = said[-1].split("/")[-1] if "continuing" in said[-1] else "the beginning"
+        row["continued from"] = came_from
         row["exit code"] = again
         row["different"] = ", ".join(different) or "nothing"
         rows.append(row)
@@ -315,8 +345,8 @@ def markdown(rows: list[dict]) -> list[str]:
 def main(args: Args):
     torch.set_num_threads(1)
     root = Path(tempfile.mkdtemp(prefix="kill_runs_"))
-    arguments = settings(root)
-    jobs = [(stage, arguments[stage], root, args) for stage in args.stages]
+    runs = settings(root)
+    jobs = [(stage, runs[stage], root, args) for stage in args.stages]
     with multiprocessing.get_context("fork").Pool(args.jobs) as pool:
         rows = sum(pool.starmap(kill_stage, jobs, chunksize=1), [])
     summary = []

@@ -1,5 +1,8 @@
 """What comes from outside (signals, full disks, torn files, dead ranks, missing services, code in place of data) ends a
-run with one message or not at all, and never costs what was saved."""
+run with one message or not at all, and never costs what was saved.
+
+The plumbing is one text in every stage (test_copies.py), so most of it is tried here on a stage that is nothing else
+(`toy`); killed and resumed stages are in test_invariance.py and kill_runs.py."""
 
 import gzip
 import json
@@ -18,115 +21,120 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import kill_runs
-import pandas
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from conftest import free_port
 from datasets import DatasetDict, load_from_disk
-from kill_runs import STAGES, finish, left_behind, read_phases, start
+from kill_runs import STAGES, left_behind
 from safetensors.torch import load_file
 
+import ppo
+import reward
+import sft
+
 ROOT = Path(__file__).resolve().parents[1]
+LAST = 6
+
+
+def toy(args, at=None) -> list[int]:
+    """A stage of six updates that is nothing but plumbing: a linear model learns to say 0. `at` is called with each
+    update and its loss, before the step. Returns the updates that it made."""
+    AcceleratorState._reset_state(True)  # accelerate keeps one state a process
+    accelerator = sft.make_accelerator(args)
+    torch.manual_seed(1)
+    model, optimizer = sft.prepare(accelerator, torch.nn.Linear(300, 300), args)
+    first = sft.begin_run(accelerator, args)
+    done = []
+    if first == 0:
+        sft.write_metrics(accelerator, args, {"eval/loss": 1.0}, 0, LAST)
+    for update in sft.updates(accelerator, args, first, LAST):
+        rows = torch.randn(8, 300, generator=torch.Generator().manual_seed(update))
+        loss = model(rows).square().mean()
+        loss = loss if at is None or at(update) is None else loss * at(update)
+        accelerator.backward(loss)
+        norm = sft.optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
+        metrics = {"loss/train": loss, "grad_norm": norm, "time/update": time.time()}
+        sft.write_metrics(accelerator, args, metrics, update, LAST)
+        done.append(update)
+    accelerator.end_training()
+    return done
+
+
+def toy_args(folder: Path, **changes):
+    common = {"batch_size": 8, "micro_batch_size": 8, "total_episodes": 8 * LAST, "save_every": 2, "learning_rate": 0.1}
+    return sft.Args(**(common | {"output_dir": str(folder)} | changes))
+
+
+def newest(folder: Path) -> Path:
+    return sorted((folder / "checkpoints").iterdir())[-1]
+
+
+def end_of(folder: Path) -> list:
+    """What a toy ends with: model and AdamW in the last checkpoint, metrics.jsonl, TensorBoard, stray files."""
+    last, found = folder / "checkpoints" / f"update_{LAST:06d}", kill_runs.left_behind(folder)
+    optimizer = torch.load(last / "optimizer.bin")["state"]
+    state = [x.tolist() for moments in optimizer.values() for x in moments.values()]
+    return [(last / "model.safetensors").read_bytes(), state, found]
+
+
+@pytest.fixture(autouse=True)
+def default_signals():
+    yield
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # a run that ends early leaves its own
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> SimpleNamespace:
-    """.args[stage] of six updates with checkpoints, all trackers and evaluation, .root, and .whole[stage]: what the run
-    left that nothing disturbed (made when first asked for)."""
-    root = tmp_path_factory.mktemp("faults")
-    args, whole = kill_runs.settings(root), {}
-
-    class Whole:
-        def __getitem__(self, stage):
-            if stage not in whole:
-                folder = root / f"{stage}.whole"
-                assert finish(start(stage, replace(args[stage], output_dir=str(folder)))) == 0
-                whole[stage] = left_behind(folder)
-            return whole[stage]
-
-    return SimpleNamespace(root=root, args=args, whole=Whole())
+def whole(tmp_path_factory) -> list:
+    folder = tmp_path_factory.mktemp("toy") / "whole"
+    assert toy(toy_args(folder)) == [1, 2, 3, 4, 5, 6]
+    found = end_of(folder)
+    assert kill_runs.complete(found[2] | {"weights": 1}) == ""
+    assert [line["update"] for line in found[2]["metrics"]] == [0, 1, 2, 3, 4, 5, 6]
+    return found
 
 
-def own(runs, stage: str, name: str, **changes):
-    """Arguments of a run in a folder of its own."""
-    return replace(runs.args[stage], output_dir=str(runs.root / f"{stage}.{name}"), **changes)
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> Path:
+    """A toy's folder that ended before the last update, with the checkpoints 2 and 4 and five lines of metrics."""
+    folder = tmp_path_factory.mktemp("toy") / "stopped"
+    with pytest.raises(ZeroDivisionError):
+        toy(toy_args(folder), lambda update: 1 / 0 if update == 6 else None)
+    assert [x.name for x in sorted((folder / "checkpoints").iterdir())] == ["update_000002", "update_000004"]
+    assert (folder / "metrics.jsonl").read_text().count("\n") == 6
+    return folder
 
 
-def said(args) -> str:
-    """What the runs in a folder printed so far."""
-    return Path(f"{args.output_dir}.log").read_text()
-
-
-def ends_as(runs, stage: str, args):
-    """Resume a run: it ends as the one that nothing disturbed did."""
-    assert finish(start(stage, replace(args, resume=True))) == 0, said(args)[-2000:]
-    found, expected = left_behind(Path(args.output_dir)), runs.whole[stage]
-    assert [key for key in expected if found[key] != expected[key]] == []
-
-
-def wait_until(condition, what):
-    until = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < until, f"{what} did not come"
-        time.sleep(0.001)
-
-
-def wait_for(log: Path, event: tuple[str, str], count: int = 1):
-    """Until a run has written an event `count` times into its log of phases."""
-    wait_until(lambda: sum((word, name) == event for word, _, name in read_phases(log)) >= count, event)
-
-
-# ---- kill -9 at random, in short; tests/kill_runs.py is the long form -------------------------------------------
-
-
-def test_the_undisturbed_runs_are_complete(runs):
-    for stage in STAGES:
-        assert kill_runs.complete(runs.whole[stage]) == "", stage
-        assert [line["update"] for line in runs.whole[stage]["metrics"]][-6:] == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_killed_at_random_and_resumed_ends_the_same(runs, tmp_path, stage):
-    rows = kill_runs.kill_stage(stage, runs.args[stage], tmp_path, kill_runs.Args(kills=2, seed=3))
-    assert [row["different"] for row in rows] == ["nothing", "nothing"], rows
-
-
-def test_an_update_that_is_missing_or_there_twice_is_noticed(runs):
-    found = dict(runs.whole["sft"])
-    assert kill_runs.complete(found | {"TensorBoard": found["TensorBoard"][1:]})
-    assert kill_runs.complete(found | {"TensorBoard": sorted(found["TensorBoard"] + found["TensorBoard"][:1])})
-    assert kill_runs.complete(found | {"W&B": []}) and kill_runs.complete(found | {"W&B": found["W&B"] * 2})
-    [history] = found["W&B"]
-    assert kill_runs.complete(found | {"W&B": [{step: row for step, row in history.items() if step != 3}]})
+def test_an_update_that_is_missing_or_there_twice_is_noticed(whole):
+    found = whole[2] | {"weights": 1, "W&B": {line["update"]: line for line in whole[2]["metrics"]}}
+    events = found["TensorBoard"]
+    found["W&B"] = {step: {k: v for k, v in row.items() if k != "update"} for step, row in found["W&B"].items()}
+    assert kill_runs.complete(found) == ""
+    assert kill_runs.complete(found | {"TensorBoard": events[1:]})
+    assert kill_runs.complete(found | {"TensorBoard": sorted(events + events[-1:])})
+    assert kill_runs.complete(found | {"W&B": {step: row for step, row in found["W&B"].items() if step != 3}})
 
 
 # ---- signals ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_signal_saves_after_the_update_and_ends_with_75(runs, stage):
-    number = {"sft": signal.SIGUSR1, "ppo": signal.SIGUSR1}.get(stage, signal.SIGTERM)
-    args, log = own(runs, stage, "signal", save_every=0), runs.root / f"{stage}.signal.phases"
-    child = start(stage, args, log)
-    wait_for(log, ("leave", "optimizer_step"), 1 if stage != "ppo" else 5)  # PPO: four in the first update
-    os.kill(child, number)
-    assert finish(child) == 75
-    [checkpoint] = (Path(args.output_dir) / "checkpoints").iterdir()
-    update = int(checkpoint.name.removeprefix("update_"))
-    assert 1 <= update < 6 and not (Path(args.output_dir) / "model").exists()
-    lines = (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["update"] == update
-    assert f"stopped by a signal after update {update}" in said(args)
-    ends_as(runs, stage, args)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("save_every", [0, 3])
+def test_a_signal_saves_after_the_update_and_ends_with_75(tmp_path, whole, capsys, number, save_every):
+    args = toy_args(tmp_path / "run", save_every=save_every)
+    with pytest.raises(SystemExit) as end:
+        toy(args, lambda update: os.kill(os.getpid(), number) if update == 3 else None)
+    assert end.value.code == 75 and "stopped by a signal after update 3;" in capsys.readouterr().out
+    assert [x.name for x in (tmp_path / "run" / "checkpoints").iterdir()] == ["update_000003"]
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
+    assert toy(replace(args, resume=True, save_every=6)) == [4, 5, 6]
+    assert end_of(tmp_path / "run") == whole
 
 
-def test_after_the_last_update_a_signal_ends_the_run_at_once(runs):
-    args, log = own(runs, "sft", "late_signal"), runs.root / "late_signal.phases"
-    child = start("sft", args, log)
-    wait_for(log, ("enter", "save_model"))
-    os.kill(child, signal.SIGTERM)
-    assert finish(child) == -signal.SIGTERM
-    ends_as(runs, "sft", args)
+def test_after_the_last_update_a_signal_ends_the_run_at_once(tmp_path):
+    toy(toy_args(tmp_path / "run"))
+    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
 # ---- checkpoints that are not what was written ------------------------------------------------------------------
@@ -136,241 +144,308 @@ def cut_short(path: Path):
     os.truncate(path, path.stat().st_size - 1)
 
 
-DAMAGES = {  # what happens to the newest of the two checkpoints, what is said about it
-    "optimiser cut short": (lambda x: cut_short(x / "optimizer.bin"), "optimizer.bin has "),
-    "weights missing": (lambda x: (x / "model.safetensors").unlink(), "model.safetensors has 0 bytes of "),
-    "metrics missing": (lambda x: (x / "metrics.jsonl").unlink(), "metrics.jsonl has 0 bytes of "),
-    "list cut short": (lambda x: cut_short(x / "complete.json"), ""),  # its last line break: still whole
-    "list torn": (lambda x: os.truncate(x / "complete.json", 30), "complete.json is missing or torn"),
-    "empty folder": (lambda x: [file.unlink() for file in x.iterdir()], "complete.json is missing or torn"),
+def zeros(path: Path):
+    path.write_bytes(b"\0" * path.stat().st_size)
+
+
+DAMAGES = {  # what happens to a checkpoint
+    "optimiser cut short": lambda x: cut_short(x / "optimizer.bin"),
+    "optimiser of zeros": lambda x: zeros(x / "optimizer.bin"),
+    "weights cut short": lambda x: cut_short(x / "model.safetensors"),
+    "weights missing": lambda x: (x / "model.safetensors").unlink(),
+    "metrics missing": lambda x: (x / "metrics.jsonl").unlink(),
+    "empty folder": lambda x: [file.unlink() for file in x.iterdir()],
 }
 
 
-@pytest.fixture(scope="module")
-def stopped(runs) -> Path:
-    """An SFT run that was killed in the evaluation, with the checkpoints 4 and 6."""
-    args, log = own(runs, "sft", "stopped"), runs.root / "stopped.phases"
-    child = start("sft", args, log)
-    wait_for(log, ("enter", "sample_split"))
-    os.kill(child, signal.SIGKILL)
-    finish(child)
-    assert [x.name for x in sorted(Path(args.output_dir, "checkpoints").iterdir())] == [
-        "update_000004",
-        "update_000006",
-    ]
-    return Path(args.output_dir)
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_torn_checkpoint_is_skipped_and_replaced(runs, stopped, damage):
-    args = own(runs, "sft", damage.replace(" ", "_"))
-    shutil.copytree(stopped, args.output_dir)
-    newest = Path(args.output_dir) / "checkpoints" / "update_000006"
-    do, message = DAMAGES[damage]
-    do(newest)
-    ends_as(runs, "sft", args)
-    assert (f"skipping {newest}: {message}" in said(args)) == bool(message)
-    assert f"continuing from {newest if not message else newest.with_name('update_000004')}" in said(args)
-    assert STAGES["sft"].checkpoint_damage(newest) == ""  # written anew
+def test_a_torn_checkpoint_is_named_and_the_one_before_taken(stopped, tmp_path, whole, capsys, damage):
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    DAMAGES[damage](newest(folder))
+    assert toy(toy_args(folder, resume=True)) == [3, 4, 5, 6]
+    output = capsys.readouterr().out
+    assert f"--resume: {folder}/checkpoints/update_000004 cannot be loaded: [" in output
+    assert f"--resume: {folder}/checkpoints/update_000002 is loaded" in output
+    assert end_of(folder) == whole
 
 
-def test_without_a_complete_checkpoint_the_run_begins_anew(runs, stopped):
-    args = own(runs, "sft", "none_complete")
-    shutil.copytree(stopped, args.output_dir)
-    for checkpoint in Path(args.output_dir, "checkpoints").iterdir():
-        cut_short(checkpoint / "model.safetensors")
-    ends_as(runs, "sft", args)
-    assert "no complete checkpoint" in said(args) and said(args).count("skipping") == 2
+def test_where_no_checkpoint_can_be_loaded_the_run_ends_or_begins_anew(stopped, tmp_path, whole, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    for checkpoint in (folder / "checkpoints").iterdir():
+        cut_short(checkpoint / "optimizer.bin")  # by then the weights have been loaded: no beginning
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(SystemExit, match="^error: --resume: no checkpoint in .* can be loaded"):
+        toy(toy_args(folder, resume=True))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    for checkpoint in (folder / "checkpoints").iterdir():
+        (checkpoint / "metrics.jsonl").unlink()
+    assert toy(toy_args(folder, resume=True)) == [1, 2, 3, 4, 5, 6]
+    assert end_of(folder) == whole and capsys.readouterr().out.count("cannot be loaded") == 4
 
 
-def test_a_checkpoint_that_cannot_be_read_is_named(runs, stopped):
-    args = own(runs, "sft", "unreadable")
-    shutil.copytree(stopped, args.output_dir)
-    file = Path(args.output_dir) / "checkpoints" / "update_000006" / "optimizer.bin"
-    file.write_bytes(b"\0" * file.stat().st_size)
-    assert finish(start("sft", replace(args, resume=True))) == 1
-    assert f"error: --resume: {file.parent} (delete it to continue from the one before) cannot be read" in said(args)
-    shutil.rmtree(file.parent)
-    ends_as(runs, "sft", args)
+@pytest.mark.parametrize(("keep", "kept"), [(0, [6]), (1, [6]), (3, [4, 5, 6])])
+def test_the_newest_checkpoints_are_kept(tmp_path, keep, kept):
+    toy(toy_args(tmp_path / "run", save_every=1, keep_checkpoints=keep))
+    found = sorted(x.name for x in (tmp_path / "run" / "checkpoints").iterdir())
+    assert found == [f"update_{update:06d}" for update in kept]
 
 
-def test_a_checkpoint_of_deepspeed_is_for_the_same_launch_only(runs, stopped):
-    args = own(runs, "sft", "deepspeed")
-    shutil.copytree(stopped, args.output_dir)
-    file = Path(args.output_dir) / "checkpoints" / "update_000006" / "complete.json"
-    content = json.loads(file.read_text()) | {"kind": "DeepSpeed ZeRO-2, 8 process(es)"}
-    file.write_text(json.dumps(content))
-    assert finish(start("sft", replace(args, resume=True))) == 1
-    assert "was written by DeepSpeed ZeRO-2, 8 process(es); plain or DDP cannot read it" in said(args)
+def test_the_rotation_never_leaves_only_a_torn_checkpoint(stopped, tmp_path, whole):
+    """Of two checkpoints the newer is torn. The first that the resumed run writes is the older of three by name, and
+    the only one beside that which it came from that loads."""
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    zeros(folder / "checkpoints" / "update_000004" / "model.safetensors")
+    args = toy_args(folder, resume=True, save_every=1, keep_checkpoints=1)
+    with pytest.raises(ZeroDivisionError):
+        toy(args, lambda update: 1 / 0 if update == 4 else None)
+    assert [x.name for x in sorted((folder / "checkpoints").iterdir())] == ["update_000003", "update_000004"]
+    assert toy(replace(args, save_every=2)) == [4, 5, 6] and end_of(folder) == whole
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(0, 1), (1, 1), (3, 3)])
-def test_the_newest_checkpoints_are_kept(runs, keep, kept):
-    args = own(runs, "sft", f"keep_{keep}", save_every=1, keep_checkpoints=keep, run_eval=False, track=False)
-    assert finish(start("sft", args)) == 0
-    found = sorted(x.name for x in Path(args.output_dir, "checkpoints").iterdir())
-    assert found == ["update_000004", "update_000005", "update_000006"][-kept:]
+def test_resume_says_what_changed_and_no_run_is_overwritten(stopped, tmp_path, whole, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(SystemExit, match="^error: .*already holds a run: .*--resume"):
+        toy(toy_args(folder))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    old = str(Path(json.loads((folder / "args.json").read_text())["output_dir"]))
+    toy(toy_args(folder, resume=True, max_grad_norm=0.5, seed=8))
+    [said] = [line for line in capsys.readouterr().out.splitlines() if ", changed: " in line]
+    changed = {"seed 44413 -> 8", "max_grad_norm 0.0 -> 0.5", f"output_dir {old} -> {folder}", "resume False -> True"}
+    assert said.startswith(f"--resume {folder}, ") and set(said.partition("changed: ")[2].split(", ")) == changed
+    assert json.loads((folder / "args.json").read_text())["seed"] == 8
+    assert end_of(folder)[1] != whole[1]  # from clipped gradients
 
 
 # ---- full disk --------------------------------------------------------------------------------------------------
 
 
-def start_limited(stage: str, args, size: int) -> int:
-    """The run in a child process none of whose files may grow beyond `size` bytes: writes fail as on a full disk."""
-    child = os.fork()
-    if child == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-        os._exit(finish(start(stage, args)))
-    return child
+@pytest.fixture
+def full_disk():
+    """From its call on no file of this process may grow beyond some bytes: writes fail as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.parametrize(
-    ("stage", "save_every", "what"), [("sft", 2, "checkpoints/update_000002"), ("ppo", 0, "model")]
-)
-def test_a_full_disk_while_saving(runs, stage, save_every, what):
-    args = own(runs, stage, f"full_{save_every}", save_every=save_every, track=False)
-    assert finish(start_limited(stage, args, 300_000)) == 1  # the weights have 700,000
-    folder = Path(args.output_dir)
-    assert f"error: {folder / what} could not be written" in said(args) and "--resume" in said(args)
-    assert "Traceback" not in said(args)
-    assert not list(folder.rglob("*.tmp")) and not (folder / what).exists()
-    args = replace(args, save_every=2, track=True)
-    ends_as(runs, stage, args)
+def test_a_full_disk_while_saving(tmp_path, whole, full_disk):
+    folder, limits = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(SystemExit) as end:
+        toy(toy_args(folder), lambda update: full_disk(100_000) if update == 3 else None)  # the weights have 360,000
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(end.value).startswith(f"error: {folder}/checkpoints/update_000004 could not be written (")
+    assert str(end.value).endswith("make room, then continue with --resume") and "\n" not in str(end.value)
+    assert [x.name for x in (folder / "checkpoints").iterdir()] == ["update_000002"]
+    assert toy(toy_args(folder, resume=True)) == [3, 4, 5, 6] and end_of(folder) == whole
+
+
+def test_a_full_disk_at_the_end(tmp_path, world, full_disk):
+    args = toy_args(tmp_path / "run")
+    AcceleratorState._reset_state(True)
+    accelerator, tokenizer = sft.make_accelerator(args), sft.load_tokenizer(str(world.model))
+    model = sft.load_policy(str(world.model), tokenizer)
+    full_disk(300_000)  # the weights have 700,000
+    with pytest.raises(SystemExit, match="^error: .*/run/model could not be written"):
+        sft.save_model(accelerator, args, "model", model, model.state_dict(), "", tokenizer)
+    assert not list((tmp_path / "run").iterdir())
 
 
 # ---- damaged data and models ------------------------------------------------------------------------------------
 
 
-def refuse(args, stage: str) -> str:
-    """The message that a stage ends with before it has made a run folder."""
-    assert finish(start(stage, args)) == 1, said(args)[-2000:]
-    message = said(args)
-    assert "error: " in message and "Traceback" not in message and not Path(args.output_dir).exists()
-    return message[message.index("error: ") :]
-
-
-def test_a_damaged_data_file(runs):
-    source = Path(runs.args["sft"].dataset)
-    [file] = (source / "train").glob("*.arrow")
+def test_damaged_data_files(world, tmp_path):
+    tokenizer = sft.load_tokenizer(str(world.model))
+    columns = ["query", "query_token", *sft.TOKEN_COLUMNS]
+    [file] = (world.dataset / "train").glob("*.arrow")
     data = file.read_bytes()
     damages = {"half": data[: len(data) // 2], "short": data[:-100], "zeros": b"\0" * len(data), "empty": b""}
+    damages["code"] = pickle.dumps(Payload(tmp_path / "ran"))
     for name, content in damages.items():
-        folder = runs.root / f"data_{name}"
-        shutil.copytree(source, folder)
+        folder = tmp_path / name
+        shutil.copytree(world.dataset, folder)
         (folder / "train" / file.name).write_bytes(content)
-        message = refuse(own(runs, "sft", f"data_{name}", dataset=str(folder)), "sft")
-        assert f"--dataset {folder}" in message, name
-
-
-@pytest.mark.parametrize("wrong", [-7, 100_000])
-def test_ids_that_no_tokenizer_has(runs, wrong):
-    folder = runs.root / f"ids_{wrong}"
-    data = load_from_disk(runs.args["sft"].dataset)
+        (folder / "data.py").write_text(f"import os\nos.system('touch {tmp_path}/ran')\n")
+        with pytest.raises(SystemExit) as end:
+            sft.load_splits("--dataset", str(folder), columns, tokenizer)
+        assert str(end.value).startswith(f"error: --dataset {folder}: ") and "\n\n" not in str(end.value), name
+    data = load_from_disk(str(world.dataset))
     rows = data["train"].to_list()
-    rows[20]["reference_response_token"][3] = wrong
+    rows[20]["reference_response_token"][3] = 100_000
     changed = data["train"].from_list(rows, features=data["train"].features)
-    DatasetDict(data | {"train": changed}).save_to_disk(str(folder))
-    message = refuse(own(runs, "ppo", f"ids_{wrong}", dataset=str(folder)), "ppo")
-    assert f"split train, column reference_response_token: ids {min(wrong, 0)} to" in message
+    DatasetDict(data | {"train": changed}).save_to_disk(str(tmp_path / "ids"))
+    with pytest.raises(SystemExit, match="^error: --dataset .*: train: .* largest id 100000"):
+        sft.load_splits("--dataset", str(tmp_path / "ids"), [*columns, "reference_response_token"], tokenizer)
+    assert not (tmp_path / "ran").exists()
 
 
-def test_weights_cut_short(runs):
-    folder = runs.root / "short_model"
-    shutil.copytree(runs.root / "reward" / "model", folder)
-    cut_short(folder / "model.safetensors")
-    message = refuse(own(runs, "ppo", "short_reward", reward_model_paths=[str(folder)]), "ppo")
-    assert f"the reward model in {folder} cannot be read" in message
-    message = refuse(own(runs, "reward", "short_sft", sft_model_path=str(folder)), "reward")
-    assert f"the model in {folder} cannot be read" in message
+@pytest.fixture(scope="module")
+def models(world, tmp_path_factory) -> SimpleNamespace:
+    """.sft and .reward: folders of whole models."""
+    folder = tmp_path_factory.mktemp("models") / "reward"
+    tokenizer = reward.load_tokenizer(str(world.model))
+    model = reward.new_reward_model(str(world.model), tokenizer).model
+    model.save_pretrained(folder, state_dict=model.state_dict())
+    tokenizer.save_pretrained(folder)
+    return SimpleNamespace(sft=world.model, reward=folder)
+
+
+READERS = {
+    "sft": (sft.load_policy, "sft"),
+    "new reward model": (reward.new_reward_model, "sft"),
+    "policy": (ppo.load_policy, "sft"),
+    "reward model": (ppo.load_reward_model, "reward"),
+}
+
+
+def refused(name: str, folder: Path) -> str:
+    """The message with which a model is refused."""
+    with pytest.raises(SystemExit) as end:
+        READERS[name][0](str(folder), sft.load_tokenizer(str(folder)))
+    assert str(end.value).startswith("error: ") and str(folder) in str(end.value)
+    return str(end.value)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_damaged_weights_and_code_in_place_of_them(models, tmp_path, name):
+    shutil.copytree(getattr(models, READERS[name][1]), tmp_path / "model")
+    state = load_file(tmp_path / "model" / "model.safetensors")
+    cut_short(tmp_path / "model" / "model.safetensors")
+    assert "read" in refused(name, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save(state | {"more": Payload(tmp_path / "ran")}, tmp_path / "model" / "pytorch_model.bin")
+    assert "read" in refused(name, tmp_path / "model")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_plain_weights_in_a_bin_file_are_read(models, tmp_path):
+    shutil.copytree(models.sft, tmp_path / "model")
+    state = load_file(tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save(state, tmp_path / "model" / "pytorch_model.bin")
+    tokenizer = sft.load_tokenizer(str(models.sft))
+    found, expected = (sft.load_policy(str(x), tokenizer).state_dict() for x in (tmp_path / "model", models.sft))
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
 # ---- losses that are no numbers ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_gradient_that_is_no_number_stops_before_the_step(tmp_path, wrong):
+    with pytest.raises(SystemExit) as end:
+        toy(toy_args(tmp_path / "run", save_every=1), lambda update: wrong if update == 3 else None)
+    assert str(end.value).startswith("error: update 3: the gradient norm is ")
+    assert newest(tmp_path / "run").name == "update_000002"
+    assert all(x.isfinite().all() for x in load_file(newest(tmp_path / "run") / "model.safetensors").values())
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_gradient_that_is_no_number_stops_before_the_step(runs, stage):
-    """A learning rate of 1e30 makes the second update's loss infinite or NaN; the first one's checkpoint is kept."""
-    changes = {"num_ppo_epochs": 1} if stage == "ppo" else {}
-    args = own(runs, stage, "nan", learning_rate=1e30, save_every=1, track=False, **changes)
-    assert finish(start(stage, args)) == 1, said(args)[-2000:]
-    message = said(args)[said(args).index("error: ") :]
-    assert "update 2, episodes 8 to 15: the gradient norm is " in message and "Traceback" not in said(args)
-    checkpoints = Path(args.output_dir) / "checkpoints"
-    assert [x.name for x in checkpoints.iterdir()] == ["update_000001"]
-    assert all(x.isfinite().all() for x in load_file(checkpoints / "update_000001" / "model.safetensors").values())
-    assert len((Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()) == 1 + (stage in ("sft", "dpo"))
+def test_in_every_stage(world, models, tmp_path, stage):
+    """A learning rate of 1e30 makes the second update's loss infinite or NaN."""
+    args = kill_runs.arguments(stage, world, models.sft, models.reward)
+    args = replace(args, output_dir=str(tmp_path / "run"), learning_rate=1e30, save_every=1, track=False)
+    if stage == "ppo":
+        args = replace(args, num_ppo_epochs=1)
+    AcceleratorState._reset_state(True)
+    with pytest.raises(SystemExit, match="^error: update 2: the gradient norm is "):
+        STAGES[stage].main(args)
+    assert [x.name for x in (tmp_path / "run" / "checkpoints").iterdir()] == ["update_000001"]
 
 
 # ---- a rank that dies -------------------------------------------------------------------------------------------
 
 
-def two_ranks(stage: str, args, tmp_path: Path) -> list[subprocess.Popen]:
-    """Two processes of one run, started by hand: no launcher that would end the one when the other ends."""
-    (tmp_path / "args.json").write_text(json.dumps(vars(args)))
+def test_a_signal_to_one_rank_stops_both_and_a_dead_one_ends_the_other(tmp_path):
+    """Two processes started by hand: no launcher that would end the one when the other ends."""
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    common |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    command = [sys.executable, __file__, stage, str(tmp_path / "args.json")]
-    return [
-        subprocess.Popen(
-            command,
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=(tmp_path / f"rank{rank}.log").open("w"),
-            stderr=subprocess.STDOUT,
+    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    ranks = []
+    for rank in (0, 1):
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, __file__, str(tmp_path / "run")],
+                env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=(tmp_path / f"rank{rank}.log").open("w"),
+                stderr=subprocess.STDOUT,
+            )
         )
-        for rank in (0, 1)
-    ]
+    codes, folder = [rank.wait(120) for rank in ranks], tmp_path / "run"
+    logs = [(tmp_path / f"rank{rank}.log").read_text() for rank in (0, 1)]
+    assert codes[0] not in (0, 75) and codes[1] == -signal.SIGKILL, logs[0][-2000:] + logs[1][-2000:]
+    assert "ended with 75" in logs[0] and "ended with 75" in logs[1]
+    assert "stopped by a signal after update 2;" in logs[0] and f"{folder}/checkpoints/update_000002 is load" in logs[0]
+    assert [x.name for x in sorted((folder / "checkpoints").iterdir())] == ["update_000002", "update_000004"]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines] == [0, 1, 2, 3, 4]
+    assert toy(toy_args(folder, resume=True)) == [5, 6]  # one process ends what two began
 
 
-def wait_for_update(folder: Path, update: int):
-    path, text = folder / "metrics.jsonl", f'"update": {update},'
-    wait_until(lambda: path.exists() and text in path.read_text(), text)
+def one_of_two_ranks(folder: Path):
+    """Rank 1 gets a signal in the second update, and SIGKILL in the fifth, of the run that goes on from there."""
+    destroy, torch.distributed.destroy_process_group = torch.distributed.destroy_process_group, lambda group=None: None
+    rank, events = int(os.environ["RANK"]), {2: signal.SIGUSR1, 5: signal.SIGKILL}
+    for resume in (False, True):
+        try:
+            toy(
+                toy_args(folder, resume=resume),
+                lambda update: os.kill(os.getpid(), events[update]) if rank and update in events else None,
+            )
+        except SystemExit as end:
+            print("ended with", end.code, flush=True)
+            AcceleratorState._reset_state(True)
+    destroy()
 
 
-def test_a_dead_rank_ends_the_other_and_a_signal_to_one_stops_both(runs, tmp_path):
-    args = own(runs, "ppo", "ranks", save_every=1, track=False, run_eval=False)
-    folder = Path(args.output_dir)
-    ranks = two_ranks("ppo", args, tmp_path)
-    wait_for_update(folder, 2)
-    ranks[1].kill()
-    assert ranks[0].wait(60) != 0 and ranks[1].wait(60) == -signal.SIGKILL
-    assert not (folder / "model").exists()
-    ranks = two_ranks("ppo", replace(args, resume=True), tmp_path)
-    wait_for_update(folder, 4)
-    ranks[1].send_signal(signal.SIGUSR1)
-    logs = [(tmp_path / f"rank{rank}.log") for rank in (0, 1)]
-    assert [rank.wait(60) for rank in ranks] == [75, 75], logs[0].read_text()[-2000:] + logs[1].read_text()[-2000:]
-    assert "stopped by a signal after update" in logs[0].read_text()
-    args = replace(args, save_every=2, track=True, run_eval=True)
-    assert finish(start("ppo", replace(args, resume=True))) == 0  # one process ends what two began
-    for mine, theirs in zip(left_behind(folder)["metrics"], runs.whole["ppo"]["metrics"], strict=True):
-        assert mine["episode"] == theirs["episode"]
-        assert mine["objective/rlhf_reward"] == pytest.approx(theirs["objective/rlhf_reward"], rel=1e-5, abs=1e-6)
+# ---- trackers ---------------------------------------------------------------------------------------------------
 
 
-# ---- services that are not there --------------------------------------------------------------------------------
+def in_a_child(args, at=None) -> tuple[int, str]:
+    """Exit code and output of a toy in a child process, W&B's service included."""
+    child = kill_runs.fork(f"{args.output_dir}.log", lambda: toy(args, at))
+    return kill_runs.finish(child), Path(f"{args.output_dir}.log").read_text()
 
 
-@pytest.mark.parametrize("stage", ["sft", "dpo", "ppo"])
-def test_wandb_gets_a_table_of_samples(runs, stage):
-    assert runs.whole[stage]
-    folder = runs.root / f"{stage}.whole"
-    [file] = folder.glob("wandb/offline-run-*/files/media/table/samples/validation_*.table.json")
-    found, expected = json.loads(file.read_text()), pandas.read_csv(folder / "eval" / "samples_validation.csv")
-    assert found["columns"] == list(expected.columns) and len(found["data"]) == min(64, len(expected))
-    place = found["columns"].index("response")
-    assert [row[place] for row in found["data"]] == expected["response"].fillna("").tolist()[:64]
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGKILL, -signal.SIGKILL)])
+def test_each_update_is_once_in_metrics_tensorboard_and_wandb_after_a_stop(tmp_path, whole, number, code):
+    args, folder = toy_args(tmp_path / "run", track=True), tmp_path / "run"
+    assert in_a_child(args, lambda update: os.kill(os.getpid(), number) if update == 5 else None)[0] == code
+    assert in_a_child(replace(args, resume=True))[0] == 0
+    assert len(list((folder / "wandb").glob("offline-run-*"))) == 2
+    rows = [kill_runs.wandb_history(path).keys() for path in sorted((folder / "wandb").glob("offline-run-*/*.wandb"))]
+    if code == 75:
+        assert rows == [{0, 1, 2, 3, 4, 5}, {6}]
+    else:  # what W&B's service had not written yet is lost to it
+        assert rows[0] <= {0, 1, 2, 3, 4} and rows[1] == {5, 6}
+    found = left_behind(folder)
+    lines = {line["update"]: line for line in found["metrics"]}
+    assert all(lines[step] == {"update": step} | row for step, row in found["W&B"].items())
+    assert kill_runs.complete(found | {"weights": 1, "W&B": {}}) == "" and end_of(folder)[:2] == whole[:2]
 
 
-def test_wandb_out_of_reach_costs_nothing(runs, monkeypatch):
+def test_samples_go_to_wandb(capsys):
+    found = []
+    tracker = SimpleNamespace(name="wandb", log_table=lambda *values, step: found.append((*values, step)))
+    rows = [{"query (end)": "q [b]", "response": "r", "score": 0.12345}]
+    other = SimpleNamespace(name="tensorboard")
+    ppo.show_samples(SimpleNamespace(trackers=[other, tracker]), rows, 7)
+    assert found == [("samples/training", ["query (end)", "response", "score"], [["q [b]", "r", 0.12345]], 7)]
+    assert "q [b]" in capsys.readouterr().out
+
+
+def test_wandb_out_of_reach_is_one_error(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "a1b2" * 10)
-    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "5")
-    args = own(runs, "sft", "no_wandb")
-    assert finish(start("sft", args)) == 0, said(args)[-3000:]
-    found = left_behind(Path(args.output_dir))
-    assert [key for key in found if found[key] != runs.whole["sft"][key]] == []
-    assert "W&B is not available" in said(args) and f"wandb sync {args.output_dir}/wandb/offline-run-" in said(args)
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
+    code, output = in_a_child(toy_args(tmp_path / "run", track=True))
+    assert code == 1 and "error: the trackers do not start (WANDB_MODE=offline keeps" in output
+    assert "Traceback" not in output[output.index("error: the trackers") :]
+    assert not (tmp_path / "run" / "args.json").exists()
 
 
 class LoopbackWandb:
@@ -431,60 +506,39 @@ def server(monkeypatch):
     found.stop()
 
 
-def check_history(args, server):
-    """Each update of a run is on the server once, in order, with what metrics.jsonl says (its clock included, but of
-    updates that were done twice)."""
-    run = (Path(args.output_dir) / "wandb_id.txt").read_text()
-    lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+def test_wandb_has_each_update_once_where_it_was_ahead_of_the_checkpoint(tmp_path, server):
+    args = toy_args(tmp_path / "run", track=True)
+    assert in_a_child(args, lambda update: os.kill(os.getpid(), signal.SIGUSR1) if update == 5 else None)[0] == 75
+    run = json.loads((tmp_path / "run" / "args.json").read_text())["wandb_id"]
+    assert server.history[run][-1]["_step"] == 5
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "update_000005")  # update 5 is done again
+    assert in_a_child(replace(args, resume=True))[0] == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["_step"] for row in server.history[run]] == [line["update"] for line in lines]
     for row, line in zip(server.history[run], lines, strict=True):
         assert all(row[key] == line[key] for key in line if key != "update" and not key.startswith("time/"))
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-def test_wandb_has_each_update_once_whether_it_was_ahead_of_the_checkpoint_or_behind(runs, server, ahead, monkeypatch):
-    args, log = own(runs, "sft", f"ahead_{ahead}", save_every=1), runs.root / f"ahead_{ahead}.phases"
-    if not ahead:
-        monkeypatch.setenv("WANDB_MODE", "offline")
-    child = start("sft", args, log)
-    wait_for(log, ("leave", "optimizer_step"), 3)
-    os.kill(child, signal.SIGUSR1)
-    assert finish(child) == 75
-    if ahead:  # the server has an update that is done again
-        newest = sorted(Path(args.output_dir, "checkpoints").iterdir())[-1]
-        shutil.rmtree(newest)
-        run = (Path(args.output_dir) / "wandb_id.txt").read_text()
-        assert server.history[run][-1]["_step"] == int(newest.name.removeprefix("update_"))
-    else:
-        monkeypatch.setenv("WANDB_MODE", "online")
-        assert not server.history
-    assert finish(start("sft", replace(args, resume=True))) == 0, said(args)[-2000:]
-    check_history(args, server)
-    assert "less than the current step" not in said(args)  # W&B's warning about a step that it has already
-
-
-def test_wandb_that_goes_away_costs_nothing(runs, server):
-    args, log = own(runs, "sft", "wandb_gone"), runs.root / "wandb_gone.phases"
-    child = start("sft", args, log)
-    wait_for(log, ("leave", "optimizer_step"), 2)
+def test_wandb_that_goes_away_costs_nothing(tmp_path, server, whole):
+    args, folder = toy_args(tmp_path / "run", track=True), tmp_path / "run"
+    child = kill_runs.fork(f"{folder}.log", lambda: toy(args, lambda update: time.sleep(1) if update == 4 else None))
+    while not (folder / "metrics.jsonl").exists() or '"update": 3' not in (folder / "metrics.jsonl").read_text():
+        time.sleep(0.01)
     server.stop()
-    assert finish(child) == 0, said(args)[-2000:]
-    found = left_behind(Path(args.output_dir))
-    assert [key for key in found if key != "W&B" and found[key] != runs.whole["sft"][key]] == []
-    [run] = (Path(args.output_dir) / "wandb").glob("run-*")
-    assert f"wandb sync {run}" in said(args)
-    [file] = run.glob("*.wandb")
-    assert sorted(kill_runs.wandb_history(file)) == [line["update"] for line in found["metrics"]]
+    assert kill_runs.finish(child) == 0, Path(f"{folder}.log").read_text()[-2000:]
+    assert end_of(folder)[:2] == whole[:2] and left_behind(folder)["metrics"] == whole[2]["metrics"]
+    [file] = (folder / "wandb").glob("run-*/*.wandb")
+    assert sorted(kill_runs.wandb_history(file)) == list(range(LAST + 1))  # for `wandb sync`
 
 
-def test_secrets_are_nowhere_in_a_run_folder(runs, monkeypatch):
+def test_secrets_are_nowhere_in_a_run_folder(tmp_path, monkeypatch):
     secrets = {"HF_TOKEN": "hf_" + "qWeRtZuI" * 4, "WANDB_API_KEY": "9f8e" * 10}
     for name, secret in secrets.items():
         monkeypatch.setenv(name, secret)
-    args = own(runs, "ppo", "secrets")
-    assert finish(start("ppo", args)) == 0
-    files = [Path(f"{args.output_dir}.log"), *(x for x in Path(args.output_dir).rglob("*") if x.is_file())]
-    assert any(x.suffix == ".wandb" for x in files) and len(files) > 15
+    args = toy_args(tmp_path / "run", track=True)
+    assert in_a_child(args)[0] == 0
+    files = [x for x in tmp_path.rglob("*") if x.is_file()]
+    assert any(x.suffix == ".wandb" for x in files) and len(files) > 12
     for file in files:
         assert not [name for name, secret in secrets.items() if secret.encode() in file.read_bytes()], file
 
@@ -503,90 +557,38 @@ class Payload:
 
 
 def test_the_payload_works(tmp_path):
-    pickle.loads(pickle.dumps(Payload(tmp_path / "ran")))
-    torch.save({"x": Payload(tmp_path / "ran_too")}, tmp_path / "file.bin")
+    torch.save({"x": Payload(tmp_path / "ran")}, tmp_path / "file.bin")
     torch.load(tmp_path / "file.bin", weights_only=False)
-    assert (tmp_path / "ran").exists() and (tmp_path / "ran_too").exists()
+    assert (tmp_path / "ran").exists()
 
 
-def with_payload(source: Path, folder: Path, ran: Path) -> str:
-    """A copy of a model whose only weights are a .bin file with code in it."""
-    shutil.copytree(source, folder)
-    state = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    torch.save(state | {"more": Payload(ran)}, folder / "pytorch_model.bin")
-    return str(folder)
-
-
-def test_no_code_runs_from_a_model(runs, tmp_path):
-    ran = tmp_path / "ran"
-    sft_model = with_payload(runs.root / "sft" / "model", tmp_path / "sft", ran)
-    reward_model = with_payload(runs.root / "reward" / "model", tmp_path / "reward", ran)
-    cases = [
-        ("sft", {"model": sft_model}),
-        ("reward", {"sft_model_path": sft_model}),
-        ("dpo", {"sft_model_path": sft_model}),
-    ]
-    cases += [("ppo", {"sft_model_path": sft_model}), ("ppo", {"reward_model_paths": [reward_model]})]
-    for i, (stage, changes) in enumerate(cases):
-        assert "cannot be read" in refuse(own(runs, stage, f"payload_{i}", **changes), stage)
-        assert not ran.exists()
-
-
-def test_plain_weights_in_a_bin_file_are_read(runs, tmp_path):
-    changes = {}
-    for flag, name in (("sft_model_path", "sft"), ("reward_model_paths", "reward")):
-        shutil.copytree(runs.root / name / "model", tmp_path / name)
-        state = load_file(tmp_path / name / "model.safetensors")
-        (tmp_path / name / "model.safetensors").unlink()
-        torch.save(state, tmp_path / name / "pytorch_model.bin")
-        changes[flag] = str(tmp_path / name) if flag == "sft_model_path" else [str(tmp_path / name)]
-    args = own(runs, "ppo", "bin", **changes)
-    assert finish(start("ppo", args)) == 0, said(args)[-2000:]
-    assert left_behind(Path(args.output_dir))["weights"] == runs.whole["ppo"]["weights"]
-
-
-def test_no_code_runs_from_a_checkpoint(runs, stopped, tmp_path):
+def test_no_code_runs_from_a_checkpoint(stopped, tmp_path, capsys):
     for name in ("optimizer.bin", "random_states_0.pkl"):
-        args = own(runs, "sft", f"payload_{name}")
-        shutil.copytree(stopped, args.output_dir)
-        file = Path(args.output_dir) / "checkpoints" / "update_000006" / name
-        content = torch.load(file, weights_only=False)
-        torch.save(content | {"more": Payload(tmp_path / "ran")}, file)
-        listed = json.loads((file.parent / "complete.json").read_text())
-        listed["files"][name] = file.stat().st_size
-        (file.parent / "complete.json").write_text(json.dumps(listed))
-        finish(start("sft", replace(args, resume=True)))
-        assert ("cannot be read" in said(args)) == (name == "optimizer.bin")  # the other holds nothing that is needed
-        assert not (tmp_path / "ran").exists()
+        folder = tmp_path / name
+        shutil.copytree(stopped, folder)
+        content = torch.load(newest(folder) / name, weights_only=False)
+        torch.save(content | {"more": Payload(tmp_path / "ran")}, newest(folder) / name)
+        done = toy(toy_args(folder, resume=True))
+        assert done == ([3, 4, 5, 6] if name == "optimizer.bin" else [5, 6])  # the other has nothing that is needed
+    assert not (tmp_path / "ran").exists() and capsys.readouterr().out.count("cannot be loaded") == 1
 
 
-def test_no_code_runs_from_a_config(runs, tmp_path):
+def test_no_code_runs_from_a_config(models, tmp_path):
     folder = tmp_path / "model"
-    shutil.copytree(runs.root / "sft" / "model", folder)
+    shutil.copytree(models.sft, folder)
     config = json.loads((folder / "config.json").read_text())
-    config |= {
-        "model_type": "stranger",
-        "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    stranger = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "stranger", "auto_map": stranger}))
     (folder / "code.py").write_text(
         f"import os\nos.system('touch {tmp_path}/ran')\nclass Config: pass\nclass Model: pass\n"
     )
-    message = refuse(own(runs, "sft", "code", model=str(folder)), "sft")
-    assert "cannot be read" in message or "no tokenizer" in message
+    tokenizer = sft.load_tokenizer(str(models.sft))
+    for read, _ in READERS.values():
+        with pytest.raises(SystemExit, match="^error: .*read"):
+            read(str(folder), tokenizer)
+    sft.load_tokenizer(str(folder))  # needs no code
     assert not (tmp_path / "ran").exists()
 
 
-def test_no_code_runs_from_a_data_folder(runs, tmp_path):
-    folder = tmp_path / "data"
-    shutil.copytree(runs.args["sft"].dataset, folder)
-    for file in folder.rglob("*.arrow"):
-        file.write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
-    (folder / "data.py").write_text(f"import os\nos.system('touch {tmp_path}/ran')\n")
-    assert "neither a data set folder" in refuse(own(runs, "sft", "data_code", dataset=str(folder)), "sft")
-    assert not (tmp_path / "ran").exists()
-
-
-if __name__ == "__main__":  # one of two ranks
-    STAGES[sys.argv[1]].main(STAGES[sys.argv[1]].Args(**json.loads(Path(sys.argv[2]).read_text())))
+if __name__ == "__main__":
+    one_of_two_ranks(Path(sys.argv[1]))
