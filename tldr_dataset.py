@@ -6,16 +6,21 @@
     python tldr_dataset.py --sft-dataset raw/posts --preference-dataset raw/comparisons --tokenizer raw/tokenizer
     # and publish the result
     python tldr_dataset.py --push-to-hub --hub-id-sft me/tldr-sft --hub-id-preference me/tldr-preference
+    # look at every row of a finished data set for damage
+    python tldr_dataset.py --check data/tldr
 
 Writes OUTPUT_DIR/sft and OUTPUT_DIR/preference (`datasets.load_from_disk`) and OUTPUT_DIR/statistics (CSV, PNG).
-One process; the columns are those of the published vwxyzjn/…_oai_preprocessing_1706381144 data sets.
+The rows are shared out to all cores (--num-proc); the data sets are the same bytes for any number of processes.
+The columns are those of the published vwxyzjn/…_oai_preprocessing_1706381144 data sets.
 
 Deliberate deviations from the paper and its code:
 - A row over its width ends the run with an error; the authors' code cut such a row silently, EOS included.
 - The response label hides the tokens that query and query+response share, not the first `query_token_len` ones:
   after CNN/DM queries (they end in a newline, which the join drops) the latter also hides a token of the response.
 - Text that happens to spell `<|endoftext|>` or `[PAD]` is tokenised as plain text: only our own EOS ends a response.
-- `query` is the formatted text, not its tokens decoded again; the tokens are the same.
+- `query` is the formatted text. The authors stored decode(query_token), by a tokenizer that takes the space away
+  before punctuation. `query_token` and the tokens of the responses are the same. `query_…_token` and its label are
+  not, in 4.7 % of the rows: both scripts make them from the text of `query`.
 - CNN/DM pairs are recognised by their article as well as by their batch.
 - A missing subreddit or policy (real pairs have both) becomes "" and "null", and is counted.
 - `validation_cnndm` rows and ties in the policy tables keep a fixed order: file order, then name.
@@ -24,26 +29,30 @@ Deliberate deviations from the paper and its code:
 import bisect
 import json
 import os
+import pickle
 import re
 import shlex
-import shutil
 import sys
+import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
+import datasets
 import pandas as pd
 import pyarrow.parquet
+import tqdm.rich
 import tyro
-from datasets import Dataset, DatasetDict, Features, List, Value, disable_progress_bars, load_dataset
-from datasets import get_dataset_config_names as config_names
+from datasets import Dataset, DatasetDict, Features, List, Value, disable_progress_bars, load_dataset, load_from_disk
 from huggingface_hub import DatasetCard, HfApi, hf_hub_download
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 
@@ -57,6 +66,10 @@ class Args:
     """tokenizer of the models to be trained: a Hub id (`@revision` allowed) or a folder; `[PAD]` is added (Detail 3)"""
     output_dir: str = "data/tldr"
     """folder to write; it must not hold anything yet"""
+    check: str = ""
+    """write nothing; look for damage in what is in this folder of ours (or in one of its data sets, or a Hub id)"""
+    num_proc: int = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """processes that share the rows; all cores that this one may use"""
 
     max_query_length: int = 512
     """tokens: longer TL;DR queries are truncated to it (Detail 2), shorter ones left-padded (Detail 5)"""
@@ -91,8 +104,7 @@ CNNDM_BATCHES = ("batch0_cnndm", "cnndm0", "cnndm2")  # Detail 1
 SFT_COLUMNS = ("id", "subreddit", "title", "post", "summary")  # Detail 1
 PREFERENCE_COLUMNS = ("info", "summaries", "choice", "batch", "split", "extra")  # Detail 1
 INFO_FIELDS = ("id", "post", "title", "subreddit", "site", "article")
-# graded preferences, passed through
-OPTIONAL_COLUMNS = {"sft": ("tag",), "preference": ("margin", "grade", "tag")}
+RESPONSES = {"sft": ("reference_response",), "preference": ("chosen", "rejected")}
 SPLITS = {"sft": ("train", "validation", "test"), "preference": ("train", "validation", "test", "validation_cnndm")}
 
 # plain text, no markup: policies and titles are data; wide enough for the tables when the output is a file
@@ -104,9 +116,13 @@ def fail(message: str):
     raise SystemExit(f"error: {message}")
 
 
-def one_line(error: Exception) -> str:
-    """Kind and first line of an exception."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+@contextmanager
+def or_fail(message: str):
+    """Around what goes wrong outside of the script (a damaged file, a full disk): the run ends with one message."""
+    try:
+        yield
+    except Exception as error:  # of as many kinds as there are formats
+        fail(f"{message} ({error!r:.300})")
 
 
 # ---- raw rows ------------------------------------------------------------------------------------
@@ -115,61 +131,46 @@ def one_line(error: Exception) -> str:
 def read_file(path: Path) -> list[tuple[str, dict]]:
     """Rows of one .jsonl or .parquet file, each as (where, row); `where` names file and row (for jsonl: the line)."""
     if path.suffix == ".parquet":
-        try:
-            table = pyarrow.parquet.read_table(path)
-        except (OSError, ValueError) as error:
-            fail(f"{path}: not a parquet file ({one_line(error)})")
-        return [(f"{path}, row {number}", row) for number, row in enumerate(table.to_pylist(), 1)]
+        with or_fail(f"{path}: not a parquet file"):
+            found = pyarrow.parquet.read_table(path).to_pylist()
+        return [(f"{path}, row {number}", row) for number, row in enumerate(found, 1)]
     rows = []
-    with open(path, encoding="utf-8-sig", newline="\n") as lines:
-        try:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    rows.append((f"{path}, row {number}", json.loads(line)))
-                    if not isinstance(rows[-1][1], dict):
-                        fail(f"{path}, row {number}: not a JSON object")
-        except UnicodeDecodeError as error:
-            fail(f"{path}: not UTF-8 ({error})")
-        except json.JSONDecodeError as error:
-            fail(f"{path}, row {number}: invalid JSON ({error})")
+    with or_fail(f"{path}: not UTF-8"), open(path, encoding="utf-8-sig", newline="\n") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                where = f"{path}, row {number}"
+                with or_fail(f"{where}: invalid JSON"):
+                    rows.append((where, json.loads(line)))
+                if not isinstance(rows[-1][1], dict):
+                    fail(f"{where}: not a JSON object")
     return rows
 
 
 def read_raw(source: str, splits: Iterable[str], required: Iterable[str]) -> dict[str, list[tuple[str, dict]]]:
     """{split: [(where, row), …]} of a folder or a Hub id; ends with an error on an empty split or a missing column."""
-    folder = Path(source).expanduser()
-    raw, files = {}, {}
+    folder, raw = Path(source).expanduser(), {}
     if folder.is_dir():
         for split in splits:
             found = [path for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet") if path.exists()]
             if len(found) > 1:
                 fail(f"{source} has both {found[0].name} and {found[1].name}: keep one")
             if found:
-                raw[split], files[split] = read_file(found[0]), found[0]
-        if not raw:
-            fail(f"{source} has none of the files {', '.join(f'{split}.jsonl (or .parquet)' for split in splits)}")
-    elif folder.exists() or source.startswith(("/", ".", "~")):
-        fail(f"{source} is not a folder; it should hold one .jsonl or .parquet file per split")
+                raw[split] = read_file(found[0])
     else:
         repository, _, revision = source.partition("@")
-        try:
-            configs = config_names(repository, revision=revision or None)
+        with or_fail(f"{source} is not a folder with a .jsonl or .parquet file per split, nor a data set on the Hub"):
+            configs = datasets.get_dataset_config_names(repository, revision=revision or None)
             config = "comparisons" if "comparisons" in configs else None
             loaded = load_dataset(repository, config, revision=revision or None)
-        except Exception as error:  # the Hub client raises many kinds; all of them mean: no data
-            fail(f"{source} is not a folder, and could not be loaded from the Hub ({one_line(error)})")
         for split in [split for split in splits if split in loaded]:
             raw[split] = [(f"{source} {split}, row {number}", row) for number, row in enumerate(loaded[split], 1)]
-            files[split] = f"{source} {split}"
-        if not raw:
-            fail(f"{source} has none of the splits {', '.join(splits)}; found {', '.join(loaded)}")
+    if not raw:
+        fail(f"{source} has none of the splits {', '.join(splits)}, each a .jsonl or .parquet file of that name")
     for split, rows in raw.items():
-        if not rows:
-            fail(f"{files[split]} is empty; remove the file to leave the split out")
         columns = sorted(set().union(*(row for _, row in rows)))
         missing = [column for column in required if column not in columns]
         if missing:
-            fail(f"{files[split]} has no column {', '.join(missing)}; found {', '.join(columns)}")
+            fail(f"{source}: {split}: {len(rows)} rows without {', '.join(missing)}; found {', '.join(columns)}")
     return raw
 
 
@@ -181,37 +182,24 @@ def is_cnndm(row: dict) -> bool:
 
 def split_off_cnndm(raw: dict[str, list[tuple[str, dict]]]) -> dict[str, list[tuple[str, dict]]]:
     """Detail 1: move the CNN/DM rows of `validation` to `validation_cnndm`, in front of the rows already there."""
-    splits = {split: rows for split, rows in raw.items() if split not in ("validation", "validation_cnndm")}
-    for split, rows in splits.items():
-        for where, row in rows:
-            if is_cnndm(row):
-                fail(f"{where}: info.article: a CNN/DM row in {split}; they belong in validation or validation_cnndm")
-    validation, cnndm = raw.get("validation", []), raw.get("validation_cnndm", [])
-    for where, row in cnndm:
-        if not is_cnndm(row):
-            fail(f"{where}: info.article: a validation_cnndm row needs an article")
+    for split in raw:
+        for where, row in raw[split] if split != "validation" else []:
+            if is_cnndm(row) != (split == "validation_cnndm"):
+                fail(f"{where}: info.article: CNN/DM rows, and no others, belong in validation_cnndm (or validation)")
+    splits, validation, cnndm = dict(raw), raw.get("validation", []), raw.get("validation_cnndm", [])
     splits["validation"] = [(where, row) for where, row in validation if not is_cnndm(row)]
     splits["validation_cnndm"] = [(where, row) for where, row in validation if is_cnndm(row)] + cnndm
     return {split: splits[split] for split in SPLITS["preference"] if splits.get(split)}
 
 
 def text_field(record: dict, field: str, name: str, required: bool = True) -> str | None:
-    """record[field], which must be a string (not blank if `required`, else it may be null); ValueError by `name`."""
-    if not isinstance(record, dict):
-        raise ValueError(f"{name} is missing: found {record!r:.80} where an object should be")
-    if required and field not in record:
-        raise ValueError(f"{name} is missing; found {', '.join(map(str, record))}")
-    value = record.get(field)
+    """record[field], which must be text (not blank if `required`, else it may be null); ValueError by `name`."""
+    value = record.get(field) if isinstance(record, dict) else None
     if value is None and not required:
         return None
-    if not isinstance(value, str):
-        raise ValueError(f"{name} should be text, not {value!r:.80}")
-    if required and not value.strip():
-        raise ValueError(f"{name} is empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{name} holds half a surrogate pair, which is no text") from None
+    text = isinstance(value, str) and value == value.encode(errors="ignore").decode()  # no half of a surrogate pair
+    if not text or (required and not value.strip()):
+        raise ValueError(f"{name} should be text{' that is not empty' * required}, not {value!r:.80}")
     return value
 
 
@@ -245,9 +233,8 @@ def truncate_query(row: dict, tokenizer: PreTrainedTokenizerBase, max_length: in
     body = row[field]
     query, tokens = query_of(body)
     if len(tokens) > max_length:
-        # A shortcut with the same result, for posts of a megabyte: no token reaches over a single space or newline
-        # between two words into the next word, so a cut there has at most the tokens of any cut behind it. Hence the
-        # first such cut that is too long rules out every cut behind it.
+        # A shortcut with the same result, for posts of a megabyte: no token reaches over a space between two words into
+        # the next one, so a cut there has at most the tokens of any cut behind it: too many rule out all behind it.
         cuts = [match.start() for match in re.finditer(r"(?<=\w)[ \n](?=\w)", body)]
         first = bisect.bisect_left(cuts, True, key=lambda cut: len(query_of(body[:cut])[1]) > max_length)
         body = body[: cuts[first]] if first < len(cuts) else body
@@ -273,8 +260,8 @@ def pad_right(tokens: list[int], pad_id: int, args: Args, limit: str, column: st
     """tokens (n,) -> (getattr(args, limit),); ValueError, by `column`, if they are longer (Detail 4)."""
     width = getattr(args, limit)
     if len(tokens) > width:
-        flag = limit.replace("_", "-")
-        raise ValueError(f"{column} has {len(tokens)} tokens, more than the limit of {width}: raise --{flag}")
+        flag = f"--{limit.replace('_', '-')}"
+        raise ValueError(f"{column} has {len(tokens)} tokens, more than the limit of {width}: raise {flag}")
     return tokens + [pad_id] * (width - len(tokens))
 
 
@@ -294,11 +281,8 @@ def query_columns(row: dict, tokenizer: PreTrainedTokenizerBase, max_length: int
 def response_columns(
     name: str, text: str, query: dict, tokenizer: PreTrainedTokenizerBase, args: Args, limits: tuple[str, str]
 ) -> dict:
-    """The columns of one response, `name` being reference_response, chosen or rejected.
-
-    query: the three columns of `query_columns`.
-    limits: names of the fields of `args` that hold the widths of response and of query + response.
-    """
+    """The columns of one response, `name` being reference_response, chosen or rejected. query: what `query_columns`
+    returns. limits: names of the fields of `args` that hold the widths of response and of query + response."""
     pad_id, eos_id = tokenizer.pad_token_id, tokenizer.eos_token_id
     response = text if text.startswith(" ") else f" {text}"  # Detail 3: a leading space, and EOS at the end
     # One string is tokenised, not two. strip() drops the newline that ends CNN/DM queries, as in the authors' code:
@@ -322,7 +306,6 @@ def response_columns(
 def process_sft_row(row: dict, tokenizer: PreTrainedTokenizerBase, args: Args) -> dict:
     """All columns of one SFT row; ValueError naming the field that is wrong."""
     columns = {"id": text_field(row, "id", "id", required=False)}
-    columns |= {column: text_field(row, column, column) for column in OPTIONAL_COLUMNS["sft"] if row.get(column)}
     columns["subreddit"] = text_field(row, "subreddit", "subreddit", required=False) or ""
     columns |= {field: text_field(row, field, field) for field in ("title", "post", "summary")}
     query = query_columns(columns, tokenizer, args.max_query_length)
@@ -358,10 +341,6 @@ def process_preference_row(row: dict, tokenizer: PreTrainedTokenizerBase, args: 
         "extra": {"confidence": confidence},
         **{field: text_field(row, field, field, required=False) for field in ("worker", "batch", "split")},
     }
-    for column in [column for column in OPTIONAL_COLUMNS["preference"] if column in row]:
-        if type(row[column]) not in (int, float, str, type(None)):
-            raise ValueError(f"{column} should be a number or text, not {row[column]!r:.80}")
-        columns[column] = row[column]
     query = query_columns(columns["info"], tokenizer, getattr(args, f"max_query_length{suffix}"))
     limits = (f"max_rm_response_length{suffix}", f"max_rm_query_response_length{suffix}")
     chosen, rejected = columns["summaries"][choice], columns["summaries"][1 - choice]
@@ -371,8 +350,8 @@ def process_preference_row(row: dict, tokenizer: PreTrainedTokenizerBase, args: 
     return columns | {"policies": "--".join(sorted(s["policy"] or "null" for s in (chosen, rejected)))}
 
 
-def column_types(name: str, raw: dict[str, list[tuple[str, dict]]]) -> Features:
-    """Columns and types of the data set `name`; those of OPTIONAL_COLUMNS that some raw row has are part of it."""
+def column_types(name: str) -> Features:
+    """Columns and types of the data set `name`."""
     text, number = Value("string"), Value("int64")
     tokens = List(number)  # of any length, as published: all splits of a DatasetDict must have the same types
     features = {column: text for column in SFT_COLUMNS}
@@ -380,14 +359,8 @@ def column_types(name: str, raw: dict[str, list[tuple[str, dict]]]) -> Features:
         features = {"id": text, "info": {field: text for field in INFO_FIELDS}}
         features |= {"summaries": List({"text": text, "policy": text, "note": text}), "choice": Value("int32")}
         features |= {"worker": text, "batch": text, "split": text, "extra": {"confidence": Value("int32")}}
-    for column in OPTIONAL_COLUMNS[name]:
-        kinds = {type(row.get(column)) for rows in raw.values() for _, row in rows} - {type(None)}
-        if str in kinds and len(kinds) > 1:
-            fail(f"column {column} holds both numbers and texts")
-        if kinds:
-            features[column] = text if kinds == {str} else number if kinds == {int} else Value("float64")
     features |= {"query": text, "query_token": tokens, "query_token_len": number}
-    for response in ("reference_response",) if name == "sft" else ("chosen", "rejected"):
+    for response in RESPONSES[name]:
         for part in (response, f"query_{response}"):
             features |= {part: text, f"{part}_token": tokens, f"{part}_token_len": number}
         features[f"query_{response}_token_response_label"] = tokens
@@ -404,57 +377,38 @@ def policy_pair_counts(policies: Iterable[str]) -> list[tuple[str, int]]:
     return sorted(Counter(policies).items(), key=lambda item: (-item[1], item[0]))
 
 
-def length_statistics(name: str, data: DatasetDict, args: Args) -> tuple[pd.DataFrame, Figure]:
+def length_statistics(name: str, data: DatasetDict) -> tuple[pd.DataFrame, Figure]:
     """Detail 4: lengths in tokens per split and column beside their limits; figures 2 and 3: their histograms."""
     columns = [column for column in data[next(iter(data))].column_names if column.endswith("_token_len")]
     figure = Figure(figsize=(4 * len(columns), 3 * len(data)), layout="constrained")
     axes, records = figure.subplots(len(data), len(columns), squeeze=False), []
     for i, (split, dataset) in enumerate(data.items()):
-        frame = dataset.select_columns(columns).to_pandas()
         for j, column in enumerate(columns):
-            part = "query" if column == "query_token_len" else "query_response" if "query_" in column else "response"
-            stage = "" if part == "query" else "sft_" if name == "sft" else "rm_"
-            limit = getattr(args, f"max_{stage}{part}_length{'_cnndm' if split == 'validation_cnndm' else ''}")
-            lengths, what = frame[column], column.removesuffix("_token_len")
+            lengths, what = pd.Series(dataset[column][:]), column.removesuffix("_token_len")
+            limit = len(dataset[0][f"{what}_token"])
             record = {"dataset": name, "split": split, "text": what, "rows": len(lengths), "min": lengths.min()}
             record |= {"median": lengths.median(), "mean": round(lengths.mean(), 1), "max": lengths.max()}
             records.append(record | {"limit": limit})
-            step = 1 + limit // 100
-            axes[i, j].hist(lengths, bins=range(0, limit + step + 1, step))
+            axes[i, j].hist(lengths, bins=100, range=(0, limit))
             axes[i, j].axvline(limit, color="black", linestyle="--", linewidth=1)
             axes[i, j].set_title(f"{split}: {what}\nmax {lengths.max()}, limit {limit}", fontsize=9)
             axes[i, j].set(xlabel="tokens", ylabel="rows")
     return pd.DataFrame(records), figure
 
 
-def group_counts(data: DatasetDict) -> pd.DataFrame:
-    """Detail 1: pairs per split and batch, raw split, confidence; null is a group of its own, "null"."""
-    records = []
-    for split, dataset in data.items():
-        groups = dataset.select_columns(["batch", "split", "extra"])[:]
-        groups["confidence"] = [extra["confidence"] for extra in groups.pop("extra")]
-        for column, values in groups.items():
-            counts = Counter("null" if value is None else value for value in values)
-            for value in sorted(counts, key=lambda value: (isinstance(value, str), value)):
-                records.append({"split": split, "column": column, "value": value, "pairs": counts[value]})
-    return pd.DataFrame(records)
+def truncation_counts(name: str, split: str, dataset: Dataset) -> dict:
+    """Detail 2: how many queries of a split were cut, and how; how many had no subreddit."""
+    counts, null = Counter(), 0
+    for row in dataset.select_columns(["info", "query"] if name == "preference" else [*SFT_COLUMNS, "query"]):
+        info = row.get("info", row)
+        counts[truncation(info, row["query"])] += 1
+        null += info.get("article") is None and not info["subreddit"]
+    record = {"dataset": name, "split": split, "queries": len(dataset), "cut at a newline": counts["newline"]}
+    return record | {"cut by characters": counts["character"], "null subreddit": null}
 
 
-def show(title: str, frame: pd.DataFrame, rows: int = 20):
-    """Print the first `rows` rows of a table."""
-    table = Table(*map(str, frame.columns), title=title, title_justify="left")
-    for record in frame.head(rows).itertuples(index=False):
-        table.add_row(*map(str, record))
-    console.print(table)
-    if len(frame) > rows:
-        console.print(f"… and {len(frame) - rows} more rows in the CSV file")
-
-
-def card_text(name: str, args: Args, lengths: pd.DataFrame, data: DatasetDict) -> str:
-    """Body of the data card: where the data come from, columns, statistics, command line."""
-    columns = "\n".join(f"| `{column}` | {kind} |" for column, kind in data[next(iter(data))].features.items())
-    table = lengths.drop(columns="dataset")
-    rows = "\n".join(f"| {' | '.join(map(str, record))} |" for record in table.itertuples(index=False))
+def card_text(name: str, args: Args, lengths: pd.DataFrame) -> str:
+    """Body of the data card: where the data come from, command line, token lengths."""
     source = args.sft_dataset if name == "sft" else args.preference_dataset
     return f"""# TL;DR {name} data, pre-tokenised
 
@@ -464,156 +418,181 @@ In `…_response_label` the query is replaced by the pad id.
 
 ```
 {shlex.join(["python", *sys.argv])}
+{lengths.drop(columns="dataset").to_string(index=False)}
 ```
-
-{chr(10).join(f"- {field}: `{value}`" for field, value in asdict(args).items())}
-
-## Token lengths
-
-| {" | ".join(table.columns)} |
-|{"---|" * len(table.columns)}
-{rows}
-
-## Columns
-
-| column | type |
-|---|---|
-{columns}
 """
 
 
-class RateColumn(ProgressColumn):
-    """Rows per second."""
-
-    def render(self, task):
-        return f"{task.finished_speed or task.speed or 0:.0f} rows/s"
+# ---- all rows, in parallel -------------------------------------------------------------------------------
 
 
-def process_split(
-    label: str, rows: list[tuple[str, dict]], process: Callable[[dict], dict], features: Features, cache_dir: str
-) -> tuple[Dataset, Counter]:
-    """(Dataset of process(row), counts of truncated queries and null subreddits); the first bad row ends the run."""
-    counts = Counter()
+def map_rows(label: str, data: Dataset, function: Callable, features: Features, num_proc: int, folder: str) -> Dataset:
+    """Dataset of function(row), rows in order, in a file of `folder`. Each process has consecutive rows and ends with
+    its first error; the error of the first such process, which is the first in the order of the rows, is raised."""
+    num_proc = min(num_proc, -(-len(data) // 100))  # to start a process takes as long as 100 rows
+    name = re.sub(r"\W", "_", label)
+    settings = {"features": features, "remove_columns": data.column_names, "new_fingerprint": name}
+    settings |= {"cache_file_name": f"{folder}/{name}/rows.arrow"}  # in a fresh folder: nothing can be stale
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), tqdm.rich.RateColumn(" rows"))
+    bar = {"progress": (*columns, TimeRemainingColumn()), "options": {"console": console}}
+    with mock.patch.object(datasets.arrow_dataset, "hf_tqdm", partial(tqdm.rich.tqdm, **bar)):
+        return data.map(function, num_proc=num_proc if num_proc > 1 else None, desc=label, **settings)
 
-    def generate():
-        speed = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), RateColumn())
-        with Progress(*speed, TimeRemainingColumn(), console=console) as progress:
-            for where, row in progress.track(rows, description=label):
-                try:
-                    columns = process(row)
-                except ValueError as error:
-                    fail(f"{where}: {error}")
-                info = columns.get("info", columns)
-                counts[truncation(info, columns["query"])] += 1
-                counts["null subreddit"] += info.get("article") is None and not info["subreddit"]
-                yield {column: columns.get(column) for column in features}
 
-    # the fingerprint names a file in a fresh folder: it need not depend on the content, and nothing can be stale
-    fingerprint = re.sub(r"\W", "_", label)
-    return Dataset.from_generator(generate, features=features, cache_dir=cache_dir, fingerprint=fingerprint), counts
+def process_split(label: str, rows: list, process: Callable, features: Features, num_proc: int, folder: str) -> Dataset:
+    """Dataset of process(row) for rows [(where, row), …]; the first bad row ends the run."""
+
+    def columns(raw: dict) -> dict:
+        try:
+            return process(pickle.loads(raw["row"]))
+        except ValueError as error:
+            raise ValueError(raw["where"], str(error)) from None
+
+    raw = Dataset.from_list([{"where": where, "row": pickle.dumps(row)} for where, row in rows])  # of any type, if bad
+    try:
+        return map_rows(label, raw, columns, features, num_proc, folder)
+    except ValueError as bad_row:
+        where, error = (label, *bad_row.args)[-2:]
+        fail(f"{where}: {error}")
+
+
+# ---- check -----------------------------------------------------------------------------------------------
+
+
+def find_damage(row: dict, tokenizer: PreTrainedTokenizerBase, widths: dict[str, int]) -> dict:
+    """{"damage": what is wrong with a row of a finished data set, "" if nothing, "query" if all but that `query` does
+    not tokenise back to query_token}. widths: {column of tokens: its width in the first row}, query_token first."""
+    pad_id, size, query, found = tokenizer.pad_token_id, len(tokenizer), None, ""
+    for column, width in widths.items():
+        ids, name = row[column] or [], column.removesuffix("_token")
+        side, end = ("left", []) if name == "query" else ("right", [tokenizer.eos_token_id])
+        tokens = ids[ids.count(pad_id) :] if name == "query" else ids[: len(ids) - ids.count(pad_id)]
+        wrong = [token for token in tokens if token is None or token == pad_id or not 0 <= token < size]
+        if len(ids) != width or wrong or not tokens or (end and tokens[-1:] != end):
+            needed = f"{width} ids of 0 to {size - 1}, [PAD] ({pad_id}) on the {side} alone{', EOS before' * len(end)}"
+            return {"damage": f"{column} needs {needed}; it has {len(ids)}, wrong {wrong[:3]}, last {tokens[-1:]}"}
+        text = str(row[name])
+        same = encode(tokenizer, text.removesuffix(tokenizer.eos_token)) + end == tokens
+        # or else with special tokens in it, or sampled (alpaca_dataset.py and gold_label.py in ensembles/)
+        same = same or tokenizer.decode(tokens, clean_up_tokenization_spaces=False) == text
+        if name == "query":
+            query, found = tokens, "" if same else "query"
+        elif not same:
+            return {"damage": f"{column} is not what the tokenizer makes of {name}"}
+        if row.get(f"{column}_len", len(tokens)) != len(tokens) and name != found:  # the authors' is that of `query`
+            return {"damage": f"{column}_len is {row[f'{column}_len']}, not {len(tokens)}"}
+        if f"{column}_response_label" in row:
+            hidden = [len(os.path.commonprefix([query, tokens])), len(query)]  # ours, the authors'
+            if row[f"{column}_response_label"] not in [[pad_id] * n + ids[n:] for n in hidden]:
+                return {"damage": f"{column}_response_label is not {column} with [PAD] over the query"}
+            if text != str(row["query"]).strip() + row[name.removeprefix("query_")]:
+                return {"damage": f"{name} is not query and {name.removeprefix('query_')}"}
+    return {"damage": found}
+
+
+def check(args: Args, tokenizer: PreTrainedTokenizerBase):
+    """Look at every row of a finished data set, or of both in a folder; the first damaged split ends the run."""
+    remedy = f"If another tokenizer than {args.tokenizer} made it, name that with --tokenizer; else make it again"
+    for path in [str(path) for name in SPLITS if (path := Path(args.check, name)).is_dir()] or [args.check]:
+        name, _, revision = path.partition("@")
+        with or_fail(f"--check {path}: no data set with the splits train and validation. Make it with tldr_dataset.py"):
+            data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
+            order = {split: data[split] for split in ("train", "validation", *data)}
+        for split, rows in order.items():
+            place = f"--check {path}: {split}"
+            kind = "preference" if any("chosen" in column for column in rows.column_names) else "sft"
+            needed = [name for name in column_types(kind) if name.startswith(("query", *RESPONSES[kind]))]
+            missing = [name for name in needed if name not in (*rows.column_names, "query_token_len")]
+            if missing or len(rows) == 0:
+                fail(f"{place} has {len(rows)} rows and lacks the columns {missing}. {remedy}")
+            with or_fail(f"{place} cannot be read. {remedy}"), tempfile.TemporaryDirectory() as folder:
+                widths = {name: len(rows[0][name] or []) for name in needed if name.endswith("_token")}
+                function = partial(find_damage, tokenizer=tokenizer, widths=widths)
+                label, features = f"{Path(path).name} {split}", Features({"damage": Value("string")})
+                found = map_rows(label, rows, function, features, args.num_proc, folder)["damage"][:]
+            damaged = [(i, damage) for i, damage in enumerate(found) if damage not in ("", "query")]
+            for i, damage in damaged[:1]:
+                fail(f"{place}, row {i}: {damage} ({len(damaged)} of {len(rows)} rows are damaged). {remedy}")
+            differ = f"in {found.count('query')} of {len(rows)} rows `query` does not tokenise back to query_token"
+            if 2 * found.count("query") > len(rows):
+                fail(f"{place}: {differ}. {remedy}")
+            console.print(f"{path} {split}: no damage; {differ}")
 
 
 def main(args: Args):
     disable_progress_bars()  # of `datasets`; ours shows rate and time left
+    warnings.filterwarnings("ignore", category=tqdm.TqdmExperimentalWarning)
+
+    # ---- tokenizer -----------------------------------------------------------------------------------
+    name, _, revision = args.tokenizer.partition("@")
+    with or_fail(f"--tokenizer {args.tokenizer} cannot be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
+    if tokenizer.eos_token is None:
+        fail(f"--tokenizer {args.tokenizer} has no EOS token, which ends every response (Detail 3)")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # Detail 3: never EOS, whatever padding it had before
+    console.print(f"EOS {tokenizer.eos_token} is id {tokenizer.eos_token_id}, [PAD] is id {tokenizer.pad_token_id}")
+    if args.check:
+        return check(args, tokenizer)
+
+    # ---- read raw rows ---------------------------------------------------------------------------------
     output_dir = Path(args.output_dir)
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         fail(f"{output_dir} already holds data: remove it, or choose another --output-dir")
     if args.push_to_hub and not (args.hub_id_sft and args.hub_id_preference):
         fail("--push-to-hub needs --hub-id-sft and --hub-id-preference")
-
-    # ---- tokenizer -----------------------------------------------------------------------------------
-    name, _, revision = args.tokenizer.partition("@")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
-    except Exception as error:  # of many kinds: no such folder, no such repository, Hub out of reach
-        fail(f"--tokenizer {args.tokenizer} cannot be loaded ({one_line(error)})")
-    if tokenizer.eos_token is None:
-        fail(f"--tokenizer {args.tokenizer} has no EOS token, which ends every response (Detail 3)")
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # Detail 3: never EOS, whatever padding it had before
-    console.print(f"EOS {tokenizer.eos_token} is id {tokenizer.eos_token_id}, [PAD] is id {tokenizer.pad_token_id}")
-
-    # ---- read raw rows ---------------------------------------------------------------------------------
     raw = {
         "sft": read_raw(args.sft_dataset, SPLITS["sft"], SFT_COLUMNS),
-        "preference": read_raw(args.preference_dataset, SPLITS["preference"], PREFERENCE_COLUMNS),
+        "preference": split_off_cnndm(read_raw(args.preference_dataset, SPLITS["preference"], PREFERENCE_COLUMNS)),
     }
-    raw["preference"] = split_off_cnndm(raw["preference"])
     for name, splits in raw.items():
         found = ", ".join(f"{split} {len(rows)}" for split, rows in splits.items())
-        absent = [split for split in SPLITS[name] if split not in splits]
-        console.print(f"{name}: {found} rows" + (f"; absent and left out: {', '.join(absent)}" if absent else ""))
-    features = {name: column_types(name, raw[name]) for name in raw}
-    processes = {"sft": process_sft_row, "preference": process_preference_row}
+        absent = ", ".join(split for split in SPLITS[name] if split not in splits) or "none"
+        console.print(f"{name}: {found} rows; absent and left out: {absent}")
 
     # everything is written beside the output folder and renamed at the end: nothing half done is left behind
-    temporary = output_dir.with_name(f"{output_dir.name}.tmp-{os.getpid()}")
-    try:
+    output_dir.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{output_dir.name}.tmp-", dir=output_dir.parent) as folder:
         # ---- tokenise ------------------------------------------------------------------------------------
-        statistics = temporary / "statistics"
-        statistics.mkdir(parents=True)
-        data, truncations = {}, []
+        data, temporary = {}, Path(folder, "data")
         for name, splits in raw.items():
-            data[name] = DatasetDict()
-            process = partial(processes[name], tokenizer=tokenizer, args=args)
+            data[name], features = DatasetDict(), column_types(name)
+            function = process_sft_row if name == "sft" else process_preference_row
+            process = partial(function, tokenizer=tokenizer, args=args)
             for split, rows in splits.items():
-                cache_dir = str(temporary / "cache")
-                data[name][split], counts = process_split(f"{name} {split}", rows, process, features[name], cache_dir)
-                record = {"dataset": name, "split": split, "queries": len(rows), "cut at a newline": counts["newline"]}
-                record["cut by characters"] = counts["character"]
-                truncations.append(record | {"null subreddit": counts["null subreddit"]})
+                data[name][split] = process_split(f"{name} {split}", rows, process, features, args.num_proc, folder)
             data[name].save_to_disk(temporary / name)
 
         # ---- statistics ------------------------------------------------------------------------------------
-        lengths = {}
+        statistics, lengths, tables, unique = temporary / "statistics", {}, {}, []
+        statistics.mkdir()
         for name in data:
-            lengths[name], figure = length_statistics(name, data[name], args)
+            lengths[name], figure = length_statistics(name, data[name])
             figure.savefig(statistics / f"lengths_{name}.png", dpi=100)  # figures 2 and 3
-        pairs = {split: policy_pair_counts(dataset["policies"]) for split, dataset in data["preference"].items()}
-        table_2 = pd.DataFrame([{"split": split, "unique pairs": len(counts)} for split, counts in pairs.items()])
-        tables = {
-            "lengths": ("Detail 4: token lengths", pd.concat(lengths.values(), ignore_index=True)),
-            "truncation": ("Detail 2: truncated queries", pd.DataFrame(truncations)),
-            "groups": ("Detail 1: pairs per batch, split and confidence", group_counts(data["preference"])),
-            "policy_pairs": ("Detail 6, table 2: unique pairs of policies", table_2),
-        }
-        for split, counts in pairs.items():
-            named = [(policies.replace("--", ", "), count) for policies, count in counts]
-            frame = pd.DataFrame(named, columns=["policies", "count"])
-            tables[f"policy_pairs_{split}"] = (f"Detail 6, tables 21-27: pairs of policies in {split}", frame)
-        for file, (title, frame) in tables.items():
-            frame.to_csv(statistics / f"{file}.csv", index=False)
-            show(title, frame, rows=len(frame) if file == "lengths" else 20)
-        for name in data:
-            card = card_text(name, args, lengths[name], data[name])
-            (temporary / name / "README.md").write_text(card, encoding="utf-8")
-
-        # ---- save ------------------------------------------------------------------------------------------
-        shutil.rmtree(temporary / "cache")
-        if output_dir.exists():
-            output_dir.rmdir()
+            (temporary / name / "README.md").write_text(card_text(name, args, lengths[name]), encoding="utf-8")
+        for split, dataset in data["preference"].items():  # Detail 6, tables 21-27 and 2
+            counts = [(pair.replace("--", ", "), count) for pair, count in policy_pair_counts(dataset["policies"])]
+            tables[f"policy_pairs_{split}"] = pd.DataFrame(counts, columns=["policies", "count"])
+            unique.append({"split": split, "unique pairs": len(counts)})
+        tables["policy_pairs"] = pd.DataFrame(unique)
+        cuts = [truncation_counts(name, split, dataset) for name in data for split, dataset in data[name].items()]
+        tables["truncation"] = pd.DataFrame(cuts)
+        tables["lengths"] = pd.concat(lengths.values(), ignore_index=True)
+        for name, frame in tables.items():
+            frame.to_csv(statistics / f"{name}.csv", index=False)
+            console.print(f"\n{name}.csv, {len(frame)} rows:\n{frame.head(30).to_string(index=False)}")
         temporary.rename(output_dir)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     console.print(f"wrote {output_dir}/sft, {output_dir}/preference and {output_dir}/statistics")
 
     # ---- push to the Hub -----------------------------------------------------------------------------------
     if args.push_to_hub:
         for name, repository in (("sft", args.hub_id_sft), ("preference", args.hub_id_preference)):
-            folder = output_dir / name
-            try:
-                DatasetDict.load_from_disk(str(folder)).push_to_hub(repository, revision=args.hub_revision)
+            later = f"load_from_disk('{output_dir}/{name}').push_to_hub('{repository}', revision='{args.hub_revision}')"
+            with or_fail(f"the push to {repository} failed, but the data are complete in {output_dir}; later: {later}"):
+                load_from_disk(f"{output_dir}/{name}").push_to_hub(repository, revision=args.hub_revision)
                 pushed = {"repo_id": repository, "repo_type": "dataset", "revision": args.hub_revision}
                 card = DatasetCard.load(hf_hub_download(filename="README.md", **pushed))
-                card.text = (folder / "README.md").read_text(encoding="utf-8")
-                readme = {"path_or_fileobj": str(card).encode(), "path_in_repo": "README.md"}
-                HfApi().upload_file(**readme, **pushed)
-            except Exception as error:  # of many kinds; the data are safe on disk
-                where = f"'{repository}', revision='{args.hub_revision}'"
-                later = f"from datasets import load_from_disk; load_from_disk('{folder}').push_to_hub({where})"
-                fail(
-                    f"the push to {repository} failed ({one_line(error)}). "
-                    f'The data are complete in {output_dir}; to push them later: python -c "{later}"'
-                )
+                card.text = Path(output_dir, name, "README.md").read_text(encoding="utf-8")
+                HfApi().upload_file(path_or_fileobj=str(card).encode(), path_in_repo="README.md", **pushed)
             console.print(f"pushed {name} to {repository}@{args.hub_revision}")
 
 
