@@ -11,11 +11,13 @@ import sys
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import load_from_disk
+from datasets import Dataset, DatasetDict, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -25,6 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 from tldr_dataset import (  # noqa: E402
     Args,
+    check,
+    column_types,
     encode,
     format_query,
     main,
@@ -32,6 +36,7 @@ from tldr_dataset import (  # noqa: E402
     policy_pair_counts,
     process_preference_row,
     process_sft_row,
+    process_split,
     truncate_query,
     truncation,
 )
@@ -386,7 +391,7 @@ def read_csv(path: Path) -> list[dict]:
 def test_whole_run(folder, capsys):
     main(arguments(folder))
     printed = capsys.readouterr().out
-    assert "absent and left out: test" in printed
+    assert "absent and left out: test" in printed and "sft train" in printed and "rows/s" in printed
     out = folder / "out"
     assert sorted(path.name for path in folder.iterdir()) == ["comparisons", "out", "posts", "tokenizer"]
     assert sorted(path.name for path in out.iterdir()) == ["preference", "sft", "statistics"]
@@ -419,15 +424,6 @@ def test_whole_run(folder, capsys):
     assert counts == [("ref, sup2", 5), ("sup2, sup2", 1)]
     counts = [(row["policies"], int(row["count"])) for row in read_csv(statistics / "policy_pairs_validation.csv")]
     assert counts == [("null, ref", 1), ("ref, sup2", 1)]
-    rows = [list(row.values()) for row in read_csv(statistics / "groups.csv") if row["split"] == "validation"]
-    assert rows == [
-        ["validation", "batch", "batch3", "1"],
-        ["validation", "batch", "null", "1"],
-        ["validation", "split", "train", "1"],
-        ["validation", "split", "valid1", "1"],
-        ["validation", "confidence", "5", "1"],
-        ["validation", "confidence", "null", "1"],
-    ]
     nulls = [(row["dataset"], row["split"], row["null subreddit"]) for row in read_csv(statistics / "truncation.csv")]
     assert nulls[:2] == [("sft", "train", "0"), ("sft", "validation", "3")] and nulls[-1][2] == "0"
     lengths = {(row["dataset"], row["split"], row["text"]): row for row in read_csv(statistics / "lengths.csv")}
@@ -444,33 +440,31 @@ def test_whole_run(folder, capsys):
         main(arguments(folder))
 
 
-def test_parquet_cnndm_file_graded_columns_and_another_pad_token(folder):
+def test_parquet_a_cnndm_file_and_another_pad_token(folder):
     from pandas import DataFrame
 
     byte_level_tokenizer("<pad>").save_pretrained(folder / "tokenizer")
     (folder / "posts/train.jsonl").unlink()
-    rows = [sft_row(i) | {"tag": tag} for i, tag in enumerate(("safety", None, "helpfulness", "safety"))]
-    DataFrame(rows).to_parquet(folder / "posts/train.parquet")
+    DataFrame([sft_row(i) for i in range(4)]).to_parquet(folder / "posts/train.parquet")
     write_jsonl(folder / "comparisons/validation_cnndm.jsonl", [pair(30, article="the cat")])
-    train = [pair(0, margin=1, grade="a", tag=None), pair(1, margin=0.5, grade=None), pair(2)]
-    write_jsonl(folder / "comparisons/train.jsonl", train)
     main(arguments(folder))
     sft, tokenizer = load_from_disk(str(folder / "out/sft")), AutoTokenizer.from_pretrained(folder / "tokenizer")
-    assert len(sft["train"]) == 4 and sft["train"]["tag"][:] == ["safety", None, "helpfulness", "safety"]
+    assert sft["train"]["id"][:] == ["t0", "t1", "t2", "t3"]
     assert sft["train"][0]["query_token"][0] == len(tokenizer) != tokenizer.pad_token_id  # Detail 3: always [PAD]
     preference = load_from_disk(str(folder / "out/preference"))
     assert preference["validation_cnndm"]["id"][:] == ["t22", "t23", "t30"]
-    assert preference["train"]["margin"][:] == [1.0, 0.5, None]
-    assert preference["train"]["grade"][:] == ["a", None, None]
-    assert "tag" not in preference["train"].column_names and "margin" in preference["validation"].column_names
 
 
 BAD_INPUTS = {
-    "empty summary": ("posts/train", sft_row(summary="  "), "row 3: summary is empty"),
-    "null post": ("posts/train", sft_row(post=None), "row 3: post should be text, not None"),
-    "number as title": ("posts/validation", sft_row(title=7), "row 3: title should be text, not 7"),
+    "empty summary": ("posts/train", sft_row(summary="  "), "row 3: summary should be text that is not empty"),
+    "null post": ("posts/train", sft_row(post=None), "row 3: post should be text that is not empty, not None"),
+    "number as title": ("posts/validation", sft_row(title=7), "row 3: title should be text that is not empty, not 7"),
     "number as subreddit": ("posts/train", sft_row(subreddit=7), "row 3: subreddit should be text"),
-    "half a surrogate pair": ("posts/train", sft_row(post="\ud83d"), "row 3: post holds half a surrogate"),
+    "half a surrogate pair": (
+        "posts/train",
+        sft_row(post="\ud83d"),
+        r"row 3: post should be text that is not empty, not '\\ud83d'",
+    ),
     "invalid JSON": ("posts/train", '{"id": \n', "row 3: invalid JSON"),
     "no object": ("posts/train", "[1]\n", "row 3: not a JSON object"),
     "long title": ("posts/train", sft_row(title="?" * 600), r"row 3: post: the query has \d+ tokens without it"),
@@ -488,18 +482,29 @@ BAD_INPUTS = {
     "empty text": (
         "comparisons/train",
         pair(summaries=[{"text": " a"}, {"text": " "}]),
-        r"row 3: summaries\[1\].text is empty",
+        r"row 3: summaries\[1\].text should be text that is not empty, not ' '",
     ),
-    "no text": ("comparisons/train", pair(summaries=[{"txt": " a"}, {}]), r"row 3: summaries\[0\].text is missing"),
-    "null title": ("comparisons/train", pair(info={"title": None}), "row 3: info.title should be text, not None"),
-    "info null": ("comparisons/train", {**pair(), "info": None}, "row 3: info.title is missing"),
+    "no text": (
+        "comparisons/train",
+        pair(summaries=[{"txt": " a"}, {}]),
+        r"row 3: summaries\[0\].text should be text.*not None",
+    ),
+    "null title": (
+        "comparisons/train",
+        pair(info={"title": None}),
+        "row 3: info.title should be text that is not empty, not None",
+    ),
+    "info null": ("comparisons/train", {**pair(), "info": None}, "row 3: info.title should be text"),
     "confidence": (
         "comparisons/train",
         pair(extra={"confidence": "5"}),
         "row 3: extra.confidence should be an integer",
     ),
-    "margin": ("comparisons/train", pair(margin=[1]), "row 3: margin should be a number or text"),
-    "article in train": ("comparisons/train", pair(article="the cat"), "row 3: info.article: a CNN/DM row in train"),
+    "article in train": (
+        "comparisons/train",
+        pair(article="the cat"),
+        "row 3: info.article: CNN/DM rows, and no others",
+    ),
     "cnndm without article": ("comparisons/validation", pair(batch="cnndm2"), "row 3: info.article should be text"),
     "long article summary": (
         "comparisons/validation",
@@ -522,12 +527,316 @@ def test_bad_input_names_file_row_and_field(folder, case):
     assert sorted(folder.iterdir()) == before  # neither output nor temporary folder is left
 
 
-def test_a_long_row_passes_when_its_flag_is_raised(folder):
-    write_jsonl(folder / "posts/train.jsonl", [sft_row(summary="?" * 60)])
-    with pytest.raises(SystemExit, match="raise --max-sft-response-length"):
-        main(arguments(folder))
-    main(arguments(folder, max_sft_response_length=70))
-    assert len(load_from_disk(str(folder / "out/sft"))["train"][0]["reference_response_token"]) == 70
+def test_a_long_row_passes_when_its_flag_is_raised(tokenizer):
+    columns = process_sft_row(sft_row(summary="?" * 60), tokenizer, Args(max_sft_response_length=70))
+    assert len(columns["reference_response_token"]) == 70
+
+
+# ---- several processes -----------------------------------------------------------------------------------
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["sft", "preference"])
+def test_two_processes_write_the_bytes_of_one(tmp_path, tokenizer, name):
+    # 1,130 rows: more than the 1,000 of a batch on disk; policies without null in the first process's half
+    bare = {"post": "the cat", "title": "a"}
+    rows = [sft_row(i, **bare) for i in range(1130)]
+    if name == "preference":
+        rows = [pair(i, policies=("ref", "sup2" if i < 900 else None), info=bare) for i in range(1130)]
+    process = {"sft": process_sft_row, "preference": process_preference_row}[name]
+    widths = {"max_query_length": 60, "max_rm_query_response_length": 120, "max_sft_query_response_length": 120}
+    process = partial(process, tokenizer=tokenizer, args=Args(**widths))
+    raw, written = [(f"row {i}", row) for i, row in enumerate(rows)], {}
+    for num_proc in (1, 2):
+        cache = str(tmp_path / f"cache{num_proc}")
+        data = process_split(f"{name} train", raw, process, column_types(name), num_proc, cache)
+        files = [Path(file["filename"]).name for file in data.cache_files]
+        assert len(files) == num_proc  # there were as many processes
+        assert data["id"][:] == [f"t{i}" for i in range(1130)]
+        DatasetDict(train=data).save_to_disk(tmp_path / str(num_proc))
+        written[num_proc] = folder_bytes(tmp_path / str(num_proc))
+    assert written[1] == written[2] and "train/data-00000-of-00001.arrow" in written[1]
+
+
+@pytest.mark.parametrize(("bad", "named"), [((100, 101), 100), ((101, 150), 101), ((199,), 199)])
+def test_the_first_bad_row_of_two_processes_is_named(folder, bad, named):
+    """Each has 100 rows; the second process is at row 101 long before the first is at row 100."""
+    path, rows = folder / "posts/train.jsonl", [sft_row(i) for i in range(200)]
+    for number in bad:
+        rows[number - 1]["summary"] = f"{number} " + "?" * 60
+    write_jsonl(path, rows)
+    before = sorted(folder.iterdir())
+    with pytest.raises(SystemExit) as error:
+        main(arguments(folder, num_proc=2))
+    assert re.match(f"error: {path}, row {named}: reference_response_token has", error.value.code), error.value.code
+    assert sorted(folder.iterdir()) == before
+
+
+# ---- --check ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tokenizer) -> Path:
+    """Both data sets, of few and narrow rows."""
+    root = tmp_path_factory.mktemp("finished")
+    widths = {"max_query_length": 60, "max_rm_query_response_length": 120, "max_sft_query_response_length": 120}
+    for name, process in (("sft", process_sft_row), ("preference", process_preference_row)):
+        data, process = DatasetDict(), partial(process, tokenizer=tokenizer, args=Args(**widths))
+        for split, count in (("train", 6), ("validation", 3), ("test", 3)):
+            short = {"post": "the cat sat", "title": "a mat"}
+            rows = [sft_row(i, **short) if name == "sft" else pair(i, info=short) for i in range(count)]
+            rows = [(str(i), row) for i, row in enumerate(rows)]
+            data[split] = process_split(f"{name} {split}", rows, process, column_types(name), 1, str(root / "cache"))
+        data.save_to_disk(root / name)
+    return root
+
+
+def damaged(finished: Path, folder: Path, name: str, change, split: str = "test", row: int = 1) -> Path:
+    """A copy of a data set in `folder` after `change` of the dict of one row, in place; folder/name is returned."""
+    data = load_from_disk(str(finished / name))
+    rows = data[split].to_list()
+    change(rows[row])
+    data[split] = data[split].from_list(rows, features=data[split].features)
+    data.save_to_disk(folder / name)
+    return folder / name
+
+
+def refused(path: Path, tokenizer) -> str:
+    with pytest.raises(SystemExit) as error:
+        check(Args(check=str(path), tokenizer="T"), tokenizer)
+    return error.value.code
+
+
+def put(column: str, place: int, value) -> Callable:
+    def change(row):
+        row[column][place] = value
+
+    return change
+
+
+def no_eos(column: str):
+    def change(row):
+        row[column][row[column].index(0)] = 5
+
+    return change
+
+
+def hide(column: str, by: int):
+    """Move the border between the query and the response of a label."""
+
+    def change(row):
+        label, tokens = f"{column}_response_label", row[column]
+        hidden = row[label].index(next(token for token in row[label] if token != row[column][-1])) + by
+        row[label] = [tokens[-1]] * hidden + tokens[hidden:]
+
+    return change
+
+
+def add(column: str, value):
+    def change(row):
+        row[column] = value if value is None else row[column] + value
+
+    return change
+
+
+ROW_DAMAGE = {  # (data set, what is done to row 1 of the split test, message)
+    "id too large": (
+        "sft",
+        put("reference_response_token", 0, 9999),
+        r"reference_response_token needs .*wrong \[9999\]",
+    ),
+    "negative id": ("preference", put("query_rejected_token", 3, -1), r"query_rejected_token needs .*wrong \[-1\]"),
+    "null id": ("sft", put("query_token", 59, None), r"query_token needs .*wrong \[None\]"),
+    "null ids": ("preference", add("chosen_token", None), r"chosen_token needs 169 ids .* it has 0"),
+    "one id more": ("preference", add("chosen_token", [5]), r"chosen_token needs 169 ids .* it has 170"),
+    "query padded on the right": (
+        "sft",
+        lambda row: row.update(query_token=row["query_token"][::-1]),
+        r"query_token needs 60 ids of 0 to \d+, \[PAD\] \(\d+\) on the left alone;",
+    ),
+    "response padded on the left": (
+        "preference",
+        lambda row: row.update(rejected_token=row["rejected_token"][::-1]),
+        r"rejected_token needs 169 ids .* on the right alone, EOS before;",
+    ),
+    "no EOS": (
+        "preference",
+        no_eos("chosen_token"),
+        r"chosen_token needs .* EOS before; it has 169, wrong \[\], last \[5\]",
+    ),
+    "no EOS behind query and response": (
+        "sft",
+        no_eos("query_reference_response_token"),
+        "query_reference_response_token needs",
+    ),
+    "another token": (
+        "preference",
+        put("chosen_token", 0, 7),
+        "chosen_token is not what the tokenizer makes of chosen;?",
+    ),
+    "another token behind the query": (
+        "sft",
+        put("query_reference_response_token", 9, 7),
+        "query_reference_response_token is not",
+    ),
+    "a text of another row": (
+        "preference",
+        add("rejected", " a"),
+        "rejected_token is not what the tokenizer makes of rejected",
+    ),
+    "null text": (
+        "sft",
+        add("reference_response", None),
+        "reference_response_token is not what the tokenizer makes of",
+    ),
+    "length": ("sft", lambda row: row.update(query_token_len=7), r"query_token_len is 7, not \d+"),
+    "length of a response": (
+        "preference",
+        lambda row: row.update(query_chosen_token_len=7),
+        "query_chosen_token_len is 7",
+    ),
+    "label hides the response": (
+        "preference",
+        hide("query_chosen_token", 1),
+        "query_chosen_token_response_label is not",
+    ),
+    "label shows the query": (
+        "sft",
+        hide("query_reference_response_token", -1),
+        "query_reference_response_token_response_label is",
+    ),
+    "label of another token": (
+        "sft",
+        put("query_reference_response_token_response_label", -1, 7),
+        ".*_response_label is not",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ROW_DAMAGE)
+def test_check_finds_a_damaged_row(finished, tmp_path, tokenizer, case):
+    name, change, message = ROW_DAMAGE[case]
+    path = damaged(finished, tmp_path, name, change)
+    said = refused(tmp_path, tokenizer)
+    assert re.match(f"error: --check {path}: test, row 1: {message}", said), said
+    assert "(1 of 3 rows are damaged). If another tokenizer than T made it" in said and "make it again" in said
+
+
+def test_check_finds_query_and_response_of_another_row(finished, tmp_path, tokenizer):
+    """Text and tokens agree, but the response is that of another pair."""
+    other = load_from_disk(str(finished / "preference"))["test"][2]
+    same = [name for name in other if name.startswith("query_chosen")]
+    damaged(finished, tmp_path, "preference", lambda row: row.update({name: other[name] for name in same}))
+    assert "test, row 1: query_chosen is not query and chosen" in refused(tmp_path, tokenizer)
+
+
+def test_check_passes_what_is_whole_and_leaves_nothing_behind(finished, tmp_path, tokenizer, capsys, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    before = folder_bytes(finished) | folder_bytes(tmp_path)
+    main(Args(check=str(finished), tokenizer=str(tmp_path / "tokenizer"), num_proc=2))
+    said = " ".join(capsys.readouterr().out.split())  # it is printed in lines of 120 characters
+    for name in ("sft", "preference"):
+        for split, rows in (("train", 6), ("validation", 3), ("test", 3)):
+            assert f"{finished}/{name} {split}: no damage; in 0 of {rows} rows" in said
+    assert before == folder_bytes(finished) | folder_bytes(tmp_path)
+
+
+def test_check_takes_sampled_tokens_and_special_ones(finished, tmp_path, tokenizer):
+    """As gold_label.py writes them, tokens that decode to the text; as alpaca_dataset.py does, EOS within a query."""
+
+    def sampled(row):
+        text = row["chosen"].removesuffix(EOS)
+        tokens = [token for letter in text for token in encode(tokenizer, letter)] + [tokenizer.eos_token_id]
+        assert len(tokens) > row["chosen_token_len"] and tokenizer.decode(tokens) == row["chosen"]
+        row |= {
+            "chosen_token": tokens + [tokenizer.pad_token_id] * (169 - len(tokens)),
+            "chosen_token_len": len(tokens),
+        }
+
+    def turns(row):
+        old, text = row["query"], row["query"].replace("TITLE", f"{EOS}TITLE")
+        head, tail = (encode(tokenizer, part) for part in text.split(EOS))
+        query = [*head, tokenizer.eos_token_id, *tail]
+        row["query"], row["query_token"][-len(query) :], row["query_token_len"] = text, query, len(query)
+        for name in ("chosen", "rejected"):
+            joined = [*query, *row[f"{name}_token"][: row[f"{name}_token_len"]]]
+            column, pad = f"query_{name}_token", tokenizer.pad_token_id
+            row[f"query_{name}"] = row[f"query_{name}"].replace(old, text)
+            row[column], row[f"{column}_len"] = joined + [pad] * (120 - len(joined)), len(joined)
+            row[f"{column}_response_label"] = [pad] * len(query) + row[column][len(query) :]
+
+    damaged(finished, tmp_path, "preference", sampled)
+    check(Args(check=str(tmp_path), num_proc=1), tokenizer)
+    check(Args(check=str(damaged(finished, tmp_path / "b", "preference", turns)), num_proc=1), tokenizer)
+
+
+def test_check_finds_damaged_folders_splits_and_columns(finished, tmp_path, tokenizer):
+    def saved(data: DatasetDict, name: str) -> Path:
+        data.save_to_disk(tmp_path / name)
+        return tmp_path / name
+
+    assert "absent: no data set with the splits train and validation" in refused(tmp_path / "absent", tokenizer)
+    for name in ("sft", "preference"):
+        data = load_from_disk(str(finished / name))
+        for split in ("train", "validation"):
+            path = saved(DatasetDict({key: rows for key, rows in data.items() if key != split}), f"{name}_{split}")
+            assert "no data set with the splits train and validation. Make it with" in refused(path, tokenizer)
+        needed = [column for column in data["train"].column_names if column.startswith("query") or "_token" in column]
+        for i, column in enumerate([column for column in needed if column != "query_token_len"]):
+            rows = DatasetDict(data | {"validation": data["validation"].remove_columns(column)})
+            said = refused(saved(rows, f"{name}_{i}"), tokenizer)
+            assert f"validation has 3 rows and lacks the columns ['{column}']. If another tokenizer" in said
+    empty = DatasetDict(data | {"test": data["test"].select([])})
+    assert "test has 0 rows and lacks the columns []" in refused(saved(empty, "empty"), tokenizer)
+    [arrow] = saved(data, "cut").glob("train/*.arrow")
+    arrow.write_bytes(arrow.read_bytes()[:-3000])
+    assert "cut" in refused(tmp_path / "cut", tokenizer)
+
+
+def test_check_knows_another_tokenizer(finished):
+    other = byte_level_tokenizer("<pad>")
+    other.add_special_tokens({"pad_token": "[PAD]"})
+    said = refused(finished, other)
+    assert "sft: train, row 0: reference_response_token needs" in said and "6 of 6 rows are damaged" in said
+
+
+def as_published(row: dict, tokenizer) -> dict:
+    """A row as the authors stored it: `query` is decoded by a tokenizer that cleans up spaces; query and response are
+    tokenised from that; a label hides as many tokens as query_token has; no query_token_len."""
+    query = re.sub(r" ([.,?!])", r"\1", row["query"]).lstrip()
+    tokens = encode(tokenizer, query.strip() + row["reference_response"].removesuffix(EOS)) + [tokenizer.eos_token_id]
+    pad, column = tokenizer.pad_token_id, "query_reference_response_token"
+    ids, hidden = tokens + [pad] * (120 - len(tokens)), row["query_token_len"]
+    row |= {"query": query, "query_reference_response": query.strip() + row["reference_response"], column: ids}
+    row |= {f"{column}_len": len(tokens), f"{column}_response_label": [pad] * hidden + ids[hidden:]}
+    return {key: value for key, value in row.items() if key != "query_token_len"}
+
+
+@pytest.mark.parametrize("count", [1, 10, 11])
+def test_check_counts_the_rows_of_published_data_whose_query_was_cleaned(tmp_path, tokenizer, capsys, count):
+    args = Args(max_query_length=60, max_sft_query_response_length=120)
+    posts = ["the cat , was ! seen" if i < count else "the cat was seen" for i in range(20)]
+    rows = [process_sft_row(sft_row(i, title="a", post=post), tokenizer, args) for i, post in enumerate(posts)]
+    rows = [as_published(row, tokenizer) for row in rows]
+    assert sum(row["query"] != tokenizer.decode(row["query_token"]).replace("[PAD]", "") for row in rows) == count
+    data = DatasetDict({split: Dataset.from_list(rows) for split in ("train", "validation")})
+    data.save_to_disk(tmp_path / "published")
+    if count <= 10:
+        check(Args(check=str(tmp_path / "published"), num_proc=1), tokenizer)
+        assert f"published train: no damage; in {count} of 20 rows `query` does not" in " ".join(
+            capsys.readouterr().out.split()
+        )
+    else:
+        said = refused(tmp_path / "published", tokenizer)
+        assert "published: train: in 11 of 20 rows `query` does not tokenise back to query_token. If another" in said
+
+
+# ---- bad files -------------------------------------------------------------------------------------------
 
 
 def test_bad_files(folder):
@@ -540,9 +849,9 @@ def test_bad_files(folder):
     good = train.read_text()
     renamed = [{"headline" if key == "title" else key: value for key, value in sft_row().items()}]
     write_jsonl(train, renamed)
-    expect(r"posts/train.jsonl has no column title; found headline, id, post, subreddit, summary")
+    expect("posts: train: 1 rows without title; found headline, id, post, subreddit, summary")
     train.write_text("\n \n")
-    expect(r"posts/train.jsonl is empty")
+    expect("posts: train: 0 rows without id, subreddit, title, post, summary")
     train.write_bytes(b'{"id": "\xff"}\n')
     expect(r"posts/train.jsonl.*not UTF-8")
     train.write_text(good)
@@ -553,7 +862,9 @@ def test_bad_files(folder):
     expect("test.parquet: not a parquet file")
     (folder / "posts/test.parquet").unlink()
     (folder / "nothing").mkdir()
-    expect("has none of the files train.jsonl", preference_dataset=str(folder / "nothing"))
+    expect(
+        "has none of the splits train, validation, test, validation_cnndm", preference_dataset=str(folder / "nothing")
+    )
     expect("is not a folder", sft_dataset=str(folder / "absent"))
     expect("--tokenizer .* cannot be loaded", tokenizer=str(folder / "absent"))
     expect("--push-to-hub needs --hub-id-sft", push_to_hub=True)
@@ -584,7 +895,8 @@ def test_push_without_a_hub_keeps_the_data_and_says_so(folder, monkeypatch):
     with pytest.raises(SystemExit, match="no route to the Hub") as error:
         main(arguments(folder, push_to_hub=True, hub_id_sft="me/a", hub_id_preference="me/b"))
     assert (
-        f"complete in {folder}/out" in error.value.code and "push_to_hub('me/a', revision='main')" in error.value.code
+        f"complete in {folder}/out" in error.value.code
+        and "sft').push_to_hub('me/a', revision='main')" in error.value.code
     )
     assert len(load_from_disk(str(folder / "out/sft"))["train"]) == 6
 
@@ -626,7 +938,7 @@ def test_push_to_a_hub_on_the_loopback(folder):
             ("validation", "2"),
             ("validation_cnndm", "2"),
         ]
-        for text in ("| `query_chosen_token_response_label` |", "--push-to-hub", "| train | query_chosen |"):
+        for text in ("name: query_chosen_token_response_label", "--push-to-hub", "train         query_chosen "):
             assert text in card
     finally:
         server.terminate()
