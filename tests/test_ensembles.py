@@ -1,8 +1,10 @@
 """ensembles/ppo.py after "Reward Model Ensembles Help Mitigate Overoptimization": with one member it is ppo.py, the
 gold changes nothing and its numbers are those of plain code, and what a member, a gold or a flag gets wrong is told."""
 
+import ast
 import json
 import math
+import os
 import re
 import shlex
 import statistics
@@ -20,7 +22,7 @@ import pytest
 import torch
 import tyro
 from accelerate.state import AcceleratorState
-from conftest import make_talker, script
+from conftest import free_port, make_talker, script
 from datasets import load_from_disk
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
@@ -245,6 +247,29 @@ def test_a_stopped_run_with_a_gold_ends_with_the_same_bytes(golden, monkeypatch,
     assert (folder / "gold_samples.csv").read_bytes() == (golden.folder / "gold_samples.csv").read_bytes()
 
 
+def test_more_processes_than_gold_posts_find_the_same(setting):
+    """Three processes, of which one has no gold post, against one."""
+    args = setting.args("alone", gold=setting.function, gold_every=0, eval_rows=2, batch_size=12, total_episodes=12)
+    alone, args = run(args), replace(args, output_dir=str(setting.root / "shared"))
+    launch, children = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}, []
+    for rank in ("0", "1", "2"):
+        children.append(os.fork())
+        if children[-1] == 0:
+            try:
+                os.environ.update(launch | {"RANK": rank, "LOCAL_RANK": rank})
+                run(args)
+                os._exit(0)
+            finally:
+                os._exit(1)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 3
+    shared = Path(args.output_dir)
+    for found, expected in zip(without(read(shared), "time/"), without(read(alone), "time/"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    found, expected = (pandas.read_csv(folder / "gold_samples.csv") for folder in (shared, alone))
+    pandas.testing.assert_frame_equal(found, expected, rtol=1e-3)
+    assert len(expected) == 2 and (expected["kl_k2"] > 0.01).all()
+
+
 # ---- members -----------------------------------------------------------------------------------------------------
 
 
@@ -414,7 +439,20 @@ def test_a_readme_lists_every_metric_key(golden):
     assert {key for line in read(golden.folder) for key in line} - {"update"} <= listed
 
 
-# ---- the paper's commands ----------------------------------------------------------------------------------------
+# ---- commands ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["ensembles", "llama2"])
+def test_the_commands_of_docstrings_parse(folder):
+    """An unknown flag or a value of a wrong type exits."""
+    given = []
+    for path in sorted((ROOT / folder).glob("*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text())).replace("\\\n", " ")
+        for name, words in re.findall(r"^.*\bpython ((?:\w+/)?\w+\.py) (.*)$", text, re.M):
+            words = [word for word in shlex.split(words, comments=True) if word != "..."]
+            tyro.cli(script(name).Args, args=words)
+            given.append(name)
+    assert set(given) >= {f"{folder}/{path.name}" for path in (ROOT / folder).glob("*.py")} - {"llama2/reward.py"}
 
 
 def test_the_commands_are_the_papers_tables():
