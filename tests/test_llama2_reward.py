@@ -17,6 +17,7 @@ from test_ensembles import read, save_reward, without
 from torch.nn.functional import softplus
 from transformers import AutoModel
 
+import dpo
 import reward
 
 graded_reward, ppo = script("llama2/reward.py"), script("ensembles/ppo.py")
@@ -284,6 +285,20 @@ def test_a_bad_safety_coefficient_leaves_nothing_behind(world, graded, coef):
     with pytest.raises(SystemExit, match=f"--safety-coef {coef}: it is at least 0, and needs chosen_safe and rej"):
         run(world, graded, "bad", **data, safety_coef=coef)
     assert not (graded.root / "bad").exists()
+
+
+@pytest.mark.parametrize("module", [reward, dpo], ids=["reward.py", "dpo.py"])
+def test_what_reads_no_weights_refuses_halved_ties_alone(world, graded, monkeypatch, module):
+    monkeypatch.setattr(module, "begin_run", lambda *_: module.fail("far enough"))
+    graded.data.map(lambda row: {"weight": 1.0}).save_to_disk(graded.root / f"whole_{module.__name__}")
+    for folder, message in ((graded.folder, "pairs of other weights than 1 are for llama2"), (None, "far enough")):
+        args = {"model": "nano", "sft_model_path": str(world.model), "output_dir": str(graded.root / "refused")}
+        args |= {"preference_dataset": str(folder or graded.root / f"whole_{module.__name__}"), "batch_size": BATCH}
+        args |= {"dataset": str(world.dataset)} if module is reward else {}
+        AcceleratorState._reset_state(True)
+        with pytest.raises(SystemExit, match=message):
+            module.main(module.Args(**args))
+        assert not (graded.root / "refused").exists()
 
 
 # ---- two reward models in PPO ------------------------------------------------------------------------------------
