@@ -1,15 +1,18 @@
 """eval/figures.py: every number that a figure shows, against hand-made runs."""
 
+import importlib
 import json
 import math
 import statistics
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import figures
 import numpy
 import pandas
 import pytest
+import tyro
 from datasets import Dataset, DatasetDict
 from matplotlib.figure import Figure
 
@@ -82,6 +85,16 @@ def make_run(root: Path, stage: str, model: str, seed: int):
         write(folder / "eval" / "pairs_validation.csv", rows)
 
 
+def in_process(command: list[str]) -> SimpleNamespace:
+    """A script of ours by its command line, without the seconds that a process of its own takes to begin."""
+    module = importlib.import_module(Path(command[1]).stem)
+    try:
+        module.main(tyro.cli(module.Args, args=command[2:]))
+    except SystemExit:
+        return SimpleNamespace(returncode=1)
+    return SimpleNamespace(returncode=0)
+
+
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
     """(Args, folder of what figures.py wrote) of runs of two models and two seeds; of whitened ones there is one, and
@@ -99,6 +112,7 @@ def drawn(tmp_path_factory):
     args = figures.Args(MODELS, SEEDS, str(root / "runs"), str(root / "out"), f"{root}/words.py:score", pdf=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "Figure", lambda layout, **settings: Figure(**settings))  # the layout takes most time
+        patch.setattr(figures, "subprocess", SimpleNamespace(run=in_process))
         patch.setattr(sys, "argv", ["eval/figures.py", "--models", "6.9b", "s"])
         figures.main(args)
     return args, root / "out"
@@ -273,6 +287,13 @@ def test_curves_from_wandb(monkeypatch, tmp_path):
     ]
     make_run(tmp_path, "sft", "6.9b", 2)  # what is here is not asked for
     assert len(figures.run_metrics(args, "sft", "6.9b", 2)) == 3 and len(asked) == 2
+
+
+def test_a_script_beside_it_ends_well_or_not(monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(figures, "__file__", str(tmp_path / "figures.py"))
+    (tmp_path / "other.py").write_text("import sys; print('told', sys.argv[1:]); sys.exit(len(sys.argv) - 2)")
+    assert figures.tool("other.py", 1) and not figures.tool("other.py", 1, Path("x"))
+    assert "$ python eval/other.py 1 x\ntold ['1', 'x']\n" in capfd.readouterr().out
 
 
 def test_no_runs_at_all_is_an_error(tmp_path):
