@@ -9,7 +9,8 @@ import posts
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from datasets import Dataset, DatasetDict, load_from_disk
+from datasets import DatasetDict, load_from_disk
+from test_stages import few_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
 
 import dpo
@@ -19,13 +20,16 @@ import sft
 
 STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}
 PREFERENCE = ("reward", "dpo")
-# which flag each stage's main data set comes from
-FLAGS = [(stage, "dataset") for stage in STAGES] + [(stage, "preference_dataset") for stage in PREFERENCE]
+# the columns that each stage asks each of its data sets for
+COLUMNS = {("sft", "dataset"): ["query", "query_token", *sft.TOKEN_COLUMNS], ("reward", "dataset"): reward.COLUMNS}
+COLUMNS |= {(stage, "preference_dataset"): STAGES[stage].PREFERENCE_COLUMNS for stage in PREFERENCE}
+COLUMNS |= {("ppo", "dataset"): ["query", "query_token", "reference_response_token"]}
 
 
 @pytest.fixture(scope="module")
 def made(world, tmp_path_factory) -> SimpleNamespace:
-    """.root, .model and .reward (folders), and .other: a tokenizer folder that made none of the data."""
+    """.root, .model and .reward (folders), .other: a tokenizer folder that made none of the data, and .dataset and
+    .preference_dataset of few rows."""
     root = tmp_path_factory.mktemp("bad")
     tokenizer = reward.load_tokenizer(str(world.model))
     model = reward.new_reward_model(str(world.model), tokenizer).model
@@ -33,22 +37,24 @@ def made(world, tmp_path_factory) -> SimpleNamespace:
     tokenizer.save_pretrained(root / "reward")
     texts = load_from_disk(str(world.dataset))["train"]["query"][:10]
     posts.train_tokenizer(texts, 300).save_pretrained(root / "other")
-    return SimpleNamespace(root=root, model=world.model, reward=root / "reward", other=root / "other")
+    folders = {"root": root, "model": world.model, "reward": root / "reward", "other": root / "other"}
+    return SimpleNamespace(**folders, **vars(few_rows(world, root / "data")))
 
 
 @pytest.fixture
-def stage_args(world, made, tmp_path):
+def stage_args(made, tmp_path):
     """Arguments that are good, but for what is changed."""
 
     def args(stage: str, **changes):
-        common = {"model": "nano", "dataset": str(world.dataset), "batch_size": 8, "total_episodes": 8}
-        common |= {"output_dir": str(tmp_path / "runs" / "out"), "run_eval": True}
-        own = {"model": str(made.model)} if stage == "sft" else {"sft_model_path": str(made.model)}
+        own = {"model": "nano", "sft_model_path": str(made.model)} if stage != "sft" else {"model": str(made.model)}
+        own |= {"batch_size": 8, "total_episodes": 8, "output_dir": str(tmp_path / "runs" / "out")}
         if stage in PREFERENCE:
-            own["preference_dataset"] = str(world.preference_dataset)
+            own["preference_dataset"] = str(made.preference_dataset)
+        if stage != "dpo":
+            own["dataset"] = str(made.dataset)
         if stage == "ppo":
-            own |= {"reward_model_paths": [str(made.reward)], "response_length": 4}
-        return STAGES[stage].Args(**(common | own | changes))
+            own |= {"reward_model_path": str(made.reward), "response_length": 4, "eval_rows": 2}
+        return STAGES[stage].Args(**(own | changes))
 
     return args
 
@@ -87,101 +93,85 @@ def test_the_arguments_are_good_when_nothing_is_changed(stage_args, stage):
 # ---- data -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stage", "field"), FLAGS)
-def test_missing_folder(stage_args, tmp_path, stage, field):
-    nowhere = str(tmp_path / "nowhere")
-    expect(stage, stage_args(stage, **{field: nowhere}), f"{flag(field)} {nowhere}:", "tldr_dataset.py")
-
-
-@pytest.mark.parametrize(("stage", "field"), FLAGS)
-def test_a_hub_id_that_cannot_be_reached(stage_args, stage, field):
+@pytest.mark.parametrize(("stage", "field"), COLUMNS)
+def test_data_that_cannot_be_read(stage_args, made, tmp_path, stage, field):
+    """No folder, no Hub, no splits, a split or column missing, damaged files: one message that names the flag."""
+    where, data = getattr(made, field), load_from_disk(str(getattr(made, field)))
+    small = DatasetDict({split: rows.select(range(4)) for split, rows in data.items()})
+    small = small.select_columns(COLUMNS[stage, field])
+    for column in COLUMNS[stage, field]:
+        small.remove_columns(column).save_to_disk(str(tmp_path / f"without {column}"))
+    for split in ("train", "validation"):
+        DatasetDict({k: v for k, v in small.items() if k != split}).save_to_disk(str(tmp_path / f"without {split}"))
+        # as a folder, datasets 5 writes no file for an empty split and then cannot read it
+        empty = DatasetDict({k: v.select([]) if k == split else v for k, v in small.items()})
+        empty.save_to_disk(str(tmp_path / f"empty {split}"))
+    small["train"].save_to_disk(str(tmp_path / "no splits"))
+    for name, content in (("nothing", b""), ("half", None), ("no arrow", b"no arrow file")):
+        shutil.copytree(where, tmp_path / name)
+        file = next((tmp_path / name / "train").glob("data-*.arrow"))
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] if content is None else content)
+    (shutil.copytree(where, tmp_path / "no json") / "dataset_dict.json").write_text("{")
+    for folder in [*tmp_path.iterdir(), tmp_path / "nowhere"]:
+        args = stage_args(stage, **{field: str(folder)})
+        expect(stage, args, f"{flag(field)} {folder}:", "tldr_dataset.py", *COLUMNS[stage, field])
     expect(stage, stage_args(stage, **{field: "nobody/nothing@main"}), f"{flag(field)} nobody/nothing@main:")
-
-
-@pytest.mark.parametrize(("stage", "field"), FLAGS)
-def test_a_dataset_without_splits(stage_args, world, tmp_path, stage, field):
-    load_from_disk(str(getattr(world, field)))["train"].save_to_disk(str(tmp_path / "plain"))
-    args = stage_args(stage, **{field: str(tmp_path / "plain")})
-    expect(stage, args, f"{flag(field)} {tmp_path / 'plain'}:", "DatasetDict", "train", "validation")
-
-
-@pytest.mark.parametrize(("stage", "field"), FLAGS)
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_a_missing_and_an_empty_split(stage_args, world, monkeypatch, tmp_path, stage, field, split):
-    data = load_from_disk(str(getattr(world, field)))
-    DatasetDict({k: v for k, v in data.items() if k != split}).save_to_disk(str(tmp_path / "without"))
-    expect(stage, stage_args(stage, **{field: str(tmp_path / "without")}), f"{flag(field)} ", "without", split)
-    # as a folder, datasets 5 writes no file for an empty split and then cannot read it; from the Hub it comes as it is
-    empty = DatasetDict({k: v.select([]) if k == split else v for k, v in data.items()})
-    empty.save_to_disk(str(tmp_path / "empty"))
-    args = stage_args(stage, **{field: str(tmp_path / "empty")})
-    expect(stage, args, f"{flag(field)} {tmp_path / 'empty'}:", "tldr_dataset.py")
-    read = STAGES[stage].load_from_disk
-    monkeypatch.setattr(STAGES[stage], "load_from_disk", lambda path: empty if path.endswith("empty") else read(path))
-    expect(stage, args, f"{flag(field)} {tmp_path / 'empty'}:", f"split {split} is empty")
-
-
-COLUMNS = [(stage, "dataset", column) for stage in STAGES for column in STAGES[stage].COLUMNS]
-COLUMNS += [
-    (stage, "preference_dataset", column)
-    for stage in PREFERENCE
-    for column in ["query", "query_token", *STAGES[stage].PAIR_COLUMNS]
-]
-
-
-@pytest.mark.parametrize(("stage", "field", "column"), COLUMNS)
-def test_a_missing_column(stage_args, world, tmp_path, stage, field, column):
-    load_from_disk(str(getattr(world, field))).remove_columns(column).save_to_disk(str(tmp_path / "lacking"))
-    args = stage_args(stage, **{field: str(tmp_path / "lacking")})
-    expect(stage, args, f"{flag(field)} {tmp_path / 'lacking'}:", f"'{column}'", "split")
-
-
-@pytest.mark.parametrize(("stage", "field"), FLAGS)
-def test_a_corrupted_file(stage_args, world, tmp_path, stage, field):
-    folder = tmp_path / "corrupted"
-    shutil.copytree(getattr(world, field), folder)
-    for broken in (b"", b"no arrow file", None):
-        file = next((folder / "train").glob("data-*.arrow"))
-        content = next((Path(getattr(world, field)) / "train").glob("data-*.arrow")).read_bytes()
-        file.write_bytes(content[: len(content) // 2] if broken is None else broken)
-        expect(stage, stage_args(stage, **{field: str(folder)}), f"{flag(field)} {folder}:")
-    (folder / "dataset_dict.json").write_text("{")
-    expect(stage, stage_args(stage, **{field: str(folder)}), f"{flag(field)} {folder}:")
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_data_of_another_tokenizer(stage_args, made, tmp_path, stage):
     """The model has another tokenizer than the data, with embeddings enough for either."""
-    model = tmp_path / "model"
-    shutil.copytree(made.model, model)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(made.other / name, model / name)
-    changes = {"model": str(model)} if stage == "sft" else {"sft_model_path": str(model)}
-    if stage == "ppo":
-        shutil.copytree(made.reward, tmp_path / "reward")
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(made.other / name, tmp_path / "reward" / name)
-        changes["reward_model_paths"] = [str(tmp_path / "reward")]
-    expect(stage, stage_args(stage, **changes), "--dataset ", "split train, row 0", "another tokenizer", "--tokenizer")
+    changes, field = {}, "preference_dataset" if stage == "dpo" else "dataset"
+    for name, model in (("sft_model_path", made.model), ("reward_model_path", made.reward)):
+        if name == "sft_model_path" or stage == "ppo":
+            changes["model" if stage == "sft" else name] = str(shutil.copytree(model, tmp_path / name))
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(made.other / file, tmp_path / name / file)
+    expect(stage, stage_args(stage, **changes), f"{flag(field)} ", "train: 0 of 16 rows", "--tokenizer", "--check")
 
 
-@pytest.mark.parametrize(("stage", "field"), FLAGS)
-def test_a_post_that_spells_a_special_token_is_no_error(stage_args, world, tmp_path, stage, field):
-    """tldr_dataset.py leaves such text as text; the check of the tokenizer must read it likewise."""
-    tokenizer = AutoTokenizer.from_pretrained(world.tokenizer)
-    data = load_from_disk(str(getattr(world, field)))
+@pytest.mark.parametrize(("stage", "field"), COLUMNS)
+def test_data_like_the_authors_and_data_that_no_stage_can_use(world, monkeypatch, stage, field):
+    """In 4.7 % of the authors' rows `query` does not tokenise to `query_token` (tldr_dataset.py would have cut
+    elsewhere): such data are taken, whichever of the looked-at rows these are. What most rows disagree in is not, nor
+    an id that no tokenizer has, in any row and any column, nor rows that do not end in EOS."""
+    module, columns = STAGES[stage], COLUMNS[stage, field]
+    tokenizer = module.load_tokenizer(str(world.model))
+    pad_id, eos_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    path, data = getattr(world, field), load_from_disk(str(getattr(world, field))).select_columns(columns)
+    data = DatasetDict({split: data[split] for split in ("train", "validation")})
+    keys = [column for column in columns if column.endswith(("_token", "_label"))]
 
-    def spell(row, i):
-        if i:
-            return {}
-        query = "SUBREDDIT: r/tifu\n\nTITLE: what <|endoftext|> means\n\nPOST: a post\n\nTL;DR:"
-        tokens = tokenizer(query, add_special_tokens=False, split_special_tokens=True).input_ids
-        width = len(row["query_token"])
-        return {"query": query, "query_token": [len(tokenizer)] * (width - len(tokens)) + tokens}
+    def other_query(rows: list[int]):
+        return lambda row, i: {"query": row["query"] + " and more"} if i in rows else {}
 
-    data.map(spell, with_indices=True).save_to_disk(str(tmp_path / "spelling"))
-    AcceleratorState._reset_state(True)
-    STAGES[stage].main(stage_args(stage, run_eval=field == "dataset", **{field: str(tmp_path / "spelling")}))
+    def large(column: str):
+        return lambda row, i: {column: [*row[column][:-1], len(tokenizer)]} if i == 7 else {}
+
+    def no_eos(row, i):
+        ids = {key: [x for x in row[key] if x != eos_id] for key in keys}
+        return {key: ids[key] + [pad_id] * (len(row[key]) - len(ids[key])) for key in keys if key != "query_token"}
+
+    def load(split: str, change):
+        rows = data[split].map(change, with_indices=True)
+        monkeypatch.setattr(module, "load_from_disk", lambda _: DatasetDict({**data, split: rows}))
+        return module.load_splits(flag(field), str(path), columns, tokenizer)
+
+    taken = load("train", other_query([0, 4, 17]))  # 3 of 64 rows: 4.7 %; of the 16 rows looked at 0 and 4
+    assert {split: len(rows) for split, rows in taken.items()} == {split: len(rows) for split, rows in data.items()}
+    assert torch.is_tensor(taken["train"][0]["query_token"])
+    for split, change, text in (
+        ("train", other_query(range(0, 64, 2)), "train: 0 of 16 rows"),  # those looked at
+        ("validation", other_query(range(64)), "validation: 0 of"),
+        ("train", no_eos, "train: 0 of 16 rows"),
+        *(("train", large(key), f"largest id {len(tokenizer)}. tldr_dataset.py") for key in keys),
+        ("validation", large(keys[-1]), f"largest id {len(tokenizer)}. tldr_dataset.py"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            load(split, change)
+        message = str(error.value)
+        assert message.startswith(f"error: {flag(field)} {path}: {split}: ") and text in message, message
+        assert message.count("\n") == 0 and len(message) < 500
 
 
 # ---- models -----------------------------------------------------------------------------------------------------
@@ -191,27 +181,28 @@ def test_a_post_that_spells_a_special_token_is_no_error(stage_args, world, tmp_p
 def test_missing_sft_model(stage_args, tmp_path, stage):
     nowhere = str(tmp_path / "nowhere")
     text = message(stage, stage_args(stage, sft_model_path=nowhere))
-    assert f"--sft-model-path {nowhere}" in text and "python sft.py --model nano" in text
+    assert f"--sft-model-path {nowhere}" in text and "Train it first: python sft.py" in text
     (tmp_path / "bare").mkdir()
-    assert "config.json" in message(stage, stage_args(stage, sft_model_path=str(tmp_path / "bare")))
+    assert "no checkpoint there" in message(stage, stage_args(stage, sft_model_path=str(tmp_path / "bare")))
     assert "Hub" in message(stage, stage_args(stage, sft_model_path="nobody/nothing"))
 
 
 def test_missing_base_and_reward_model(stage_args, tmp_path):
     nowhere = str(tmp_path / "nowhere")
     expect("sft", stage_args("sft", model=nowhere), f"--model {nowhere}")
-    args = stage_args("ppo", reward_model_paths=[nowhere])
-    expect("ppo", args, f"--reward-model-paths {nowhere}", "python reward.py --model nano")
+    args = stage_args("ppo", reward_model_path=nowhere)
+    expect("ppo", args, f"--reward-model-path {nowhere}", "Train it first: python")
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_model_without_tokenizer(stage_args, made, tmp_path, stage):
     shutil.copytree(made.model, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*", "special*"))
     field = "model" if stage == "sft" else "sft_model_path"
-    expect(stage, stage_args(stage, **{field: str(tmp_path / "model")}), str(tmp_path / "model"), "tokenizer")
+    # transformers makes up a tokenizer, which made none of the data
+    expect(stage, stage_args(stage, **{field: str(tmp_path / "model")}), "tokenizer")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["sft", "dpo", "ppo"])
 def test_a_tokenizer_larger_than_the_models_embeddings(stage_args, world, tmp_path, stage):
     folder, tokenizer = tmp_path / "small", AutoTokenizer.from_pretrained(world.tokenizer)
     config = nano.nano_config("gpt_neox", "xs", 100, 0, 0)
@@ -234,13 +225,12 @@ def test_a_reward_model_of_another_tokenizer(stage_args, made, tmp_path):
     shutil.copytree(made.reward, tmp_path / "reward")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(made.other / name, tmp_path / "reward" / name)
-    args = stage_args("ppo", reward_model_paths=[str(made.reward), str(tmp_path / "reward")])
-    expect("ppo", args, f"--reward-model-paths {tmp_path / 'reward'}", "another tokenizer")
+    args = stage_args("ppo", reward_model_path=str(tmp_path / "reward"))
+    expect("ppo", args, f"--reward-model-path {tmp_path / 'reward'}", "another tokenizer")
 
 
 def test_a_language_model_in_the_place_of_a_reward_model(stage_args, made):
-    args = stage_args("ppo", reward_model_paths=[str(made.model)])
-    expect("ppo", args, str(made.model), "score.weight", "reward.py")
+    expect("ppo", stage_args("ppo", reward_model_path=str(made.model)), str(made.model), "score.weight", "reward.py")
 
 
 def test_a_policy_that_scales_its_logits(stage_args, world, tmp_path):
@@ -256,30 +246,13 @@ def test_a_policy_that_scales_its_logits(stage_args, world, tmp_path):
 # ---- numbers and folders ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_micro_batches_that_do_not_divide(stage_args, stage):
-    args = stage_args(stage, batch_size=12, total_episodes=12, micro_batch_size=5)
-    expect(stage, args, "--micro-batch-size 5", "--batch-size 12", "nearest: 4 or 6")
-
-
 def test_mini_batches_that_do_not_divide(stage_args):
-    expect("ppo", stage_args("ppo", num_mini_batches=3), "--batch-size 8", "--num-mini-batches 3")
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [0, -8])
-def test_a_batch_of_nothing(stage_args, stage, size):
-    expect(stage, stage_args(stage, batch_size=size), "--batch-size")
+    expect("ppo", stage_args("ppo", num_mini_batches=3), "--batch-size 8 does not split into 3 mini-batches")
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_fewer_episodes_than_a_batch(stage_args, stage):
-    expect(stage, stage_args(stage, total_episodes=7), "7", "less than one batch", "--batch-size 8")
-
-
-def test_uwo_and_its_lambda_need_each_other(stage_args):
-    expect("ppo", stage_args("ppo", reward_combination="uwo"), "--reward-combination uwo", "--uwo-lambda")
-    expect("ppo", stage_args("ppo", uwo_lambda=0.1), "--reward-combination uwo", "--uwo-lambda")
+    expect(stage, stage_args(stage, total_episodes=7), "--batch-size 8", "--total-episodes" if stage == "ppo" else "7")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -291,9 +264,3 @@ def test_a_folder_that_holds_a_run(stage_args, tmp_path, stage):
     with pytest.raises(SystemExit, match=f"^error: {tmp_path / 'held'} already holds a run: .*--output-dir.*--resume"):
         STAGES[stage].main(args)
     assert [path.name for path in (tmp_path / "held").iterdir()] == ["args.json"]
-
-
-def test_a_dataset_made_by_hand_is_judged_by_the_same_rules(stage_args, tmp_path):
-    rows = Dataset.from_dict({"query": ["text"], "query_token": [[1, 2]]})
-    DatasetDict(train=rows, validation=rows).save_to_disk(str(tmp_path / "own"))
-    expect("sft", stage_args("sft", dataset=str(tmp_path / "own")), "--dataset", "lacks the columns", "query_token")
