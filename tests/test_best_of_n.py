@@ -259,9 +259,8 @@ def test_the_tables_of_a_hand_made_case(tmp_path, monkeypatch, capsys, block):
         assert row["win_rate_sd"] == pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in shares) / 2))
     text = (folder / "best_of_n.md").read_text()
     assert text in capsys.readouterr().out
-    assert (
-        "3 of 3 prompts, 5 samples each" in text and "gold G; 4.3 tokens" in text and "66.7% of the responses" in text
-    )
+    for words in ("3 of 3 prompts, 5 samples each", "gold G; 4.3 tokens", "66.7% of the responses"):
+        assert words in text
     best = rows[("mean", 3, ""), 5]
     assert f"| mean | 3 |  | {best['gold']:.4g} | {best['gold_low']:.4g} to {best['gold_high']:.4g} |" in text
 
@@ -347,7 +346,7 @@ def test_the_distribution_of_the_first_token(made):
     assert 1 - 5 * (2 / len(few)) ** 0.5 < chi_square < 1 + 5 * (2 / len(few)) ** 0.5
 
 
-@pytest.mark.parametrize("size", [1, 7, 100])
+@pytest.mark.parametrize("size", [1, 7])
 def test_the_micro_batch_does_not_matter(made, size):
     assert torch.equal(drawn(made, 3, 20, micro_batch_size=size), drawn(made, 3, 20, micro_batch_size=4))
 
@@ -394,7 +393,9 @@ def test_the_shards_hold_what_single_rows_score(made, written):
 
 
 def test_a_reward_model_as_gold_and_a_warning_where_it_is_a_proxy(made, tmp_path, capsys):
-    best_of_n.main(best_of_n.Args(**made.args | {"gold": made.rewards[1], "output_dir": str(tmp_path / "x")}))
+    best_of_n.main(
+        best_of_n.Args(**made.args | {"gold": made.rewards[1], "output_dir": str(tmp_path / "x"), "prompts": 2})
+    )
     assert f"warning: --gold {made.rewards[1]} is one of the proxies" in capsys.readouterr().out
     for shard in shards(tmp_path / "x"):
         assert (shard["gold"] == shard["scores"][:, 1]).all() and "texts" not in shard
@@ -579,14 +580,12 @@ def test_a_score_that_is_no_number_names_member_and_prompt(made, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(made.rewards[1], broken)
     model = ppo.load_reward_model(str(broken), made.tokenizer).model
-    for value in (math.nan, math.inf):
-        torch.nn.init.constant_(model.score.bias, value)
-        model.save_pretrained(broken, state_dict=model.state_dict())
-        text = message(
-            made.args | {"reward_model_paths": [made.rewards[0], str(broken)], "output_dir": str(tmp_path / "x")}
-        )
-        assert str(broken) in text and f"prompt 0 ({made.data[0]['id']})" in text and str(value) in text
-        assert not list((tmp_path / "x").glob("samples_*"))
+    torch.nn.init.constant_(model.score.bias, math.inf)
+    model.save_pretrained(broken, state_dict=model.state_dict())
+    changes = {"reward_model_paths": [made.rewards[0], str(broken)], "output_dir": str(tmp_path / "x"), "samples": 2}
+    text = message(made.args | changes)
+    assert str(broken) in text and f"prompt 0 ({made.data[0]['id']})" in text and "inf" in text
+    assert not list((tmp_path / "x").glob("samples_*"))
 
 
 def test_a_gold_function_that_fails_names_the_prompt(made, tmp_path):
@@ -595,7 +594,7 @@ def test_a_gold_function_that_fails_names_the_prompt(made, tmp_path):
     )
     for name, part in (("f", "no such post"), ("g", "inf")):
         gold = f"{tmp_path / 'gold.py'}:{name}"
-        text = message(made.args | {"gold": gold, "output_dir": str(tmp_path / "x")})
+        text = message(made.args | {"gold": gold, "output_dir": str(tmp_path / "x"), "samples": 2})
         assert gold in text and f"prompt 0 ({made.data[0]['id']})" in text and part in text
 
 
