@@ -65,8 +65,9 @@ def test_the_commands_of_the_real_sets(tmp_path):
         read = [getattr(args, flag, None) or [] for flag in flags]
         read += [args.model if name == "sft.py" else []]
         for path in [path for x in read for path in (x if isinstance(x, list) else [x])]:
-            assert any(path == folder or path.startswith(f"{folder}/") for folder in written), (name, path)
-        written.add(args.output_dir)
+            assert path in written, (name, path)
+        folders = ("/base", "/sft", "/preference") if name == "llama2/preference_dataset.py" else ("",)
+        written |= {args.output_dir + folder for folder in folders}
     names = ["quickstart/nano.py", *["llama2/preference_dataset.py"] * 3, "sft.py", *["llama2/reward.py"] * 2]
     assert [name for name, _ in found] == [*names, "ensembles/ppo.py"]
     helpfulness, safety, ppo = (args for _, args in found[-3:])
