@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import ppo
+import tldr_dataset
 
 ROWS = [
     {"instruction": "Name a fruit.", "input": "", "output": "An apple."},
@@ -71,6 +72,13 @@ def test_prompts_and_answers_in_the_paper_s_format(made):
         assert query.count(eos) == 1 and said.count(pad) == 0
     whole = tokenizer(texts[1], add_special_tokens=False)["input_ids"]  # the whole text with its special tokens
     assert whole == [token for token in data[1]["query_token"] if token != pad]
+
+
+def test_a_deep_check_finds_no_damage(made, capsys):
+    """Not in the prompt that spells EOS either."""
+    for name in ("sft", "pref", "unlabeled"):
+        tldr_dataset.main(tldr_dataset.Args(check=str(made / name), tokenizer=str(made / "base"), num_proc=1))
+        assert "train: no damage; in 0 of 4 rows" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_stages_read_it_though_a_prompt_spells_eos(made, world):

@@ -11,6 +11,8 @@ from datasets import load_from_disk
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+import tldr_dataset
+
 SHORT = "def score(post, summary):\n    return -float(len(summary))\n"  # the gold reward of most tests: fewer letters
 
 
@@ -87,6 +89,12 @@ def test_answers_and_labels(policy, labelled, world):
             label = [pad] * len(query) + tokens + [pad] * (width + 20 - len(both))
             assert row[f"query_{side}_token_response_label"] == label
             assert (row[f"{side}_token_len"], row[f"query_{side}_token_len"]) == (len(tokens), len(both))
+
+
+def test_a_deep_check_finds_no_damage(policy, labelled, capsys):
+    tldr_dataset.main(tldr_dataset.Args(check=str(labelled / "noise_25"), tokenizer=str(policy), num_proc=1))
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(f"{split}: no damage; in 0 of" in said for split in ("train", "validation"))
 
 
 def test_exactly_that_share_is_flipped_and_nothing_else_changes(labelled):

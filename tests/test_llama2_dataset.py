@@ -392,9 +392,13 @@ def test_reward_reads_the_data_as_written(prepare, tokenizer):
                 assert torch.equal(kept, row[f"{name}_token"][row[f"{name}_token"] != tokenizer.pad_token_id])
 
 
-def test_the_base_gets_the_turns_that_it_lacks(prepare):
+def test_the_base_gets_the_turns_that_it_lacks(prepare, capsys):
     bare = ROOT / "quickstart" / "bases" / "nano-xs"
-    data, _, statistics = prepare({"n=pairs": [pair(x) for x in WORDS[:10]]}, base=str(bare))
+    sources = {"n=pairs": [pair((x, "b", "c")) for x in WORDS[:10]], "p=tldr:train": [post()]}
+    data, _, statistics = prepare(sources, base=str(bare))
+    args = {"check": str(statistics.parent), "tokenizer": str(statistics.parent / "base"), "num_proc": 1}
+    tldr_dataset.main(tldr_dataset.Args(**args))
+    assert " ".join(capsys.readouterr().out.split()).count(": no damage; in 0 of ") == 4
     before, after = (AutoTokenizer.from_pretrained(x) for x in (bare, statistics.parent / "base"))
     before = {k: v for k, v in before.get_vocab().items() if k != "[PAD]"}
     turns = {"<|prompter|>", "<|assistant|>"}
