@@ -192,7 +192,7 @@ def main(args: Args):
         fail(f"--policy-path {policy_folder}: a model of another tokenizer than {sft_folder}")
     pad_id = tokenizer.pad_token_id
     data = load_splits("--preference-dataset", args.preference_dataset, PREFERENCE_COLUMNS, tokenizer)
-    if "weight" in data["train"].column_names and set(data["train"]["weight"]) != {1.0}:
+    if "weight" in data["train"].column_names and data["train"].unique("weight") != [1.0]:
         fail(f"--preference-dataset {args.preference_dataset}: pairs of other weights than 1 are for llama2/reward.py")
     train = data["train"].select_columns(PAIR_COLUMNS)
     if args.total_episodes is None:

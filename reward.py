@@ -197,7 +197,7 @@ def main(args: Args):
     pad_id = tokenizer.pad_token_id
     references = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)["train"]
     data = load_splits("--preference-dataset", args.preference_dataset, PREFERENCE_COLUMNS, tokenizer)
-    if "weight" in data["train"].column_names and set(data["train"]["weight"]) != {1.0}:
+    if "weight" in data["train"].column_names and data["train"].unique("weight") != [1.0]:
         fail(f"--preference-dataset {args.preference_dataset}: pairs of other weights than 1 are for llama2/reward.py")
     train = data["train"].select_columns(PAIR_COLUMNS)
     if args.total_episodes is None:
