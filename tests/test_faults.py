@@ -50,7 +50,7 @@ def toy(args, at=None) -> list[int]:
         sft.write_metrics(accelerator, args, {"eval/loss": 1.0}, 0, LAST)
     for update in sft.updates(accelerator, args, first, LAST):
         rows = torch.randn(8, 300, generator=torch.Generator().manual_seed(update))
-        loss = model(rows).square().mean()
+        loss = model(rows.to(next(model.parameters()).dtype)).float().square().mean()
         loss = loss if at is None or at(update) is None else loss * at(update)
         accelerator.backward(loss)
         norm = sft.optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
