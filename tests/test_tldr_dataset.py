@@ -584,11 +584,15 @@ def finished(tmp_path_factory, tokenizer) -> Path:
     """Both data sets, of few and narrow rows."""
     root = tmp_path_factory.mktemp("finished")
     widths = {"max_query_length": 60, "max_rm_query_response_length": 120, "max_sft_query_response_length": 120}
+    widths |= {"max_query_length_cnndm": 60, "max_rm_query_response_length_cnndm": 120}
     for name, process in (("sft", process_sft_row), ("preference", process_preference_row)):
         data, process = DatasetDict(), partial(process, tokenizer=tokenizer, args=Args(**widths))
-        for split, count in (("train", 6), ("validation", 3), ("test", 3)):
-            short = {"post": "the cat sat", "title": "a mat"}
-            rows = [sft_row(i, **short) if name == "sft" else pair(i, info=short) for i in range(count)]
+        for split, count in (("train", 6), ("validation", 3), ("test", 3), ("validation_cnndm", 3)):
+            short, article = {"post": "the cat sat", "title": "a mat"}, "a cat" if split == "validation_cnndm" else None
+            rows = [
+                sft_row(i, **short) if name == "sft" else pair(i, info=short | {"article": article})
+                for i in range(count)
+            ]
             rows = [(str(i), row) for i, row in enumerate(rows)]
             data[split] = process_split(f"{name} {split}", rows, process, column_types(name), 1, str(root / "cache"))
         data.save_to_disk(root / name)
@@ -652,7 +656,11 @@ ROW_DAMAGE = {  # (data set, what is done to row 1 of the split test, message)
     "negative id": ("preference", put("query_rejected_token", 3, -1), r"query_rejected_token needs .*wrong \[-1\]"),
     "null id": ("sft", put("query_token", 59, None), r"query_token needs .*wrong \[None\]"),
     "null ids": ("preference", add("chosen_token", None), r"chosen_token needs 169 ids .* it has 0"),
-    "one id more": ("preference", add("chosen_token", [5]), r"chosen_token needs 169 ids .* it has 170"),
+    "one [PAD] more": (
+        "preference",
+        lambda row: row["chosen_token"].append(row["chosen_token"][-1]),
+        r"chosen_token needs 169 ids .* it has 170",
+    ),
     "query padded on the right": (
         "sft",
         lambda row: row.update(query_token=row["query_token"][::-1]),
@@ -742,7 +750,7 @@ def test_check_passes_what_is_whole_and_leaves_nothing_behind(finished, tmp_path
     main(Args(check=str(finished), tokenizer=str(tmp_path / "tokenizer"), num_proc=2))
     said = " ".join(capsys.readouterr().out.split())  # it is printed in lines of 120 characters
     for name in ("sft", "preference"):
-        for split, rows in (("train", 6), ("validation", 3), ("test", 3)):
+        for split, rows in (("train", 6), ("validation", 3), ("test", 3), ("validation_cnndm", 3)):
             assert f"{finished}/{name} {split}: no damage; in 0 of {rows} rows" in said
     assert before == folder_bytes(finished) | folder_bytes(tmp_path)
 
@@ -809,14 +817,14 @@ def test_check_knows_another_tokenizer(finished):
 
 def as_published(row: dict, tokenizer) -> dict:
     """A row as the authors stored it: `query` is decoded by a tokenizer that cleans up spaces; query and response are
-    tokenised from that; a label hides as many tokens as query_token has; no query_token_len."""
+    tokenised from that; a label hides as many tokens as query_token has; query_token_len is that of `query`."""
     query = re.sub(r" ([.,?!])", r"\1", row["query"]).lstrip()
     tokens = encode(tokenizer, query.strip() + row["reference_response"].removesuffix(EOS)) + [tokenizer.eos_token_id]
     pad, column = tokenizer.pad_token_id, "query_reference_response_token"
     ids, hidden = tokens + [pad] * (120 - len(tokens)), row["query_token_len"]
     row |= {"query": query, "query_reference_response": query.strip() + row["reference_response"], column: ids}
     row |= {f"{column}_len": len(tokens), f"{column}_response_label": [pad] * hidden + ids[hidden:]}
-    return {key: value for key, value in row.items() if key != "query_token_len"}
+    return row | {"query_token_len": len(encode(tokenizer, query))}
 
 
 @pytest.mark.parametrize("count", [1, 10, 11])
@@ -827,6 +835,8 @@ def test_check_counts_the_rows_of_published_data_whose_query_was_cleaned(tmp_pat
     rows = [as_published(row, tokenizer) for row in rows]
     assert sum(row["query"] != tokenizer.decode(row["query_token"]).replace("[PAD]", "") for row in rows) == count
     data = DatasetDict({split: Dataset.from_list(rows) for split in ("train", "validation")})
+    if count == 1:  # their SFT data have none
+        data = data.remove_columns("query_token_len")
     data.save_to_disk(tmp_path / "published")
     if count <= 10:
         check(Args(check=str(tmp_path / "published"), num_proc=1), tokenizer)
