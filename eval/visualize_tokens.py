@@ -182,16 +182,6 @@ def without_dropout(config):
     return config
 
 
-def fit_embeddings(model, tokenizer, path: str):
-    """The model, with an embedding added for `[PAD]` where it has none; an error where it lacks more than that."""
-    rows = model.get_input_embeddings().num_embeddings
-    if rows < len(tokenizer) - 1:
-        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
-    if rows < len(tokenizer):
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    return model
-
-
 def load_policy(path: str, tokenizer):
     """A causal language model in float32, without dropout, whose embeddings hold every id of the tokenizer."""
     settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
