@@ -1221,7 +1221,7 @@ def test_fast_run_learns(tmp_path, monkeypatch):
     (work / "quickstart").mkdir(parents=True)
     (work / "quickstart/bases").symlink_to(ROOT / "quickstart/bases")
     monkeypatch.chdir(work)
-    fewer = {"num_validation": 100, "num_test": 4, "num_comparisons": 2000, "num_validation_comparisons": 200}
+    fewer = {"num_validation": 100, "num_test": 4, "num_validation_comparisons": 100, "num_cnndm_comparisons": 20}
     less = {"quickstart/posts.py": fewer, "dpo.py": {"total_episodes": 64}}
     for script, *args in calls:
         module = importlib.import_module(Path(script).stem)
