@@ -1229,10 +1229,10 @@ def test_fast_run_learns(tmp_path, monkeypatch):
         module.main(replace(tyro.cli(module.Args, args=args), **less.get(script, {})))
     with (work / "runs/quickstart/posts-1-fast/report/nano-xs/1/table.csv").open(newline="") as file:
         table = {(row["row"], row["metric"]): float(row["value"]) for row in csv.DictReader(file)}
-    # the interval seen: 0.109 to 0.170; with posts.py --label-noise 0.5: -0.020 to 0.024
+    # the interval seen: 0.109 to 0.197; of 200 posts with posts.py --label-noise 0.5: -0.020 to 0.024
     assert table["PPO-SFT", "truth_difference_low"] > 0.05
-    assert table["PPO", "win_rate"] > table["SFT", "win_rate"] + 0.1  # seen: 0.688 and 0.450
-    # seen: 0.56, 0.16 and 0.67; with facts at random the truth would be below 0
+    assert table["PPO", "win_rate"] > table["SFT", "win_rate"] + 0.1  # seen: 0.675 and 0.405
+    # seen: 0.55, 0.15 and 0.68; with facts at random the truth would be below 0
     assert table["SFT", "truth"] > table["copied_title", "truth"] + 0.15 and table["SFT", "rougeL"] > 0.5
     assert table["reward", "accuracy_clean"] > 0.7  # seen: 0.83 on 300 pairs; 0.5 would be chance
     assert table["SFT", "eos_rate"] > 0.95 and table["PPO", "eos_rate"] > 0.95
