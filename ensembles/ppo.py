@@ -27,6 +27,7 @@ Deviations from the paper and its code, each on purpose:
   samples as training does, and not with table 4's top-p 0.9.
 """
 
+import csv
 import hashlib
 import importlib.util
 import json
@@ -586,7 +587,7 @@ def gold_metrics(accelerator, model, ref_policy, reward_models, gold, posts, tok
     )
     with writing(accelerator, Path(args.output_dir, "gold_samples.csv")) as partial:
         if accelerator.is_main_process:
-            samples.to_csv(partial, index=False)
+            samples.to_csv(partial, index=False, quoting=csv.QUOTE_NONNUMERIC)  # a text may hold a carriage return
     proxy = combine(members.T, args.reward_combination, args.uwo_lambda, safety_tags(posts[:])).mean()
     error = score.std(unbiased=len(rows) > 1) / len(rows) ** 0.5
     found = {"score": score.mean(), "se": error, "proxy": proxy, "kl_k2": kl, "sqrt_kl": kl.sqrt()}

@@ -17,6 +17,7 @@ it; of another file than samples_validation.csv, judge_NAME_of_FILE.
 """
 
 import asyncio
+import csv
 import hashlib
 import importlib.util
 import json
@@ -467,7 +468,7 @@ def judge_samples(args: Args, samples: str) -> dict:
         summary["share_of_a"] = sum(said) / len(said)  # a judge without a liking for a place: 0.5
     text = f"# {samples} against {args.against or 'the references'}, judged by {args.judge}\n\n"
     text += markdown([summary]) + "\n## by log(summary length / reference length), in words\n\n" + markdown(bins)
-    frame.drop(columns="query").to_csv(f"{stem}.csv", index=False)
+    frame.drop(columns="query").to_csv(f"{stem}.csv", index=False, quoting=csv.QUOTE_NONNUMERIC)
     Path(f"{stem}.md").write_text(text)
     print(text)
     return summary
