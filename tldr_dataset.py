@@ -52,7 +52,7 @@ from datasets import Dataset, DatasetDict, Features, List, Value, disable_progre
 from huggingface_hub import DatasetCard, HfApi, hf_hub_download
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 
@@ -193,13 +193,22 @@ def split_off_cnndm(raw: dict[str, list[tuple[str, dict]]]) -> dict[str, list[tu
 
 
 def text_field(record: dict, field: str, name: str, required: bool = True) -> str | None:
-    """record[field], which must be text (not blank if `required`, else it may be null); ValueError by `name`."""
-    value = record.get(field) if isinstance(record, dict) else None
+    """record[field], which must be a string (not blank if `required`, else it may be null); ValueError by `name`."""
+    if not isinstance(record, dict):
+        raise ValueError(f"{name} is missing: found {record!r:.80} where an object should be")
+    if required and field not in record:
+        raise ValueError(f"{name} is missing; found {', '.join(map(str, record))}")
+    value = record.get(field)
     if value is None and not required:
         return None
-    text = isinstance(value, str) and value == value.encode(errors="ignore").decode()  # no half of a surrogate pair
-    if not text or (required and not value.strip()):
-        raise ValueError(f"{name} should be text{' that is not empty' * required}, not {value!r:.80}")
+    if not isinstance(value, str):
+        raise ValueError(f"{name} should be text, not {value!r:.80}")
+    if required and not value.strip():
+        raise ValueError(f"{name} is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} holds half a surrogate pair, which is no text") from None
     return value
 
 
@@ -233,8 +242,9 @@ def truncate_query(row: dict, tokenizer: PreTrainedTokenizerBase, max_length: in
     body = row[field]
     query, tokens = query_of(body)
     if len(tokens) > max_length:
-        # A shortcut with the same result, for posts of a megabyte: no token reaches over a space between two words into
-        # the next one, so a cut there has at most the tokens of any cut behind it: too many rule out all behind it.
+        # A shortcut with the same result, for posts of a megabyte: no token reaches over a single space or newline
+        # between two words into the next word, so a cut there has at most the tokens of any cut behind it. Hence the
+        # first such cut that is too long rules out every cut behind it.
         cuts = [match.start() for match in re.finditer(r"(?<=\w)[ \n](?=\w)", body)]
         first = bisect.bisect_left(cuts, True, key=lambda cut: len(query_of(body[:cut])[1]) > max_length)
         body = body[: cuts[first]] if first < len(cuts) else body
@@ -390,9 +400,7 @@ def length_statistics(name: str, data: DatasetDict) -> tuple[pd.DataFrame, Figur
             record |= {"median": lengths.median(), "mean": round(lengths.mean(), 1), "max": lengths.max()}
             records.append(record | {"limit": limit})
             axes[i, j].hist(lengths, bins=100, range=(0, limit))
-            axes[i, j].axvline(limit, color="black", linestyle="--", linewidth=1)
-            axes[i, j].set_title(f"{split}: {what}\nmax {lengths.max()}, limit {limit}", fontsize=9)
-            axes[i, j].set(xlabel="tokens", ylabel="rows")
+            axes[i, j].set(title=f"{split}: {what}\nmax {lengths.max()}, limit {limit}", xlabel="tokens", ylabel="rows")
     return pd.DataFrame(records), figure
 
 
@@ -423,7 +431,7 @@ In `…_response_label` the query is replaced by the pad id.
 """
 
 
-# ---- all rows, in parallel -------------------------------------------------------------------------------
+# ---- all rows in parallel; --check -------------------------------------------------------------------------
 
 
 def map_rows(label: str, data: Dataset, function: Callable, features: Features, num_proc: int, folder: str) -> Dataset:
@@ -433,9 +441,9 @@ def map_rows(label: str, data: Dataset, function: Callable, features: Features, 
     name = re.sub(r"\W", "_", label)
     settings = {"features": features, "remove_columns": data.column_names, "new_fingerprint": name}
     settings |= {"cache_file_name": f"{folder}/{name}/rows.arrow"}  # in a fresh folder: nothing can be stale
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), tqdm.rich.RateColumn(" rows"))
-    bar = {"progress": (*columns, TimeRemainingColumn()), "options": {"console": console}}
-    with mock.patch.object(datasets.arrow_dataset, "hf_tqdm", partial(tqdm.rich.tqdm, **bar)):
+    columns = (BarColumn(), MofNCompleteColumn(), tqdm.rich.RateColumn(" rows"), TimeRemainingColumn())
+    bar = partial(tqdm.rich.tqdm, progress=("{task.description}", *columns), options={"console": console})
+    with mock.patch.object(datasets.arrow_dataset, "hf_tqdm", bar):
         return data.map(function, num_proc=num_proc if num_proc > 1 else None, desc=label, **settings)
 
 
@@ -454,9 +462,6 @@ def process_split(label: str, rows: list, process: Callable, features: Features,
     except ValueError as bad_row:
         where, error = (label, *bad_row.args)[-2:]
         fail(f"{where}: {error}")
-
-
-# ---- check -----------------------------------------------------------------------------------------------
 
 
 def find_damage(row: dict, tokenizer: PreTrainedTokenizerBase, widths: dict[str, int]) -> dict:
@@ -510,9 +515,9 @@ def check(args: Args, tokenizer: PreTrainedTokenizerBase):
                 function = partial(find_damage, tokenizer=tokenizer, widths=widths)
                 label, features = f"{Path(path).name} {split}", Features({"damage": Value("string")})
                 found = map_rows(label, rows, function, features, args.num_proc, folder)["damage"][:]
-            damaged = [(i, damage) for i, damage in enumerate(found) if damage not in ("", "query")]
-            for i, damage in damaged[:1]:
-                fail(f"{place}, row {i}: {damage} ({len(damaged)} of {len(rows)} rows are damaged). {remedy}")
+            damaged = [f"row {i}: {damage}" for i, damage in enumerate(found) if damage not in ("", "query")]
+            if damaged:
+                fail(f"{place}, {damaged[0]} ({len(damaged)} of {len(rows)} rows are damaged). {remedy}")
             differ = f"in {found.count('query')} of {len(rows)} rows `query` does not tokenise back to query_token"
             if 2 * found.count("query") > len(rows):
                 fail(f"{place}: {differ}. {remedy}")
@@ -530,7 +535,6 @@ def main(args: Args):
     if tokenizer.eos_token is None:
         fail(f"--tokenizer {args.tokenizer} has no EOS token, which ends every response (Detail 3)")
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # Detail 3: never EOS, whatever padding it had before
-    console.print(f"EOS {tokenizer.eos_token} is id {tokenizer.eos_token_id}, [PAD] is id {tokenizer.pad_token_id}")
     if args.check:
         return check(args, tokenizer)
 
@@ -545,20 +549,17 @@ def main(args: Args):
         "preference": split_off_cnndm(read_raw(args.preference_dataset, SPLITS["preference"], PREFERENCE_COLUMNS)),
     }
     for name, splits in raw.items():
-        found = ", ".join(f"{split} {len(rows)}" for split, rows in splits.items())
-        absent = ", ".join(split for split in SPLITS[name] if split not in splits) or "none"
-        console.print(f"{name}: {found} rows; absent and left out: {absent}")
+        found = [f"{split} {len(splits[split]) if split in splits else 'absent'}" for split in SPLITS[name]]
+        console.print(f"{name} rows: {', '.join(found)}")
 
     # everything is written beside the output folder and renamed at the end: nothing half done is left behind
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{output_dir.name}.tmp-", dir=output_dir.parent) as folder:
-        # ---- tokenise ------------------------------------------------------------------------------------
         data, temporary = {}, Path(folder, "data")
-        for name, splits in raw.items():
+        for name, function in (("sft", process_sft_row), ("preference", process_preference_row)):
             data[name], features = DatasetDict(), column_types(name)
-            function = process_sft_row if name == "sft" else process_preference_row
             process = partial(function, tokenizer=tokenizer, args=args)
-            for split, rows in splits.items():
+            for split, rows in raw[name].items():
                 data[name][split] = process_split(f"{name} {split}", rows, process, features, args.num_proc, folder)
             data[name].save_to_disk(temporary / name)
 
@@ -574,9 +575,8 @@ def main(args: Args):
             tables[f"policy_pairs_{split}"] = pd.DataFrame(counts, columns=["policies", "count"])
             unique.append({"split": split, "unique pairs": len(counts)})
         tables["policy_pairs"] = pd.DataFrame(unique)
-        cuts = [truncation_counts(name, split, dataset) for name in data for split, dataset in data[name].items()]
-        tables["truncation"] = pd.DataFrame(cuts)
-        tables["lengths"] = pd.concat(lengths.values(), ignore_index=True)
+        cuts = [truncation_counts(name, *split) for name in data for split in data[name].items()]
+        tables |= {"truncation": pd.DataFrame(cuts), "lengths": pd.concat(lengths.values(), ignore_index=True)}
         for name, frame in tables.items():
             frame.to_csv(statistics / f"{name}.csv", index=False)
             console.print(f"\n{name}.csv, {len(frame)} rows:\n{frame.head(30).to_string(index=False)}")
