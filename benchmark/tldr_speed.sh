@@ -26,5 +26,5 @@ run before before
 run one now --num-proc 1
 run two now --num-proc 2
 for name in sft preference; do
-    sha256sum "$work"/{before,one,two}/$name/train/*.arrow | cut -c 1-80
+    (cd "$work" && sha256sum {before,one,two}/$name/train/*.arrow)
 done
