@@ -224,7 +224,7 @@ def main(args: Args):
         start = time.time()
         learning_rate = args.learning_rate * 0.5 * (1 + cos(pi * (update - 1) / num_updates))  # cosine to 0 (table 6)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+            group |= {"lr": learning_rate, "eps": args.adam_eps, "weight_decay": args.weight_decay}
         # Detail 19: the reward model's order for the same seed
         mine = order[(update - 1) * args.batch_size + accelerator.process_index * per_rank :][:per_rank]  # rows
         groups = pair_micro_batches(train[mine.tolist()], args.micro_batch_size, pad_id, accelerator.device)
@@ -265,7 +265,7 @@ def main(args: Args):
         write_table(accelerator, args, f"pairs_{split}", rows)
     if args.run_eval:
         write_table(accelerator, args, "accuracy", table, "accuracy of the implicit reward (figure 8)")
-    accelerator.print(f"done in {time.time() - begin:.0f} s: {args.output_dir}")
+    accelerator.print(f"done in {time.time() - begin:.0f} s: {args.output_dir}", flush=True)
     accelerator.end_training()
 
 
@@ -464,9 +464,7 @@ def make_accelerator(args) -> Accelerator:
         project_dir=args.output_dir,
     )
     if (accelerator.num_processes, accelerator.state.deepspeed_plugin is not None) != (world, deepspeed):
-        fail(
-            f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch with benchmark/accelerate/*.yaml"
-        )
+        fail(f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch by benchmark/accelerate/*.yaml")
     set_seed(args.seed)
     return accelerator
 
@@ -565,7 +563,7 @@ def begin_run(accelerator: Accelerator, args) -> int:
         run["settings"] = {"finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))}  # seconds
         accelerator.log_with.append(WandBTracker(None, config=asdict(args), **run))
     with or_fail("the trackers do not start (WANDB_MODE=offline keeps what W&B gets in the run folder)"):
-        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first + 1}})
+        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first + 1 if first else 0}})
     for name, text in (("args.json", json.dumps(about | asdict(args), indent=2) + "\n"), ("metrics.jsonl", lines)):
         with writing(accelerator, folder / name) as partial:
             if accelerator.is_main_process:
@@ -653,3 +651,5 @@ def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: fl
 
 if __name__ == "__main__":
     main(tyro.cli(Args))
+    if "deepspeed" in sys.modules:  # all is written; it keeps gloo's threads, which can abort the interpreter's own end
+        os._exit(0)

@@ -380,7 +380,7 @@ def main(args: Args):
         # ---- K epochs of clipped updates ---------------------------------------------------------
         learning_rate = args.learning_rate * (1 - (update - 1) / num_updates)  # linear to 0 (table 7)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+            group |= {"lr": learning_rate, "eps": args.adam_eps, "weight_decay": args.weight_decay}
         logs, grad_norms, deviations = defaultdict(float), [], []
         per_rank, size, row_lengths = mini_batch_size // world, args.batch_size, (queries != pad_id).sum(1) + lengths
         for epoch in range(args.num_ppo_epochs):
@@ -447,7 +447,7 @@ def main(args: Args):
     state = accelerator.get_state_dict(model)
     save_model(accelerator, args, "model", policy, state, "policy.", tokenizer)
     save_model(accelerator, args, "value_model", value_model.model, state, "value_model.model.", tokenizer)
-    accelerator.print(f"done in {time.time() - begin:.0f} s: {args.output_dir}")
+    accelerator.print(f"done in {time.time() - begin:.0f} s: {args.output_dir}", flush=True)
     accelerator.end_training()
 
 
@@ -741,9 +741,7 @@ def make_accelerator(args) -> Accelerator:
         project_dir=args.output_dir,
     )
     if (accelerator.num_processes, accelerator.state.deepspeed_plugin is not None) != (world, deepspeed):
-        fail(
-            f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch with benchmark/accelerate/*.yaml"
-        )
+        fail(f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch by benchmark/accelerate/*.yaml")
     set_seed(args.seed)
     return accelerator
 
@@ -842,7 +840,7 @@ def begin_run(accelerator: Accelerator, args) -> int:
         run["settings"] = {"finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))}  # seconds
         accelerator.log_with.append(WandBTracker(None, config=asdict(args), **run))
     with or_fail("the trackers do not start (WANDB_MODE=offline keeps what W&B gets in the run folder)"):
-        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first + 1}})
+        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first + 1 if first else 0}})
     for name, text in (("args.json", json.dumps(about | asdict(args), indent=2) + "\n"), ("metrics.jsonl", lines)):
         with writing(accelerator, folder / name) as partial:
             if accelerator.is_main_process:
@@ -930,3 +928,5 @@ def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: fl
 
 if __name__ == "__main__":
     main(tyro.cli(Args))
+    if "deepspeed" in sys.modules:  # all is written; it keeps gloo's threads, which can abort the interpreter's own end
+        os._exit(0)

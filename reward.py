@@ -164,11 +164,11 @@ def new_reward_model(path: str, tokenizer) -> RewardModel:
         config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
         config.pad_token_id = tokenizer.pad_token_id
         model = AutoModelForSequenceClassification.from_pretrained(path, config=config, **settings)
-    if model.get_input_embeddings().num_embeddings < len(tokenizer):  # [PAD] has none
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    hidden = model.score.weight.shape[1]
-    model.score = ScalarHead(hidden, 1)
-    nn.init.normal_(model.score.weight, std=1 / (hidden + 1) ** 0.5)
+    if (rows := model.get_input_embeddings().num_embeddings) < len(tokenizer) - 1:
+        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
+    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
+    model.score = ScalarHead(model.score.in_features, 1)
+    nn.init.normal_(model.score.weight, std=1 / (model.score.in_features + 1) ** 0.5)
     nn.init.zeros_(model.score.bias)
     return RewardModel(model)
 
@@ -217,7 +217,7 @@ def main(args: Args):
         start = time.time()
         learning_rate = args.learning_rate * 0.5 * (1 + cos(pi * (update - 1) / num_updates))  # cosine to 0 (table 4)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+            group |= {"lr": learning_rate, "eps": args.adam_eps, "weight_decay": args.weight_decay}
         order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
         batch = train[order[accelerator.process_index * per_rank :][:per_rank].tolist()]
         groups = pair_micro_batches(batch, args.micro_batch_size, pad_id, accelerator.device)
@@ -268,7 +268,7 @@ def main(args: Args):
         write_table(accelerator, args, f"pairs_{split}", rows)
     if args.run_eval:
         write_table(accelerator, args, "accuracy", table, "validation accuracy (table 5)")
-    accelerator.print(f"done in {time.time() - begin:.0f} s: {args.output_dir}")
+    accelerator.print(f"done in {time.time() - begin:.0f} s: {args.output_dir}", flush=True)
     accelerator.end_training()
 
 
@@ -479,9 +479,7 @@ def make_accelerator(args) -> Accelerator:
         project_dir=args.output_dir,
     )
     if (accelerator.num_processes, accelerator.state.deepspeed_plugin is not None) != (world, deepspeed):
-        fail(
-            f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch with benchmark/accelerate/*.yaml"
-        )
+        fail(f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch by benchmark/accelerate/*.yaml")
     set_seed(args.seed)
     return accelerator
 
@@ -580,7 +578,7 @@ def begin_run(accelerator: Accelerator, args) -> int:
         run["settings"] = {"finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))}  # seconds
         accelerator.log_with.append(WandBTracker(None, config=asdict(args), **run))
     with or_fail("the trackers do not start (WANDB_MODE=offline keeps what W&B gets in the run folder)"):
-        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first + 1}})
+        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first + 1 if first else 0}})
     for name, text in (("args.json", json.dumps(about | asdict(args), indent=2) + "\n"), ("metrics.jsonl", lines)):
         with writing(accelerator, folder / name) as partial:
             if accelerator.is_main_process:
@@ -668,3 +666,5 @@ def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: fl
 
 if __name__ == "__main__":
     main(tyro.cli(Args))
+    if "deepspeed" in sys.modules:  # all is written; it keeps gloo's threads, which can abort the interpreter's own end
+        os._exit(0)

@@ -159,7 +159,7 @@ def main(args: Args):
         start = time.time()
         learning_rate = args.learning_rate * 0.5 * (1 + cos(pi * (update - 1) / num_updates))  # cosine to 0 (table 3)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+            group |= {"lr": learning_rate, "eps": args.adam_eps, "weight_decay": args.weight_decay}
         order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
         batch = train[order[accelerator.process_index * per_rank :][:per_rank].tolist()]
         lengths = (batch["query_reference_response_token"] != pad_id).sum(1)  # (b,)
@@ -191,7 +191,7 @@ def main(args: Args):
 
     # ---- save ------------------------------------------------------------------------------------
     save_model(accelerator, args, "model", policy, accelerator.get_state_dict(model), "", tokenizer)
-    accelerator.print(f"done in {time.time() - begin:.0f} s: {args.output_dir}")
+    accelerator.print(f"done in {time.time() - begin:.0f} s: {args.output_dir}", flush=True)
     accelerator.end_training()
 
 
@@ -282,9 +282,7 @@ def make_accelerator(args) -> Accelerator:
         project_dir=args.output_dir,
     )
     if (accelerator.num_processes, accelerator.state.deepspeed_plugin is not None) != (world, deepspeed):
-        fail(
-            f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch with benchmark/accelerate/*.yaml"
-        )
+        fail(f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch by benchmark/accelerate/*.yaml")
     set_seed(args.seed)
     return accelerator
 
@@ -383,7 +381,7 @@ def begin_run(accelerator: Accelerator, args) -> int:
         run["settings"] = {"finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))}  # seconds
         accelerator.log_with.append(WandBTracker(None, config=asdict(args), **run))
     with or_fail("the trackers do not start (WANDB_MODE=offline keeps what W&B gets in the run folder)"):
-        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first + 1}})
+        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first + 1 if first else 0}})
     for name, text in (("args.json", json.dumps(about | asdict(args), indent=2) + "\n"), ("metrics.jsonl", lines)):
         with writing(accelerator, folder / name) as partial:
             if accelerator.is_main_process:
@@ -471,3 +469,5 @@ def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: fl
 
 if __name__ == "__main__":
     main(tyro.cli(Args))
+    if "deepspeed" in sys.modules:  # all is written; it keeps gloo's threads, which can abort the interpreter's own end
+        os._exit(0)

@@ -340,11 +340,7 @@ def process_preference_row(row: dict, tokenizer: PreTrainedTokenizerBase, args: 
         "id": text_field(info, "id", "info.id", required=False),
         "info": {field: text_field(info, field, f"info.{field}", required=False) for field in INFO_FIELDS},
         "summaries": [
-            {
-                "text": text_field(summary, "text", f"summaries[{i}].text"),
-                "policy": text_field(summary, "policy", f"summaries[{i}].policy", required=False),
-                "note": text_field(summary, "note", f"summaries[{i}].note", required=False),
-            }
+            {k: text_field(summary, k, f"summaries[{i}].{k}", k == "text") for k in ("text", "policy", "note")}
             for i, summary in enumerate(summaries)
         ],
         "choice": choice,
@@ -564,7 +560,7 @@ def main(args: Args):
             data[name].save_to_disk(temporary / name)
 
         # ---- statistics ------------------------------------------------------------------------------------
-        statistics, lengths, tables, unique = temporary / "statistics", {}, {}, []
+        statistics, lengths, tables, unique, groups = temporary / "statistics", {}, {}, [], []
         statistics.mkdir()
         for name in data:
             lengths[name], figure = length_statistics(name, data[name])
@@ -574,7 +570,11 @@ def main(args: Args):
             counts = [(pair.replace("--", ", "), count) for pair, count in policy_pair_counts(dataset["policies"])]
             tables[f"policy_pairs_{split}"] = pd.DataFrame(counts, columns=["policies", "count"])
             unique.append({"split": split, "unique pairs": len(counts)})
-        tables["policy_pairs"] = pd.DataFrame(unique)
+            # Detail 1: pairs per batch, split of theirs and confidence
+            for column, values in dataset.flatten().select_columns(["batch", "split", "extra.confidence"])[:].items():
+                found = sorted(Counter("null" if value is None else value for value in values).items(), key=str)
+                groups += [{"split": split, "column": column, "value": x, "pairs": pairs} for x, pairs in found]
+        tables["policy_pairs"], tables["groups"] = pd.DataFrame(unique), pd.DataFrame(groups)
         cuts = [truncation_counts(name, *split) for name in data for split in data[name].items()]
         tables |= {"truncation": pd.DataFrame(cuts), "lengths": pd.concat(lengths.values(), ignore_index=True)}
         for name, frame in tables.items():

@@ -196,13 +196,12 @@ def wandb_history(path: Path) -> dict[int, dict]:
 
 def tensorboard_events(folder: Path) -> list[tuple[int, str, float]]:
     """(step, key, value) of all scalars of a run as TensorBoard shows them, sorted: a resumed run's file says from
-    which step on it replaces those before. What a run says before its first update it says again if begun anew."""
+    which step on it replaces those before."""
     found = []
     for path in sorted(folder.glob("events.*")):
         for event in EventFileLoader(str(path)).Load():
             if event.session_log.status == SessionLog.START:
-                found = [row for row in found if row[0] < max(event.step, 1)]
-                found = [row for row in found if row[0] or event.step > 1]
+                found = [row for row in found if row[0] < event.step]
             found += [(event.step, value.tag, value.tensor.float_val[0]) for value in event.summary.value]
     return sorted(found)
 

@@ -202,7 +202,7 @@ def test_a_model_without_tokenizer(stage_args, made, tmp_path, stage):
     expect(stage, stage_args(stage, **{field: str(tmp_path / "model")}), "tokenizer")
 
 
-@pytest.mark.parametrize("stage", ["sft", "dpo", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ppo"])
 def test_a_tokenizer_larger_than_the_models_embeddings(stage_args, world, tmp_path, stage):
     folder, tokenizer = tmp_path / "small", AutoTokenizer.from_pretrained(world.tokenizer)
     config = nano.nano_config("gpt_neox", "xs", 100, 0, 0)

@@ -643,12 +643,23 @@ def test_detail_06_policy_pairs(world):
 
     raw = {split: read_jsonl(world.raw / "comparisons" / f"{split}.jsonl") for split in ("train", "validation")}
     news = ("batch0_cnndm", "cnndm0", "cnndm2")
-    expected = {
-        "train": by_hand(raw["train"]),
-        "validation": by_hand([row for row in raw["validation"] if row["batch"] not in news]),
-        "validation_cnndm": by_hand([row for row in raw["validation"] if row["batch"] in news]),
+    rows_of = {
+        "train": raw["train"],
+        "validation": [row for row in raw["validation"] if row["batch"] not in news],
+        "validation_cnndm": [row for row in raw["validation"] if row["batch"] in news],
     }
+    expected = {split: by_hand(rows) for split, rows in rows_of.items()}
     folder = world.dataset.parent / "statistics"
+    groups = Counter()  # Detail 1
+    for split, rows in rows_of.items():
+        for row in rows:
+            confidence = row["extra"]["confidence"]
+            groups[split, "batch", row["batch"]] += 1
+            groups[split, "split", row["split"]] += 1
+            groups[split, "extra.confidence", "null" if confidence is None else str(confidence)] += 1
+    table = read_csv(folder / "groups.csv")
+    found = [((row["split"], row["column"], row["value"]), int(row["pairs"])) for row in table]
+    assert dict(found) == groups and len(found) == len(groups)
     unique = {row["split"]: int(row["unique pairs"]) for row in read_csv(folder / "policy_pairs.csv")}
     assert unique == {split: len(counts) for split, counts in expected.items()}
     for split, counts in expected.items():

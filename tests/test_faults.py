@@ -357,6 +357,21 @@ def test_in_every_stage(world, models, tmp_path, stage):
     assert [x.name for x in (tmp_path / "run" / "checkpoints").iterdir()] == ["update_000001"]
 
 
+# ---- the process's end -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("loaded", "code"), [(True, 0), (False, 7)])
+def test_with_deepspeed_a_process_ends_before_the_interpreter_does(loaded, code):
+    """DeepSpeed's groups keep threads that can abort the interpreter's own end, of which atexit is the beginning."""
+    text = (ROOT / "ppo.py").read_text()
+    head = "import atexit, os, sys, types\natexit.register(os._exit, 7)\ntyro = types.SimpleNamespace(cli=str)\n"
+    head += "def main(args): print(args.__name__ if isinstance(args, type) else args, flush=True)\nclass Args: pass\n"
+    head += "sys.modules['deepspeed'] = types\n" * loaded
+    script = head + text[text.index('if __name__ == "__main__":') :]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, "") and "Args" in done.stdout
+
+
 # ---- a rank that dies -------------------------------------------------------------------------------------------
 
 

@@ -946,7 +946,8 @@ def test_push_to_a_hub_on_the_loopback(folder):
             ("validation", "2"),
             ("validation_cnndm", "2"),
         ]
-        for text in ("name: query_chosen_token_response_label", "--push-to-hub", "train         query_chosen "):
+        assert re.search(r"train +query_chosen +6 ", card)
+        for text in ("name: query_chosen_token_response_label", "--push-to-hub"):
             assert text in card
     finally:
         server.terminate()

@@ -170,8 +170,8 @@ PATCHES = r"""
 - 0.5 * (1 + cos(pi * (update - 1) / num_updates))
 + (1 - (update - 1) / num_updates)
 09 sft.py: the schedule is not applied
-- group["lr"] = learning_rate
-+ pass
+- {"lr": learning_rate, "eps"
++ {"eps"
 09 sft.py: Adam with L2 in place of AdamW
 - torch.optim.AdamW(
 + torch.optim.Adam(
@@ -195,15 +195,15 @@ PATCHES = r"""
 - 0.5 * (1 + cos(pi * (update - 1) / num_updates))
 + (1 - (update - 1) / num_updates)
 10 reward.py: the schedule is not applied
-- group["lr"] = learning_rate
-+ pass
+- {"lr": learning_rate, "eps"
++ {"eps"
 
 11 reward.py: standard deviation 0.02
-- std=1 / (hidden + 1) ** 0.5
+- std=1 / (model.score.in_features + 1) ** 0.5
 + std=0.02
 11 reward.py: 1 / sqrt(d)
-- std=1 / (hidden + 1) ** 0.5
-+ std=1 / hidden**0.5
+- std=1 / (model.score.in_features + 1) ** 0.5
++ std=1 / model.score.in_features**0.5
 11 reward.py: nn.Linear's uniform weights
 - nn.init.normal_(model.score.weight, std=
 + dict(std=
