@@ -42,8 +42,8 @@ PATCHES = r"""
 - "extra": {"confidence": confidence}
 + "extra": {"confidence": None}
 01 tldr_dataset.py: notes are lost
-- text_field(summary, "note", f"summaries[{i}].note", required=False)
-+ None
+- k == "text") for k in ("text", "policy", "note")}
++ k == "text") for k in ("text", "policy")} | {"note": None}
 01 tldr_dataset.py: the choice is read the wrong way round
 - columns["summaries"][choice], columns["summaries"][1 - choice]
 + columns["summaries"][1 - choice], columns["summaries"][choice]
@@ -131,6 +131,9 @@ PATCHES = r"""
 - query_response_length_cnndm: int = 2021
 + query_response_length_cnndm: int = 2047
 
+06 tldr_dataset.py: groups of pairs are not counted
+- "value": x, "pairs": pairs}
++ "value": x, "pairs": 1}
 06 tldr_dataset.py: (a, b) and (b, a) are two pairs
 - "--".join(sorted(
 + "--".join(list(
@@ -155,8 +158,8 @@ PATCHES = r"""
 - adam_eps: float = 1e-5
 + adam_eps: float = 1e-8
 09 sft.py: epsilon 1e-8
-- "eps": args.adam_eps
-+ "eps": 1e-8
+- "eps": args.adam_eps, "weight_decay": args.weight_decay}
++ "eps": 1e-8, "weight_decay": args.weight_decay}
 09 sft.py: learning rate 1e-5
 - learning_rate: float = 3e-6
 + learning_rate: float = 1e-5
@@ -180,8 +183,8 @@ PATCHES = r"""
 - adam_eps: float = 1e-5
 + adam_eps: float = 1e-8
 10 reward.py: epsilon 1e-8
-- "eps": args.adam_eps
-+ "eps": 1e-8
+- "eps": args.adam_eps, "weight_decay": args.weight_decay}
++ "eps": 1e-8, "weight_decay": args.weight_decay}
 10 reward.py: learning rate 1e-5
 - learning_rate: float = 3e-6
 + learning_rate: float = 1e-5
@@ -211,7 +214,7 @@ PATCHES = r"""
 - nn.init.zeros_(model.score.bias)
 + pass
 11 reward.py: the backbone is random
-- model.score = ScalarHead(hidden, 1)
+- model.score = ScalarHead(model.score.in_features, 1)
 + model = AutoModelForSequenceClassification.from_config(config)
 +     model.score = nn.Linear(hidden, 1)
 11 reward.py: not from the SFT run
@@ -384,8 +387,8 @@ PATCHES = r"""
 - for split in [split for split in data if split != "train" and args.run_eval]
 + for split in ["validation"]
 19 dpo.py: epsilon 1e-8
-- "eps": args.adam_eps
-+ "eps": 1e-8
+- "eps": args.adam_eps, "weight_decay": args.weight_decay}
++ "eps": 1e-8, "weight_decay": args.weight_decay}
 19 dpo.py: batches of 32
 -     batch_size: int = 64
 +     batch_size: int = 32
@@ -448,8 +451,8 @@ PATCHES = r"""
 - args.response_length, 0.01, keys)
 + args.response_length, args.temperature, keys)
 20 ppo.py: epsilon 1e-8
-- "eps": args.adam_eps
-+ "eps": 1e-8
+- "eps": args.adam_eps, "weight_decay": args.weight_decay}
++ "eps": 1e-8, "weight_decay": args.weight_decay}
 
 20 ppo.py: the same sampling noise in every update
 - noise_keys(args.seed, update, list(episodes[mine]))
