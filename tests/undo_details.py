@@ -216,7 +216,7 @@ PATCHES = r"""
 11 reward.py: the backbone is random
 - model.score = ScalarHead(model.score.in_features, 1)
 + model = AutoModelForSequenceClassification.from_config(config)
-+     model.score = nn.Linear(hidden, 1)
++     model.score = nn.Linear(model.score.in_features, 1)
 11 reward.py: not from the SFT run
 - sft_model_path: str = "runs/sft/{model}/{seed}"
 + sft_model_path: str = "runs/base/{model}/{seed}"
