@@ -16,7 +16,7 @@ from conftest import REPOSITORY, script
 margins = script("llama2/margins.py")
 # in place of what the scripts call: a note of the command, and nothing is installed or made
 STUBS = """
-python() { [[ $1 == - ]] && cat >/dev/null; printf '%q ' "$@" >>"$COMMANDS"; echo >>"$COMMANDS"; }
+python() { [[ $1 == - ]] && cat >/dev/null; printf '%s\\n' "$(printf '%q ' "$@")" >>"$COMMANDS"; }
 source() { :; }
 bash() { :; }
 cp() { :; }
