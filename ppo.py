@@ -379,7 +379,7 @@ def main(args: Args):
 
         # ---- K epochs of clipped updates ---------------------------------------------------------
         learning_rate = args.learning_rate * (1 - (update - 1) / num_updates)  # linear to 0 (table 7)
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups:  # a resumed optimiser has those of its checkpoint
             group |= {"lr": learning_rate, "eps": args.adam_eps, "weight_decay": args.weight_decay}
         logs, grad_norms, deviations = defaultdict(float), [], []
         per_rank, size, row_lengths = mini_batch_size // world, args.batch_size, (queries != pad_id).sum(1) + lengths
@@ -786,7 +786,7 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
             same.append(all(x == query if key == "query_token" else x[-1:] == [eos_id] for key, x in real.items()))
         if 2 * sum(same) <= len(same) or largest >= len(tokenizer):
             found = f"{sum(same)} of {len(same)} rows are as the model's tokenizer makes them; largest id {largest}"
-            fail(f"{flag} {path}: {split}: {found}. tldr_dataset.py takes the model's by --tokenizer, and has --check")
+            fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py --tokenizer MODEL; --check finds more")
     return data.with_format("torch")
 
 

@@ -156,7 +156,7 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
             same.append(all(x == query if key == "query_token" else x[-1:] == [eos_id] for key, x in real.items()))
         if 2 * sum(same) <= len(same) or largest >= len(tokenizer):
             found = f"{sum(same)} of {len(same)} rows are as the model's tokenizer makes them; largest id {largest}"
-            fail(f"{flag} {path}: {split}: {found}. tldr_dataset.py takes the model's by --tokenizer, and has --check")
+            fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py --tokenizer MODEL; --check finds more")
     return data.with_format("torch")
 
 

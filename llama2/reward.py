@@ -300,7 +300,7 @@ def main(args: Args):
     for update in updates(accelerator, args, first, num_updates):
         start = time.time()
         learning_rate = args.learning_rate * 0.5 * (1 + cos(pi * (update - 1) / num_updates))  # cosine to 0 (table 4)
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups:  # a resumed optimiser has those of its checkpoint
             group |= {"lr": learning_rate, "eps": args.adam_eps, "weight_decay": args.weight_decay}
         order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
         mine = order[accelerator.process_index * per_rank :][:per_rank]
@@ -625,7 +625,7 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
             same.append(all(x == query if key == "query_token" else x[-1:] == [eos_id] for key, x in real.items()))
         if 2 * sum(same) <= len(same) or largest >= len(tokenizer):
             found = f"{sum(same)} of {len(same)} rows are as the model's tokenizer makes them; largest id {largest}"
-            fail(f"{flag} {path}: {split}: {found}. tldr_dataset.py takes the model's by --tokenizer, and has --check")
+            fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py --tokenizer MODEL; --check finds more")
     return data.with_format("torch")
 
 

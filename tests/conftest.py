@@ -1,6 +1,8 @@
 """What the tests share: the scripts as importable modules and one small generated world per test session."""
 
+import csv
 import importlib.util
+import json
 import os
 import socket
 import sys
@@ -41,6 +43,44 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    return read_jsonl(folder / "metrics.jsonl")
+
+
+def write_jsonl(path: Path, rows: list):
+    """Rows, or lines as they are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+
+
+def record(monkeypatch, module, name: str) -> list[SimpleNamespace]:
+    """Let module.name go on as before, and keep its calls: .args, .kwargs, .result."""
+    original, calls = getattr(module, name), []
+
+    def recorded(*args, **kwargs):
+        result = original(*args, **kwargs)
+        calls.append(SimpleNamespace(args=args, kwargs=kwargs, result=result))
+        return result
+
+    monkeypatch.setattr(module, name, recorded)
+    return calls
+
+
+def close(found, expected, tolerance: float = 1e-5) -> bool:
+    """Are both (tensors, or lists of numbers, of one shape) equal within an absolute and relative tolerance?"""
+    found, expected = (torch.as_tensor(x, dtype=torch.float64) for x in (found, expected))
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture(scope="session")

@@ -212,7 +212,7 @@ def without_times(row: dict) -> dict:
 
 def metrics(folder: Path) -> list[dict]:
     """The lines of a run's metrics.jsonl, without its clock."""
-    return [without_times(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [without_times(line) for line in conftest.read_metrics(folder)]
 
 
 def weights(folder: Path) -> dict[str, bytes]:

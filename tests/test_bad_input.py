@@ -164,8 +164,8 @@ def test_data_like_the_authors_and_data_that_no_stage_can_use(world, monkeypatch
         ("train", other_query(range(0, 64, 2)), "train: 0 of 16 rows"),  # those looked at
         ("validation", other_query(range(64)), "validation: 0 of"),
         ("train", no_eos, "train: 0 of 16 rows"),
-        *(("train", large(key), f"largest id {len(tokenizer)}. tldr_dataset.py") for key in keys),
-        ("validation", large(keys[-1]), f"largest id {len(tokenizer)}. tldr_dataset.py"),
+        *(("train", large(key), f"largest id {len(tokenizer)}. Make it with tldr_dataset.py") for key in keys),
+        ("validation", large(keys[-1]), f"largest id {len(tokenizer)}. Make it with tldr_dataset.py"),
     ):
         with pytest.raises(SystemExit) as error:
             load(split, change)

@@ -5,7 +5,6 @@ ids: under causal attention no real token sees what lies to its right. `tests/un
 copy of the scripts and checks that its test notices.
 """
 
-import csv
 import hashlib
 import json
 import math
@@ -22,7 +21,7 @@ import pandas
 import pytest
 import rm_report
 import torch
-from conftest import make_talker
+from conftest import close, make_talker, read_csv, read_jsonl, record, write_jsonl
 from datasets import load_from_disk
 from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid, softplus
@@ -45,26 +44,6 @@ SEED = 7
 
 
 # ---- helpers -----------------------------------------------------------------------------------------
-
-
-def close(found, expected, tolerance: float = 1e-5) -> bool:
-    """Are both (tensors, or lists of numbers, of one shape) equal within an absolute and relative tolerance?"""
-    found, expected = (torch.as_tensor(x, dtype=torch.float64) for x in (found, expected))
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=tolerance, atol=tolerance)
-
-
-def read_csv(path: Path) -> list[dict]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def write_jsonl(path: Path, rows: list[dict]):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def edit_config(folder: Path, **fields):
@@ -142,19 +121,6 @@ def trained_reward(stage, folder: Path):
     """A reward model of a checkpoint folder, with the forward pass of a stage."""
     loaded = ppo.load_reward_model(str(folder), padded_tokenizer(folder))
     return stage.RewardModel(loaded.model).eval()
-
-
-def record(monkeypatch, module, name: str) -> list[SimpleNamespace]:
-    """Let module.name go on as before, and keep its calls: .args, .kwargs, .result."""
-    original, calls = getattr(module, name), []
-
-    def recorded(*args, **kwargs):
-        result = original(*args, **kwargs)
-        calls.append(SimpleNamespace(args=args, kwargs=kwargs, result=result))
-        return result
-
-    monkeypatch.setattr(module, name, recorded)
-    return calls
 
 
 # ---- fixtures: hand-made data --------------------------------------------------------------------------

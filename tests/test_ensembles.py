@@ -22,10 +22,11 @@ import pytest
 import torch
 import tyro
 from accelerate.state import AcceleratorState
-from conftest import free_port, make_talker, script
+from conftest import free_port, make_talker, read_metrics, script
 from datasets import load_from_disk
+from kill_runs import weights
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import ppo as ppo_of_one
 import reward
@@ -52,14 +53,6 @@ def run(args, module=ppo) -> Path:
     AcceleratorState._reset_state(True)  # accelerate keeps one state a process
     module.main(replace(args))
     return Path(args.output_dir)
-
-
-def read(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.glob("*/*.safetensors"))}
 
 
 def without(lines: list[dict], *prefixes: str) -> list[dict]:
@@ -147,7 +140,7 @@ def test_with_one_member_it_is_ppo_whether_a_gold_looks_on_or_not(setting, singl
     args = ppo_of_one.Args(**setting.common, reward_model_path=str(setting.members[0]), output_dir=f"{single}_plain")
     plain = run(replace(args, total_episodes=2 * BATCH), ppo_of_one)
     assert weights(single) == weights(plain) and len(weights(plain)) == 2
-    lines, expected = read(single), without(read(plain), "time/")
+    lines, expected = read_metrics(single), without(read_metrics(plain), "time/")
     spreads = {key for line in lines for key in line if "reward_model" in key and "gold" not in key}
     assert spreads == SPREADS and all(line[key] == 0 for line in lines[1:] for key in SPREADS)
     assert without(lines, "gold/", "time/", *SPREADS) == expected and 0 < expected[0]["response/eos_rate"] < 1
@@ -212,7 +205,7 @@ def test_gold_metrics_are_those_of_plain_code(setting, world, single, golden, me
     expected |= {"sqrt_kl": math.sqrt(expected["kl_k2"])}
     expected |= {"reward_model_spread": statistics.fmean(x.spread for x in samples)}
     assert (expected["kl_k2"] > 0.01) == end and (expected["reward_model_spread"] > 0.05) == (members == 2)
-    line = read(folder)[-end]
+    line = read_metrics(folder)[-end]
     assert {key: line[f"gold/{key}"] for key in GOLD_KEYS} == pytest.approx(expected, rel=2e-4, abs=1e-7)
     if end:  # of which the samples are left
         rows = pandas.read_csv(folder / "gold_samples.csv", keep_default_na=False)
@@ -224,6 +217,12 @@ def test_gold_metrics_are_those_of_plain_code(setting, world, single, golden, me
         assert list(rows) == ["id", "response", *columns]
         for name, column in columns.items():
             assert rows[name].tolist() == pytest.approx(column, rel=1e-3, abs=1e-5), name
+
+
+def test_a_sampled_carriage_return_breaks_no_row_of_the_gold_samples(setting, monkeypatch):
+    monkeypatch.setattr(PreTrainedTokenizerBase, "batch_decode", lambda self, rows, **_: ["a\rb"] * len(rows))
+    folder = run(setting.args("carriage_return", gold=setting.function, total_episodes=BATCH))
+    assert pandas.read_csv(folder / "gold_samples.csv")["response"].tolist() == ["a\rb"] * ROWS
 
 
 @pytest.mark.parametrize("save_every", [0, 1])
@@ -240,10 +239,10 @@ def test_a_stopped_run_with_a_gold_ends_with_the_same_bytes(golden, monkeypatch,
         patch.setattr(ppo, "write_metrics", write_and_end)
         run(args)
     folder = Path(args.output_dir)
-    assert len(read(folder)) == 3 and not (folder / "model").exists()
+    assert len(read_metrics(folder)) == 3 and not (folder / "model").exists()
     run(replace(args, resume=True))
     assert weights(folder) == weights(golden.folder)
-    assert without(read(folder), "time/") == without(read(golden.folder), "time/")
+    assert without(read_metrics(folder), "time/") == without(read_metrics(golden.folder), "time/")
     assert (folder / "gold_samples.csv").read_bytes() == (golden.folder / "gold_samples.csv").read_bytes()
 
 
@@ -263,7 +262,9 @@ def test_more_processes_than_gold_posts_find_the_same(setting):
                 os._exit(1)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 3
     shared = Path(args.output_dir)
-    for found, expected in zip(without(read(shared), "time/"), without(read(alone), "time/"), strict=True):
+    for found, expected in zip(
+        without(read_metrics(shared), "time/"), without(read_metrics(alone), "time/"), strict=True
+    ):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
     found, expected = (pandas.read_csv(folder / "gold_samples.csv") for folder in (shared, alone))
     pandas.testing.assert_frame_equal(found, expected, rtol=1e-3)
@@ -287,7 +288,7 @@ def test_combine_by_hand():
 def test_training_scores_are_those_of_the_members(setting, world, golden):
     """Uncertainty-weighted, and without a penalty every response keeps its score; spread and variance are over k."""
     members = [x["scores"].tolist() for x in golden.seen if len(x["scores"]) == BATCH]  # of the gold there are 5
-    lines = [line for line in read(golden.folder) if line["update"]]
+    lines = [line for line in read_metrics(golden.folder) if line["update"]]
     assert len(members) == UPDATES == len(lines) and lines[0]["response/eos_rate"] < 1
     for line, scores in zip(lines, members, strict=True):
         variances = [statistics.pvariance(row) for row in scores]
@@ -343,7 +344,7 @@ def test_a_member_that_gives_no_number_in_the_rollout_is_named(setting, world, m
     text = error(setting.args("bad_rollout", reward_combination="wco", uwo_lambda=None))
     query = ppo.data_order(len(load_from_disk(str(world.dataset))["train"]), SEED, 0, BATCH)[5].item()
     assert f"update 1, episode 5 (query {query}): the score of {setting.members[1]} is inf;" in text
-    assert read(setting.root / "bad_rollout") == []
+    assert read_metrics(setting.root / "bad_rollout") == []
 
 
 def test_a_member_that_gives_no_number_in_the_evaluation_is_named(setting, monkeypatch):
@@ -413,7 +414,7 @@ def test_bad_input(setting, world, tmp_path, changes, parts):
 
 
 def test_readers_cope_with_the_line_before_the_first_update(golden, tmp_path):
-    lines, settings = read(golden.folder), json.loads((golden.folder / "args.json").read_text())
+    lines, settings = read_metrics(golden.folder), json.loads((golden.folder / "args.json").read_text())
     keys = ["objective/kl", "response/length"]
     assert push.curves(lines, keys) == push.curves(lines[1:], keys) != push.curves(lines[2:], keys)
     card = push.card("ppo", "AutoModelForCausalLM", settings, lines, {}, "me/nano@main")
@@ -436,7 +437,7 @@ def test_a_readme_lists_every_metric_key(golden):
         for key in re.findall(r"`([^`]+)`", line.split("|")[1]) if line.startswith("| `") else []:
             group = group if key.startswith("/") else key.partition("/")[0]
             listed.add(group + key if key.startswith("/") else key)
-    assert {key for line in read(golden.folder) for key in line} - {"update"} <= listed
+    assert {key for line in read_metrics(golden.folder) for key in line} - {"update"} <= listed
 
 
 # ---- commands ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """eval/judge.py against a server on the loopback that answers like the API, misbehaves like it, and counts."""
 
+import csv
 import json
 import math
 import os
@@ -246,6 +247,16 @@ def test_one_run_against_another(tmp_path):
     with pytest.raises(SystemExit, match="1 of 3 ids are not there, v2 the first"):
         write_samples(tmp_path / "sft" / "eval" / "samples_validation.csv", [(1, 5), (2, 5)])
         judge.main(args)
+
+
+def test_a_sampled_carriage_return_breaks_no_row(tmp_path):
+    file = tmp_path / "samples_validation.csv"
+    rows = [{"id": f"v{i}", "query": "q", "response": "s\rs", "reference": "r"} for i in range(3)]
+    pandas.DataFrame(rows).to_csv(file, index=False, quoting=csv.QUOTE_NONNUMERIC)
+    (tmp_path / "words.py").write_text("def score(post, summary):\n    return len(summary.split())\n")
+    judge.main(judge.Args((str(file),), f"{tmp_path}/words.py:score", name="x"))
+    judged = read(tmp_path / "judge_x.csv")
+    assert judged["summary"].tolist() == ["s\rs"] * 3 and judged["win"].tolist() == [1.0] * 3
 
 
 def test_scores_that_differ_by_rounding_tie(tmp_path):

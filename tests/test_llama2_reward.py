@@ -3,19 +3,18 @@ gradients and trained weights against plain computations. And the two reward mod
 
 import math
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import pandas
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import make_talker, script
+from conftest import close, make_talker, read_metrics, record, script
 from datasets import Dataset, DatasetDict, load_from_disk
-from safetensors.torch import load_file
-from test_ensembles import read, save_reward, without
+from test_details import PlainReward
+from test_ensembles import save_reward, without
+from test_helpers import sigmoid
 from torch.nn.functional import softplus
-from transformers import AutoModel
 
 import dpo
 import reward
@@ -26,28 +25,6 @@ GRADES = ["significantly", "better", "slightly", "negligibly", "none"]
 SMALL, LARGE = [1, 2 / 3, 1 / 3, 0, 0], [3, 2, 1, 0, 0]
 SAFE = [(True, False), (True, True), (False, False), (None, True), (None, None), (False, True)]
 SIDES = ("chosen", "rejected")
-
-
-def sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x))
-
-
-def close(found, expected, tolerance: float = 1e-5) -> bool:
-    """Are both (tensors, or lists of numbers, of one shape) equal within an absolute and relative tolerance?"""
-    found, expected = (torch.as_tensor(x, dtype=torch.float64) for x in (found, expected))
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=tolerance, atol=tolerance)
-
-
-def record(monkeypatch, module, name: str) -> list[SimpleNamespace]:
-    """Let module.name go on as before, and keep its calls: .args, .result."""
-    original, calls = getattr(module, name), []
-
-    def recorded(*args):
-        calls.append(SimpleNamespace(args=args, result=original(*args)))
-        return calls[-1].result
-
-    monkeypatch.setattr(module, name, recorded)
-    return calls
 
 
 # ---- losses ------------------------------------------------------------------------------------------------------
@@ -178,7 +155,7 @@ def run(world, graded, name: str, module=graded_reward, **changes) -> SimpleName
         patch.setattr(module, "new_reward_model", keep)
         module.main(module.Args(**(arguments | changes)))
     orders = [call.result.tolist() for call in orders]
-    return SimpleNamespace(folder=folder, metrics=read(folder), orders=orders, start=starts[0])
+    return SimpleNamespace(folder=folder, metrics=read_metrics(folder), orders=orders, start=starts[0])
 
 
 def test_without_its_options_it_is_reward_py_to_the_byte(world, graded):
@@ -194,24 +171,6 @@ def test_without_its_options_it_is_reward_py_to_the_byte(world, graded):
             found = found[found["group"] != "grade"].reset_index(drop=True)
         assert {*found} - {*expected} == ({"gap"} if name == "accuracy.csv" else {"grade"} & {*found})
         assert found[list(expected)].equals(expected), name
-
-
-class PlainReward(torch.nn.Module):
-    """The reward model of a checkpoint folder (or the backbone of one, with the head given), by plain transformers."""
-
-    def __init__(self, folder: Path, weight: torch.Tensor | None = None, bias: float = 0.0):
-        super().__init__()
-        self.backbone = AutoModel.from_pretrained(folder)
-        if weight is None:
-            state = load_file(folder / "model.safetensors")
-            weight, bias = state["score.weight"], state["score.bias"].item()
-        self.weight = torch.nn.Parameter(weight.clone())
-        self.bias = torch.nn.Parameter(torch.tensor([bias]))
-
-    def last(self, rows: list[list[int]]) -> torch.Tensor:
-        """Rewards (b,) at the last token of each unpadded row."""
-        hidden = [self.backbone(torch.tensor([row])).last_hidden_state[0, -1] for row in rows]
-        return torch.stack(hidden) @ self.weight[0] + self.bias
 
 
 def by_hand(world, graded, found, margin, coef: float) -> SimpleNamespace:
@@ -335,7 +294,7 @@ def test_ppo_with_a_safety_gate(world, tmp_path, monkeypatch):
     ppo.main(ppo.Args(**args, output_dir=str(tmp_path / "run")))
     eos = reward.load_tokenizer(str(base)).eos_token_id
     streams = [call.result.tolist() for call in orders if call.args[1] == SEED]
-    lines, ruled = read(tmp_path / "run"), []
+    lines, ruled = read_metrics(tmp_path / "run"), []
     assert len(placed) == len(streams) == len(lines) == updates
     for line, seen, given, order in zip(lines, rollouts, placed, streams, strict=True):
         helpful, safety = seen.result["scores"].T.tolist()

@@ -25,6 +25,7 @@ import torch
 import truth  # posts.py has the same text of it: tests/test_copies.py
 import tyro
 from accelerate.state import AcceleratorState
+from conftest import read_jsonl
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -44,10 +45,6 @@ MEDIUM = {"num_train": 2000, "num_validation": 300, "num_test": 300, "num_compar
 MEDIUM |= {"num_validation_comparisons": 400, "num_cnndm_comparisons": 300, "num_pretraining": 400}
 SMALL = {"num_train": 60, "num_validation": 12, "num_test": 12, "num_comparisons": 40}
 SMALL |= {"num_validation_comparisons": 30, "num_cnndm_comparisons": 30, "num_pretraining": 20, "vocab_size": 400}
-
-
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -70,14 +67,14 @@ def raw(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def all_posts(raw) -> list[dict]:
-    return [row for split in SPLITS for row in read(raw / f"posts/{split}.jsonl")]
+    return [row for split in SPLITS for row in read_jsonl(raw / f"posts/{split}.jsonl")]
 
 
 @pytest.fixture(scope="module")
 def pairs(raw) -> list[tuple[dict, str, list[float]]]:
     """All comparisons, each with the text that it is about and the true scores of its two summaries."""
     found = []
-    for row in read(raw / "comparisons/train.jsonl") + read(raw / "comparisons/validation.jsonl"):
+    for row in read_jsonl(raw / "comparisons/train.jsonl") + read_jsonl(raw / "comparisons/validation.jsonl"):
         text = row["info"]["article"] or row["info"]["post"]
         found.append((row, text, [truth.score(text, summary["text"]) for summary in row["summaries"]]))
     return found
@@ -230,7 +227,7 @@ def test_sizes_do_not_change_other_files(tmp_path):
 
 
 def test_post_schema_and_splits(raw, all_posts):
-    assert [len(read(raw / f"posts/{split}.jsonl")) for split in SPLITS] == [2000, 300, 300]
+    assert [len(read_jsonl(raw / f"posts/{split}.jsonl")) for split in SPLITS] == [2000, 300, 300]
     for row in all_posts:
         assert list(row) == ["id", "subreddit", "title", "post", "summary"]
         assert all(isinstance(value, str) and value and value == value.strip() for value in row.values())
@@ -248,7 +245,7 @@ def test_no_post_is_in_two_splits(all_posts, tmp_path, monkeypatch):
     monkeypatch.setattr(posts, "write_text", lambda *args: "At 30, my boss hid my tent" + "!" * args[-1].randrange(40))
     counts = {"num_train": 20, "num_validation": 5, "num_test": 5, "num_cnndm_comparisons": 0, "num_pretraining": 0}
     posts.main(posts.Args(output_dir=str(tmp_path / "raw"), **(SMALL | counts)))
-    assert len({row["post"] for split in SPLITS for row in read(tmp_path / f"raw/posts/{split}.jsonl")}) == 30
+    assert len({row["post"] for split in SPLITS for row in read_jsonl(tmp_path / f"raw/posts/{split}.jsonl")}) == 30
 
 
 def test_lengths(raw, all_posts, pairs):
@@ -362,8 +359,8 @@ def test_reference_summaries_leave_facts_out_and_err(all_posts):
 
 
 def test_comparison_schema(raw):
-    by_id = {split: {r["id"]: r for r in read(raw / f"posts/{split}.jsonl")} for split in ("train", "validation")}
-    rows = {split: read(raw / f"comparisons/{split}.jsonl") for split in ("train", "validation")}
+    by_id = {split: {r["id"]: r for r in read_jsonl(raw / f"posts/{split}.jsonl")} for split in ("train", "validation")}
+    rows = {split: read_jsonl(raw / f"comparisons/{split}.jsonl") for split in ("train", "validation")}
     cnndm = [row for row in rows["validation"] if row["info"]["article"] is not None]
     assert [len(rows["train"]), len(rows["validation"]) - len(cnndm), len(cnndm)] == [2000, 400, 300]
     for split in rows:
@@ -392,7 +389,7 @@ def test_comparison_schema(raw):
 
 
 def test_every_table_has_rows(raw):
-    train, validation = read(raw / "comparisons/train.jsonl"), read(raw / "comparisons/validation.jsonl")
+    train, validation = read_jsonl(raw / "comparisons/train.jsonl"), read_jsonl(raw / "comparisons/validation.jsonl")
     cnndm = [row for row in validation if row["info"]["article"]]
     validation = [row for row in validation if not row["info"]["article"]]
     levels = {1, 2, 3, 4, 6, 7, 8, 9}
@@ -421,7 +418,7 @@ def test_choice_follows_the_truth_with_the_noise_share(pairs, tmp_path):
     for share in (0, 1):
         posts.main(posts.Args(output_dir=str(tmp_path / str(share)), label_noise=share, **SMALL))
         for split in ("train", "validation"):
-            for row in read(tmp_path / f"{share}/comparisons/{split}.jsonl"):
+            for row in read_jsonl(tmp_path / f"{share}/comparisons/{split}.jsonl"):
                 text = row["info"]["article"] or row["info"]["post"]
                 first, second = (truth.score(text, summary["text"]) for summary in row["summaries"])
                 assert (row["choice"] == (second > first)) == (share == 0)
@@ -483,7 +480,7 @@ def test_policies_write_what_their_names_promise(pairs):
 
 @pytest.mark.parametrize("split", ["validation", "test"])
 def test_yardsticks(raw, split):
-    rows, of = read(raw / f"posts/{split}.jsonl"), read(raw / f"yardsticks/{split}.jsonl")
+    rows, of = read_jsonl(raw / f"posts/{split}.jsonl"), read_jsonl(raw / f"yardsticks/{split}.jsonl")
     assert sorted(path.name for path in (raw / "yardsticks").iterdir()) == ["test.jsonl", "validation.jsonl"]
     assert [row["id"] for row in of] == [row["id"] for row in rows]
     scores, complete = [], []
@@ -502,7 +499,7 @@ DOCUMENT = re.compile(r"SUBREDDIT: r/(\w+)\n\nTITLE: (.+)\n\nPOST: (.+\n.+\n.+)\
 
 
 def test_pretraining_documents_restate_their_own_post(raw, all_posts):
-    texts = [row["text"] for row in read(raw / "pretraining.jsonl") if list(row) == ["text"]]
+    texts = [row["text"] for row in read_jsonl(raw / "pretraining.jsonl") if list(row) == ["text"]]
     assert len(texts) == 400 == len(set(texts))
     known, lengths, groups = {row["post"] for row in all_posts}, [], Counter()
     numbers = []
@@ -808,7 +805,7 @@ def test_restated_words(raw):
         "sister",
     ]
     assert marked_words(tokenizer, f"{head}{post}\n\nYou are 24.") == []
-    for row in read(raw / "pretraining.jsonl")[:50]:  # not one word too early or too late
+    for row in read_jsonl(raw / "pretraining.jsonl")[:50]:  # not one word too early or too late
         _, _, told, restated = DOCUMENT.fullmatch(row["text"]).groups()
         known = {word for word in re.findall(r"\w+", told) if len(word) >= 4}
         words = [tokenizer.decode(token).strip() for token in tokenizer(restated)["input_ids"]]
@@ -871,7 +868,7 @@ def test_pretraining_lowers_the_loss_and_writes_what_it_learnt(raw, base, tmp_pa
     learnt = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(raw / "tokenizer").get_vocab()
-    texts = [row["text"] for row in read(raw / "pretraining.jsonl")[:40]]
+    texts = [row["text"] for row in read_jsonl(raw / "pretraining.jsonl")[:40]]
     documents = [torch.tensor([*ids, 0]) for ids in tokenizer(texts)["input_ids"]]
     total, count, hits = own_loss(learnt, documents)
     assert total / count == pytest.approx(lines[2]["held_out_loss"], rel=2e-3)  # but for the rounding to bfloat16
@@ -883,7 +880,7 @@ def test_pretraining_lowers_the_loss_and_writes_what_it_learnt(raw, base, tmp_pa
 def test_pretraining_is_the_documented_loop(raw, base, tmp_path):
     folder = pretrained(tmp_path / "nano", base, raw, steps=3, eval_every=1, learning_rate=0.2, seed=5)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
-    texts = [row["text"] for row in read(raw / "pretraining.jsonl")]
+    texts = [row["text"] for row in read_jsonl(raw / "pretraining.jsonl")]
     documents = [torch.tensor([*ids, 0]) for ids in tokenizer(texts)["input_ids"]]
     batches = pretrain.batches_of(documents[40:], 8, seed=5)  # the first 40 are held out
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.1)
@@ -943,7 +940,7 @@ def test_the_bases_of_the_repository_can_copy(raw, size):
     assert len(tokenizer) < base.config.vocab_size  # room for [PAD]
     for values in truth.FACTS.values():
         assert all(len(tokenizer(f" {value}")["input_ids"]) == len(value.split()) for value in values)
-    texts = [row["text"] for row in read(raw / "pretraining.jsonl")[:32]]  # of another seed than what it has read
+    texts = [row["text"] for row in read_jsonl(raw / "pretraining.jsonl")[:32]]  # of another seed than what it has read
     documents = [torch.tensor([*ids, 0]) for ids in tokenizer(texts)["input_ids"]]
     masks = [pretrain.restated_words(tokenizer, *pair) for pair in zip(texts, documents, strict=True)]
     assert pretrain.evaluate(base, documents, masks)["copying_accuracy"] > 0.9

@@ -4,7 +4,6 @@ import contextlib
 import csv
 import io
 import itertools
-import json
 import random
 import re
 import shutil
@@ -19,6 +18,7 @@ import pytest
 import report
 import truth
 import tyro
+from conftest import read_jsonl, write_jsonl
 from datasets import Dataset, DatasetDict
 
 EOS = "<|endoftext|>"
@@ -33,19 +33,10 @@ FOUR, WRONG = f"{THREE}, {FEELING}", f"My {OTHER_PERSON} {EVENT} my {OBJECT}"  #
 # ---- worlds: a raw folder, a preference data set and four run folders ------------------------------------------------
 
 
-def write_jsonl(path: Path, rows: list[dict]):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def write_csv(path: Path, rows: list[dict]):
     """As the stages write their tables."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pandas.DataFrame(rows).to_csv(path, index=False)
-
-
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write_metrics(runs: Path, clock: float = 1.0):
@@ -89,7 +80,7 @@ def made(tmp_path_factory) -> SimpleNamespace:
     sizes = {"num_train": 4, "num_validation": 25, "num_test": 2, "num_comparisons": 4, "vocab_size": 300}
     sizes |= {"num_validation_comparisons": 60, "num_cnndm_comparisons": 30}
     posts.main(posts.Args(output_dir=str(world.raw), **sizes))
-    rng, rows = random.Random(5), read(world.raw / "posts/validation.jsonl")
+    rng, rows = random.Random(5), read_jsonl(world.raw / "posts/validation.jsonl")
     for stage in ("sft", "ppo", "dpo"):
         # some words of the post and of the reference, in their order; one response is empty, one looks like a null
         responses = [
@@ -100,7 +91,7 @@ def made(tmp_path_factory) -> SimpleNamespace:
         write_csv(getattr(world, stage) / "eval/samples_validation.csv", sample_rows(rows, responses, rng))
     write_metrics(world.runs)
     splits = {"train": [], "validation": [], "validation_cnndm": []}
-    for row in read(world.raw / "comparisons/validation.jsonl"):
+    for row in read_jsonl(world.raw / "comparisons/validation.jsonl"):
         info, chosen, rejected = row["info"], row["summaries"][row["choice"]], row["summaries"][1 - row["choice"]]
         query = f"Article: {info['article']}\n\nTL;DR:\n"
         if not info["article"]:
@@ -316,9 +307,9 @@ def interval(values: list[float], resamples: int) -> tuple[float, float]:
 def test_every_number_against_own_loops(told):
     world = told
     found, expected, truths = table(world), {}, {}
-    rows = {row["id"]: row for row in read(world.raw / "posts/validation.jsonl")}
+    rows = {row["id"]: row for row in read_jsonl(world.raw / "posts/validation.jsonl")}
     summaries = {"reference": {i: row["summary"] for i, row in rows.items()}, "near_perfect": {}, "copied_title": {}}
-    for row in read(world.raw / "yardsticks/validation.jsonl"):
+    for row in read_jsonl(world.raw / "yardsticks/validation.jsonl"):
         for name in ("near_perfect", "copied_title"):
             summaries[name][row["id"]] = row[name]
     for name in ("SFT", "PPO", "DPO"):
@@ -423,7 +414,7 @@ def test_neither_a_second_call_nor_the_order_of_the_raw_files_changes_a_file_and
     ]  # fmt: skip
     for kind in ("posts", "yardsticks"):
         path = world.raw / kind / "validation.jsonl"
-        write_jsonl(path, read(path)[::-1])
+        write_jsonl(path, read_jsonl(path)[::-1])
     write_metrics(world.runs, clock=2.5)
     report.main(world.args)
     after = files(world.output)
@@ -451,7 +442,7 @@ def test_an_interrupted_report_has_no_table_csv(small_told, small, monkeypatch, 
 def test_samples_are_ten_evenly_spaced_posts(told):
     world = told
     _, *parts = (world.output / "samples.md").read_text().split("\n## ")
-    rows = read(world.raw / "posts/validation.jsonl")
+    rows = read_jsonl(world.raw / "posts/validation.jsonl")
     places = [0, 2, 5, 7, 10, 12, 15, 17, 20, 22]
     assert [part.split("\n")[0] for part in parts] == [rows[i]["id"] for i in places]
     summaries = {"reference": [row["summary"] for row in rows]}
@@ -492,7 +483,7 @@ def test_figures_draw_the_numbers(told):
     for part, source in keys.items():
         stage, key = source.split()
         ((raw, smooth),) = [lines for title, lines in panels.items() if part in title]
-        values = [row[key] for row in read(getattr(world, stage) / "metrics.jsonl") if key in row]
+        values = [row[key] for row in read_jsonl(getattr(world, stage) / "metrics.jsonl") if key in row]
         assert list(raw.get_xdata()) == list(smooth.get_xdata()) == [8 * update for update in range(1, 41)]
         assert list(raw.get_ydata()) == values
         means = [values[0], *((a + b) / 2 for a, b in itertools.pairwise(values))]  # 40 updates: of two
@@ -587,7 +578,7 @@ def test_a_table_of_other_data_is_refused(small, path, change, message):
 
 def test_posts_that_are_not_in_raw_and_metrics_of_another_version_are_refused(small):
     path = small.raw / "yardsticks/validation.jsonl"
-    rows = read(path)
+    rows = read_jsonl(path)
     write_jsonl(path, rows[1:])
     refused(small, "p3 with that reference is no post of")
     write_jsonl(path, rows)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from conftest import make_world
+from kill_runs import metrics, weights
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZE, SEEDS = "nano-xs", ("1", "2")
@@ -116,16 +117,6 @@ def test_the_chain_ends_and_a_failed_stage_stops_what_depends_on_it_alone(cluste
             left = "eval/rouge.csv" if stage.endswith("_samples") else "model/model.safetensors"
             made = (checkout / "runs" / stage.removesuffix("_samples") / SIZE / seed / left).exists()
             assert made == (f"{stage}_{SIZE} {i}" not in stopped), (stage, seed)
-
-
-def metrics(run: Path) -> list[dict]:
-    """The lines of a run's metrics.jsonl, without its clock."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
-
-
-def weights(run: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.glob("*/*.safetensors"))}
 
 
 def processes(run: Path) -> int:

@@ -17,7 +17,7 @@ import pandas
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import make_talker
+from conftest import make_talker, read_metrics
 from datasets import DatasetDict, load_from_disk
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -95,20 +95,16 @@ def chain(request, world, few, tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(name=request.param, base=root / request.param, root=root, run=runs)
 
 
-def lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 # ---- what must hold on every architecture -----------------------------------------------------------------------
 
 
 def test_ratios_are_one_before_the_first_step(chain):
-    assert all(line["policy/first_ratio_deviation"] <= 1e-5 for line in lines(chain.run["ppo"]))
+    assert all(line["policy/first_ratio_deviation"] <= 1e-5 for line in read_metrics(chain.run["ppo"]))
 
 
 def test_the_time_of_an_update_is_without_its_evaluation(chain):
     for stage, folder in chain.run.items():
-        last = lines(folder)[-1]
+        last = read_metrics(folder)[-1]
         assert {key for key in last if key.startswith("eval/")}, stage
         assert last["time/update"] < DAY and last["time/total"] < DAY, stage
 
@@ -199,14 +195,14 @@ def test_run_folder(chain, few, stage):
     assert args["seed"] == SEED and args["micro_batch_size"] == 8 and args["command"].startswith("python ")
     assert Path(args["output_dir"]) == Path("runs") / stage / chain.name / str(SEED)
 
-    updates = [line["update"] for line in lines(folder)]
+    updates = [line["update"] for line in read_metrics(folder)]
     assert updates == ([0, 1, 2] if stage in ("sft", "dpo") else [1, 2])
     logged = EventAccumulator(str(folder / "tensorboard")).Reload()
-    for line in lines(folder):
+    for line in read_metrics(folder):
         for key in set(line) - {"update"}:
             value = {event.step: event.value for event in logged.Scalars(key)}[line["update"]]
             assert value == pytest.approx(line[key], rel=1e-6, abs=1e-30)
-    assert set(logged.Tags()["scalars"]) == {key for line in lines(folder) for key in line} - {"update"}
+    assert set(logged.Tags()["scalars"]) == {key for line in read_metrics(folder) for key in line} - {"update"}
 
     tables = TABLES.get(stage, {})
     assert {path.name for path in folder.glob("eval/*")} == set(tables)
@@ -293,7 +289,7 @@ def test_ragged_micro_batches_give_the_same_weights(arguments, tmp_path, stage):
     off = {key: (whole[key] - ragged[key]).abs().max().item() for key in whole}
     assert off.pop("model score.bias", 0) < 1e-4  # not trained: the mean of rewards, in which small differences add up
     assert max(off.values()) < 5e-7
-    for one, other in zip(lines(tmp_path / "8"), lines(tmp_path / "3"), strict=True):
+    for one, other in zip(read_metrics(tmp_path / "8"), read_metrics(tmp_path / "3"), strict=True):
         for key in [key for key in one if not key.startswith("time/")]:
             assert one[key] == pytest.approx(other[key], rel=1e-5, abs=2e-6), key
 
@@ -358,7 +354,7 @@ def test_registered_state_of_an_edit_survives_a_kill(arguments, tmp_path, regist
         changes |= {"output_dir": str(tmp_path / name), "batch_size": 4, "total_episodes": 12}
         changes |= {"save_every": 1, "num_ppo_epochs": 1, "adam_eps": 1e-5, "learning_rate": 1e-3}
         script.main(script.Args(**arguments["ppo"] | changes))
-        return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in lines(tmp_path / name)]
+        return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(tmp_path / name)]
 
     def killed(*args):
         calls.append(args)

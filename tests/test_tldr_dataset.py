@@ -1,6 +1,5 @@
 """tldr_dataset.py: templates, truncation, tokens, labels, statistics and errors against hand-made cases."""
 
-import csv
 import json
 import os
 import random
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import read_csv, write_jsonl
 from datasets import Dataset, DatasetDict, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -94,11 +94,6 @@ def pair(seed: int = 0, policies=("ref", "sup2"), article: str | None = None, in
     row = {"info": {"id": f"t{seed}", **(news if article else tldr), **(info or {})}, "summaries": summaries}
     row |= {"choice": seed % 2, "worker": "w", "batch": "batch3", "split": "train", "extra": {"confidence": 5}}
     return row | changes
-
-
-def write_jsonl(path: Path, rows: list):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture
@@ -382,11 +377,6 @@ def test_policy_pair_counts():
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------
-
-
-def read_csv(path: Path) -> list[dict]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_whole_run(folder, capsys):
