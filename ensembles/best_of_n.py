@@ -12,6 +12,8 @@ Model Ensembles Help Mitigate Overoptimization".
    --keep-texts. Each file is there whole or not at all: killed at any instant, the same command makes what is missing.
    A sample is a function of (seed, prompt, its number), not of the micro-batch. A prompt runs through each model once;
    all models are held at once. A response without EOS is scored as it stands, at its last token; their share is told.
+   scales.json: of each proxy mean and standard deviation over a sample of the policy to each of the first training
+   posts. The tables take (score - mean) / sd of each, as ppo.py's --standardise-members does
 2. The tables, which --estimate alone makes from OUTPUT, of as many prompts as are there, and with --members of some of
    the proxies, in a folder of their own: samples cost most, so that all proxies to compare score the same ones once.
    best_of_n.csv  of every n and method the expected gold reward of the best of n (equation 8) with its 95 % band over
@@ -60,8 +62,8 @@ from transformers import (
     DynamicCache,
 )
 
-FREE = (
-    "output_dir micro_batch_size estimate members tables_dir ns uwo_lambdas bootstrap_draws"  # may differ in one folder
+FREE = (  # may differ in one folder
+    "output_dir micro_batch_size estimate members tables_dir ns uwo_lambdas bootstrap_draws standardise_members"
 )
 BLOCK = 1_000_000  # samples estimated at once
 
@@ -97,6 +99,8 @@ class Args:
     """samples in a forward pass: memory only, and the last digits of scores"""
     mixed_precision: Literal["no", "bf16"] | None = None
     """autocast over float32 weights; default bf16 on a GPU, none on a CPU"""
+    standardise_posts: int = 256
+    """training posts, the first so many, with a sample each for the scale of the proxies"""
     keep_texts: bool = False
     """keep the texts of the responses, too"""
 
@@ -106,6 +110,8 @@ class Args:
     """with --estimate: the proxies of these tables, by their place in --reward-model-paths, from 1; default all"""
     tables_dir: str | None = None
     """folder of these tables, and of an args.json that names their proxies"""
+    standardise_members: bool = True
+    """of each proxy (score - mean) / standard deviation over the policy's samples; else the scores as they are"""
     ns: list[int] | None = None
     """values of n, at most N; default about 30, evenly spaced in log n"""
     uwo_lambdas: list[float] | None = None
@@ -367,6 +373,22 @@ def response_scores(model: RewardModel, query: torch.Tensor, responses: torch.Te
     return scores
 
 
+def member_scales(policy, models: dict, posts: list[torch.Tensor], banned, eos_id: int, pad_id: int, args) -> dict:
+    """{path of a proxy: mean and standard deviation (/ n) of its scores of a sample of the policy to each post (Q,)},
+    with noise of its own. An error where one says the same of all."""
+    found, scales = [], {}
+    with progress_bar("scale of the proxies", len(posts)) as done:
+        for i, query in enumerate(posts):
+            keys = noise_keys(args.seed, -2, [i]).to(query.device)
+            response = sample(policy, query, banned, keys, eos_id, pad_id, args, done)
+            found.append([response_scores(model, query, response, pad_id, 1).item() for model in models.values()])
+    for path, scores in zip(models, torch.tensor(found, dtype=torch.float64).T, strict=True):
+        scales[path] = {"mean": scores.mean().item(), "sd": scores.std(unbiased=False).item()}
+        if not scales[path]["sd"] > 1e-6 * max(1, abs(scales[path]["mean"])):
+            fail(f"{path} scores all samples {scores[0]:.4g}: it cannot be standardised; mend it or leave it out")
+    return scales
+
+
 # ---- estimation --------------------------------------------------------------------------------------------------
 
 
@@ -455,6 +477,12 @@ def make_tables(args: Args, settings: dict):
     folder, N, members = Path(args.output_dir), settings["samples"], args.members
     members = members or [i + 1 for i in range(len(settings["reward_model_paths"]))]
     k, out = len(members), Path(args.tables_dir or folder)
+    scales = [(0.0, 1.0)] * k
+    if args.standardise_members:
+        with or_fail(f"{folder}/scales.json (the command that sampled makes it; or --no-standardise-members)"):
+            known = json.loads((folder / "scales.json").read_text())
+            scales = [tuple(known[settings["reward_model_paths"][i - 1]].values()) for i in members]
+    middle, spread = torch.tensor(scales, dtype=torch.float64).T[:, :, None, None]  # (k, 1, 1) each
     ns, lambdas = grid(args, N), [0.1, 0.5, 1.0] if args.uwo_lambdas is None else args.uwo_lambdas
     files = [file for i in range(settings["prompts"]) if (file := folder / f"samples_{i:06d}.npz").exists()]
     if not files:
@@ -475,7 +503,7 @@ def make_tables(args: Args, settings: dict):
             ended += [shard["has_eos"].mean() for shard in shards]
             gold = numpy.stack([shard["gold"] for shard in shards]).astype(float)  # (P, N)
             scores = numpy.stack([shard["scores"].T[[i - 1 for i in members]] for shard in shards], 1)
-            scores = torch.from_numpy(scores).double()  # (k, P, N)
+            scores = (torch.from_numpy(scores).double() - middle) / spread  # (k, P, N)
             variance, part = scores.var(0, correction=0).numpy(), slice(start, start + len(shards))
             for method in methods:
                 name, first, uwo_lambda = method
@@ -519,15 +547,18 @@ def main(args: Args):
         with or_fail(f"--estimate: {saved}, which the sampling writes, cannot be read"):
             settings = json.loads(saved.read_text())
         grid(args, settings["samples"])
+        settings |= {"standardise_members": args.standardise_members}
         if args.members or args.tables_dir:
             choose_members(args, settings)
+        else:
+            put(saved, (json.dumps(settings, indent=2) + "\n").encode())
         return make_tables(args, settings)
     if args.members or args.tables_dir:
         fail("--members and --tables-dir are for --estimate: samples are scored by all of --reward-model-paths")
     if not (args.policy and args.reward_model_paths and args.gold):
         fail("--policy, --reward-model-paths and --gold are needed to sample; without sampling: --estimate")
-    if min(args.prompts, args.samples, args.response_length, args.micro_batch_size) < 1:
-        fail("--prompts, --samples, --response-length and --micro-batch-size are at least 1")
+    if min(args.prompts, args.samples, args.response_length, args.micro_batch_size, args.standardise_posts) < 1:
+        fail("--prompts, --samples, --response-length, --micro-batch-size and --standardise-posts are at least 1")
     if not (args.temperature > 0 and 0 < args.top_p <= 1 and args.top_k >= 0):
         fail(f"--temperature {args.temperature} --top-p {args.top_p} --top-k {args.top_k}: > 0, in (0, 1], at least 0")
     grid(args, args.samples)
@@ -570,12 +601,18 @@ def main(args: Args):
     except OSError as error:
         fail(f"--output-dir {folder} cannot be made ({one_line(error)})")
     if rank == 0:
-        put(saved, (json.dumps(settings, indent=2) + "\n").encode())
+        put(saved, (json.dumps(settings | {"standardise_members": args.standardise_members}, indent=2) + "\n").encode())
 
     # ---- sample and score, prompt by prompt ------------------------------------------------------
     files = {i: folder / f"samples_{i:06d}.npz" for i in range(rank, args.prompts, world)}
     missing = [i for i in files if not files[i].exists()]
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.mixed_precision == "bf16")
+    if rank == 0 and not (folder / "scales.json").exists():
+        rows = data["train"][: args.standardise_posts]["query_token"]
+        posts, models = [row[row != pad_id].to(device) for row in rows], dict(zip(paths, members, strict=True))
+        with autocast:
+            scales = member_scales(policy, models, posts, banned, eos_id, pad_id, args)
+        put(folder / "scales.json", (json.dumps(scales, indent=2) + "\n").encode())
     with progress_bar("samples", len(missing) * args.samples) as done, autocast:
         for i in missing:
             row, where = data[args.split][i], f"prompt {i} ({data[args.split][i]['id']})"

@@ -1,5 +1,5 @@
-"""Figures 3 to 14 of "Reward Model Ensembles Help Mitigate Overoptimization", its win rates (appendix F.9) and a table
-of what it claims, from whatever runs are there.
+"""Figures 3 to 14 of "Reward Model Ensembles Help Mitigate Overoptimization", its win rates (appendix F.9), figures of
+what else quickstart/ensembles.py asks, and verdicts on what is claimed, with intervals, from whatever runs are there.
 
     python ensembles/figures.py --runs runs/ensembles --output-dir benchmark/results/ensembles
 
@@ -7,17 +7,23 @@ Reads, in every folder below --runs:
 - args.json, best_of_n.csv and win_rates.csv of ensembles/best_of_n.py;
 - args.json, metrics.jsonl and gold_samples.csv of ensembles/ppo.py --gold: the last gold-scored samples, for win rates.
 A run's setting is that of its reward models, whose args.json lie where its own says, relative to the working directory:
-label noise (of the folder noise_N that gold_label.py wrote), model size (the name of --model) and number of pairs.
+label noise (of the folder noise_N that gold_label.py wrote), model size (the name of --model), number of pairs, number
+of bases (SFT models that they were trained from). One that average.py wrote is the method warm. What else a run does
+otherwise than by default (where its value model starts, members not standardised, lambda, value clipping) is its setup.
 
-Writes figure_3 to figure_14 as PNG (--pdf: as PDF, too) and as CSV of exactly what is drawn; win_rates.csv; claims.csv;
-first_member.csv, where ensembles have several orders (the value model starts from the first member); ppo_runs.csv, the
-first, best and final gold score of each PPO run; figures.md: the other tables, win rates beside the paper's, what is
-missing, what was left out. Gold is drawn on the left axis, solid, the proxy on the right one, dashed; figures 4 and 5
-have panels over updates, too. Lines are means over runs at equal updates in a band of one sample standard deviation:
-over seeds, of `single` over members and seeds. A best-of-n ensemble has best_of_n.py's 95 % band over prompts. Bars
-begin at the gold score before optimisation. By size and by pairs, single reward models are those whose member, by its
-folder's name, is there at each. Final is the last gold score of a run, of best of n that of the largest n. Ensembles
-are those with the most members, where members are not compared.
+Writes figure_3 to figure_14, leak, bases and standardised as PNG (--pdf: as PDF, too) and as CSV of exactly what is
+drawn; claims.csv and methods.csv; win_rates.csv; ppo_runs.csv, the first, best and final gold score of each PPO run;
+figures.md: the tables, win rates beside the paper's, what is missing, what was left out. Gold is drawn on the left
+axis, solid, the proxy on the right one, dashed; figures 4 and 5 have panels over updates, too. Lines are means over
+runs at equal updates in a band of one sample standard deviation: over seeds, of `single` over members and seeds. A
+best-of-n ensemble has best_of_n.py's 95 % band over prompts. Bars begin at the gold score before optimisation. By size
+and by pairs, single reward models are those whose member, by its folder's name, is there at each. Final is the last
+gold score of a run, of best of n that of the largest n. Ensembles are those with the most members, where members are
+not compared.
+
+Verdicts are of PPO. A replicate is a seed; two runs are compared that have the seed and a reward model in common. Of
+the paired differences the mean has a 95 % t interval over the replicates (n - 1 degrees of freedom): `better` and
+`worse` where it excludes 0, `no worse` where its lower end is above -0.05, else `these runs cannot tell`.
 """
 
 import json
@@ -26,7 +32,7 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +44,13 @@ import pandas
 import tyro
 from matplotlib.figure import Figure
 
-METHODS = {"single": ("C0", "o"), "mean": ("C1", "s"), "wco": ("C2", "^"), "uwo": ("C3", "D")}  # color, marker
+METHODS = {
+    "single": ("C0", "o"),
+    "mean": ("C1", "s"),
+    "wco": ("C2", "^"),
+    "uwo": ("C3", "D"),
+    "warm": ("C4", "v"),
+}  # color, marker
 
 PPO_SETTINGS = "reward_model_paths reward_combination uwo_lambda kl_coef seed total_episodes batch_size"
 
@@ -68,6 +80,9 @@ NEEDS = {
     "figure_12": "best of n (--uwo-lambdas) or PPO runs of uwo with two lambdas or more",
     "figure_13": "best of n with reward models of two sizes or two numbers of pairs or more",
     "figure_14": "PPO runs of single reward models of two numbers of pairs or more",
+    "leak": "PPO runs of wco whose value model starts from a reward model (python quickstart/ensembles.py)",
+    "bases": "PPO runs of ensembles whose members have several bases (python quickstart/ensembles.py)",
+    "standardised": "PPO runs with --no-standardise-members and --value-start sft (python quickstart/ensembles.py)",
 }
 COMMANDS = (
     "`bash benchmark/ensembles.sh` makes the runs, with NOISE=0, 25 or 35, PROXY=..., PROMPTS=..., KL=..., MEMBERS=... "
@@ -75,64 +90,11 @@ COMMANDS = (
     "and lambdas; `python quickstart/ensembles.py` makes those of a nano study."
 )
 
-# number: (what the paper claims, the rule by which it holds here, what must be there); 1, 2, 4, 7: at KL penalty 0
-CLAIMS = {
-    1: (
-        "A single reward model overoptimises.",
-        "In more than half of the runs the best gold score of the curve is above the final one by more than 2 standard "
-        "errors (over posts) of the final one.",
-        "single reward models at KL penalty 0",
-    ),
-    2: (
-        "WCO and UWO reduce overoptimisation.",
-        "Of both the mean drop (best minus final gold score) is smaller than that of single runs, and the mean final "
-        "gold score is higher. Told: the final one minus that of single runs, of PPO over seeds, of best of n over "
-        "members.",
-        "single, wco and uwo at KL penalty 0",
-    ),
-    3: (
-        "With a small KL penalty WCO and UWO prevent overoptimisation at no cost.",
-        "At the smallest KL penalty above 0, of both the mean drop is at most 2 standard errors of the final gold "
-        "score, which is not below the one at penalty 0 by more than 2 standard errors.",
-        "wco and uwo at KL penalty 0 and at a small one",
-    ),
-    4: (
-        "Mean optimisation is not conservative.",
-        "More than half of its runs overoptimise as in claim 1, and its mean final gold score is below that of WCO and "
-        "that of UWO.",
-        "mean, wco and uwo at KL penalty 0",
-    ),
-    5: (
-        "Four or five members are enough.",
-        "Of mean, WCO and UWO each the fifth member adds to the final gold score at most a tenth of what five members "
-        "gain over the single ones' mean.",
-        "five reward models",
-    ),
-    6: (
-        "UWO's λ hardly matters.",
-        "Over λ the final gold score of UWO differs (largest minus smallest) by less than half of its mean gain over "
-        "single runs; of PPO at the KL penalty with the most λ.",
-        "single, and uwo with two λ or more",
-    ),
-    7: (
-        "The variance within the ensemble grows under mean, and little under UWO.",
-        "From the first tenth of the updates to the last its mean grows under mean by more than half, and under UWO by "
-        "less than half of the share by which it grows under mean.",
-        "mean and uwo at KL penalty 0",
-    ),
-    8: (
-        "Ensembles almost always beat a single reward model.",
-        "In at least 90 % of all settings, KL penalties and objectives the mean final gold score is above that of the "
-        "single runs.",
-        "ensembles and single reward models",
-    ),
-    9: (
-        "WCO and UWO match or outperform a single reward model at every KL penalty.",
-        "At every KL penalty of which all three are there, the mean final gold score of both is not below that of "
-        "single runs by more than 2 standard errors.",
-        "single, wco and uwo",
-    ),
-}
+NO_WORSE = -0.05  # gold: a lower end of the interval above this is `no worse`
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of 1 to 9 degrees of freedom
+EQUAL_KL = (5, 10, 20, 50)  # nats at which gold scores are compared
+# {setup of a run of PPO: its parts, in this order}; "" is the default
+VALUE_FROM_REWARD, RAW = "value model from the first reward model", "not standardised"
 
 
 @dataclass
@@ -158,16 +120,18 @@ class Args:
 
 
 class Run(NamedTuple):
-    """One curve: a PPO run, or best of n against one objective. The first five fields say in what methods are compared,
-    the first eight what is averaged over seeds or members. curve has the columns step (n or update, rising), x (KL), y
+    """One curve: a PPO run, or best of n against one objective. COMPARED fields say in what methods are compared,
+    AVERAGED ones what is averaged over seeds or members. curve has the columns step (n or update, rising), x (KL), y
     (gold), se (of gold, over posts), proxy and, of best of n, low and high (95 %)."""
 
     procedure: str  # BoN or PPO
     noise: float  # flipped labels, percent
     size: str  # the reward models' name
     pairs: int
+    bases: int  # from which the reward models were trained
+    setup: str  # what is not as by default
     kl_coef: float  # 0 for BoN
-    method: str  # single, mean, wco, uwo
+    method: str  # single, mean, wco, uwo, warm
     uwo_lambda: float | None
     members: int
     paths: str  # of the members
@@ -177,7 +141,16 @@ class Run(NamedTuple):
     variance: pandas.DataFrame | None = None  # of PPO: step and x (update), y (variance within the ensemble)
     samples: pandas.Series = pandas.Series()  # of PPO: the last gold scores by post, where they are there
     wins: tuple[float, float] | None = None  # of BoN: win rate against the single members, mean and sd
-    scores: tuple[float, ...] = ()  # of PPO: what each member says of the samples, mean
+    made_of: frozenset[str] = frozenset()  # the reward models, of warm those that were averaged
+    likings: pandas.DataFrame | None = None  # of PPO: step and x (update), y (score by member 1 less the others' mean)
+
+
+COMPARED, AVERAGED = Run._fields[:7], Run._fields[:10]
+
+
+def fields(run: Run, names: Iterable[str]) -> tuple:
+    """These fields of a run."""
+    return tuple(getattr(run, name) for name in names)
 
 
 class Plot(NamedTuple):
@@ -249,22 +222,39 @@ def read_numbers(file: Path, texts: list[str], numbers: list[str]) -> pandas.Dat
     return frame
 
 
-def member_setting(path: str) -> tuple[float, str, int]:
-    """(label noise in percent, model size, pairs) of a reward model; LeftOut where its run does not tell."""
+def member_setting(path: str) -> tuple[tuple[float, str, int], set[str], frozenset[str]]:
+    """(label noise in percent, model size, pairs) of a reward model, the SFT models that it was trained from, and the
+    reward models that were averaged, or its own path; LeftOut where its run does not tell."""
     file = Path(path).parent / "args.json" if Path(path).name == "model" else Path(path) / "args.json"
     if not file.exists():
         raise LeftOut(f"its reward model {path} has no {file}")
     settings = read_settings(file)
+    if settings.get("stage") == "average":
+        found = [member_setting(member) for member in settings["reward_model_paths"]]
+        if len({setting for setting, _, _ in found}) > 1:
+            raise LeftOut(f"{file}: its members differ in label noise, size or pairs")
+        return found[0][0], set.union(*(x for _, x, _ in found)), frozenset().union(*(x for _, _, x in found))
     noise = re.fullmatch(r"noise_(\d+\.?\d*)", Path(str(settings.get("preference_dataset"))).name)
     if not noise:
         data = settings.get("preference_dataset")
         raise LeftOut(f"{file}: preference_dataset {data} is no folder noise_N of gold_label.py")
     with reading(str(file)):
         pairs = round(settings["total_episodes"] / settings["num_train_epochs"])
-        return float(noise[1]), Path(settings["model"]).name, pairs
+        setting = float(noise[1]), Path(settings["model"]).name, pairs
+        return setting, {settings["sft_model_path"]}, frozenset([path])
 
 
-def read_bon(folder: Path, settings: dict, setting: tuple) -> list[Run]:
+def setup_of(settings: dict) -> str:
+    """What a run of ppo.py does otherwise than by default. One that does not say is of the time before these flags."""
+    parts = [VALUE_FROM_REWARD] * (settings.get("value_start", "reward") == "reward")
+    parts += [RAW] * (not settings.get("standardise_members", False))
+    lam, clip = settings.get("lam", 0.95), settings.get("cliprange_value", 0.2)
+    parts += [f"λ of GAE {lam:g}"] * (lam != 0.95)
+    parts += ["no value clipping" if clip > 1e9 else f"value clipping {clip:g}"] * (clip != 0.2)
+    return ", ".join(parts)
+
+
+def read_bon(folder: Path, settings: dict, setting: tuple, made_of: frozenset[str]) -> list[Run]:
     """The curves of one folder of best_of_n.py, without the mean over single members, which the figures take."""
     paths, numbers = settings["reward_model_paths"], ["members", "n", "kl", "gold", "gold_low", "gold_high", "proxy"]
     curves = read_numbers(folder / "best_of_n.csv", ["method", "uwo_lambda"], numbers).fillna({"uwo_lambda": ""})
@@ -279,13 +269,16 @@ def read_bon(folder: Path, settings: dict, setting: tuple) -> list[Run]:
             curve = frame.sort_values("n", ignore_index=True)
             curve = curve.rename(columns={"n": "step", "kl": "x", "gold": "y", "gold_low": "low", "gold_high": "high"})
             curve["se"] = (curve["high"] - curve["low"]) / (2 * 1.96)
-            what = method.partition("_")[0], float(strength) if strength else None, len(members), " ".join(members)
+            name = method.partition("_")[0]
+            name = "warm" if name == "single" and made_of != set(paths) else name
+            what = name, float(strength) if strength else None, len(members), " ".join(members)
             win = tuple(wins.loc[key, ["win_rate", "win_rate_sd"]]) if key in wins.index else None
-            runs.append(Run("BoN", *setting, 0.0, *what, 0, str(folder), curve, wins=win))
+            setup = "" if settings.get("standardise_members") else RAW
+            runs.append(Run("BoN", *setting, setup, 0.0, *what, 0, str(folder), curve, wins=win, made_of=made_of))
     return runs
 
 
-def read_ppo(folder: Path, settings: dict, setting: tuple) -> Run:
+def read_ppo(folder: Path, settings: dict, setting: tuple, made_of: frozenset[str]) -> Run:
     """A run of ensembles/ppo.py --gold; LeftOut where it is not complete."""
     paths, file = settings["reward_model_paths"], folder / "metrics.jsonl"
     if not file.exists():
@@ -298,18 +291,22 @@ def read_ppo(folder: Path, settings: dict, setting: tuple) -> Run:
         curve = [{"step": line["update"]} | {name: float(line[key]) for name, key in keys.items()} for line in curve]
         key = "objective/reward_model_variance"
         variance = [(line["update"], line["update"], line[key]) for line in lines if line["update"] > 0]
+        names = [f"objective/reward_model_{i + 1}" for i in range(len(paths))]
+        told = [line for line in lines if names[0] in line] if len(names) > 1 else []
+        likings = [(line["update"], line[names[0]] - mean(line[name] for name in names[1:])) for line in told]
     if last < num_updates or not curve or curve[-1]["step"] < num_updates:
         raise LeftOut(f"it is not complete (update {last} of {num_updates}, {len(curve)} gold scores)")
-    samples, scores, method = pandas.Series(), (), "single" if len(paths) == 1 else settings["reward_combination"]
+    samples, method = pandas.Series(), "single" if len(paths) == 1 else settings["reward_combination"]
+    method = "warm" if len(paths) == 1 and made_of != set(paths) else method
     if (file := folder / "gold_samples.csv").exists():
-        names = [f"score_{i + 1}" for i in range(len(paths))]
-        table = read_numbers(file, ["id"], ["gold", *names]).set_index("id")
-        samples, scores = table["gold"], tuple(table[names].mean())
+        samples = read_numbers(file, ["id"], ["gold"]).set_index("id")["gold"]
         if not samples.index.is_unique:
             fail(f"{file}: two rows of post {samples.index[samples.index.duplicated()][0]}")
-    which = "PPO", *setting, settings["kl_coef"], method, settings["uwo_lambda"], len(paths), " ".join(paths)
+    which = "PPO", *setting, setup_of(settings), settings["kl_coef"], method, settings["uwo_lambda"], len(paths)
     curve, variance = pandas.DataFrame(curve), pandas.DataFrame(variance, columns=["step", "x", "y"])
-    return Run(*which, settings["seed"], str(folder), curve, variance, samples, scores=scores)
+    likings = pandas.DataFrame([(step, step, y) for step, y in likings], columns=["step", "x", "y"])
+    where = " ".join(paths), settings["seed"], str(folder)
+    return Run(*which, *where, curve, variance, samples, made_of=made_of, likings=likings)
 
 
 def read_runs(root: str) -> tuple[list[Run], list[str]]:
@@ -324,14 +321,16 @@ def read_runs(root: str) -> tuple[list[Run], list[str]]:
         if lacking := [key for key in PPO_SETTINGS.split() if ppo and key not in settings]:
             fail(f"{file} has no {', '.join(lacking)}")
         try:
-            found = {member_setting(path) for path in settings["reward_model_paths"]}
-            if len(found) > 1:
+            found = [member_setting(path) for path in settings["reward_model_paths"]]
+            if len({setting for setting, _, _ in found}) > 1:
                 raise LeftOut("its reward models differ in label noise, size or pairs")
-            setting = found.pop()
+            setting = *found[0][0], len(set().union(*(bases for _, bases, _ in found)))
+            made_of = frozenset().union(*(members for _, _, members in found))
             if bon and not ((folder / "best_of_n.csv").exists() and (folder / "win_rates.csv").exists()):
                 raise LeftOut(f"no tables; `python ensembles/best_of_n.py --output-dir {folder} --estimate`")
-            new = read_bon(folder, settings, setting) if bon else [read_ppo(folder, settings, setting)]
-            key = setting if bon else new[0][:10]
+            what = folder, settings, setting, made_of
+            new = read_bon(*what) if bon else [read_ppo(*what)]
+            key = (setting, new[0].setup, made_of) if bon else fields(new[0], (*AVERAGED, "paths", "seed"))
             if key in seen:
                 raise LeftOut(f"{seen[key]} is a run of the same settings")
         except LeftOut as error:
@@ -548,6 +547,41 @@ def paper_figures(runs: list[Run], base: dict, small: float | None, args: Args) 
     return {f"figure_{number}": figure for number, figure in found.items()}
 
 
+def question_figures(everything: list[Run], base: dict, args: Args) -> dict[str, tuple[str, list[Plot]]]:
+    """{file name: (title, panels)} of what the paper has no figures of, all of PPO without a KL penalty."""
+    fixed = {key: base[key] for key in ("noise", "size", "pairs")}
+    here = pick(everything, procedure="PPO", kl_coef=0.0, **fixed)
+
+    def panels(groups: dict[str, list[Run]], title: str = "") -> list[Plot]:
+        """Gold over KL and over updates."""
+        rows = [row for name, mine in groups.items() if mine for row in curve_rows(name, [run.curve for run in mine])]
+        plots = [Plot(title, "kl", "KL", [row for row in rows if row["x"] <= args.max_kl], "series")]
+        return [*plots, Plot(f"{title}, by update", "steps", "update", [x | {"x": x["step"]} for x in rows], "series")]
+
+    def meeting(runs: list[Run], others: list[Run]) -> list[Run]:
+        return [run for run in runs if any(met(run, other) for other in others)]
+
+    bases, standard = [], []
+    for method in ("mean", "wco", "uwo"):
+        usual = of_method(pick(here, bases=1, setup=base["setup"]), method, args)
+        many = of_method([run for run in pick(here, setup=base["setup"]) if run.bases > 1], method, args)
+        raw = meeting(of_method(pick(here, bases=1, setup=RAW), method, args), usual)
+        bases += panels({"one base": usual, "several bases": many} if many else {}, method)[1:]
+        standard += panels({"standardised": usual, "not standardised": raw} if raw else {}, method)[1:]
+    leaky = pick(here, bases=1, setup=f"{VALUE_FROM_REWARD}, {RAW}", method="wco")
+    leaks = {}
+    for run in meeting(pick(here, bases=1, method="wco"), leaky):
+        name = "value model from SFT" if run.setup == RAW else run.setup.replace(f", {RAW}", "")
+        if RAW in run.setup:
+            leaks.setdefault(name, []).append(run)
+    likings = [row for name, mine in leaks.items() for row in curve_rows(name, [run.likings for run in mine])]
+    liked = Plot("score of member 1 less the others' mean", "updates", "update", likings, "series")
+    found = {"leak": ("WCO without KL penalty, not standardised", [*panels(leaks)[1:], liked])}
+    found["bases"] = "Ensembles of one base and of several, without KL penalty", bases
+    found["standardised"] = "Members standardised or not, without KL penalty", standard
+    return found
+
+
 def draw_plot(axis, plot: Plot, order: list[str]):
     """Draw a panel. Series whose first words are methods, each once, have the methods' colors and markers, others those
     of their place in `order`."""
@@ -610,8 +644,10 @@ def save_figure(args: Args, name: str, title: str, plots: list[Plot]) -> bool:
 
 
 def setting_order(key: tuple) -> tuple:
-    """To sort what Run begins with: procedure, noise, size, pairs, kl_coef, method, uwo_lambda, members."""
-    return *key[:2], size_order(key[2]), *key[3:5], list(METHODS).index(key[5]), key[6] or 0.0, key[7]
+    """To sort AVERAGED fields."""
+    procedure, noise, size, pairs, bases, setup, kl_coef, method, uwo_lambda, members = key
+    order = list(METHODS).index(method), uwo_lambda or 0.0, members
+    return procedure, noise, size_order(size), pairs, bases, setup, kl_coef, *order
 
 
 def share_won(mine: pandas.Series, other: pandas.Series) -> float:
@@ -625,10 +661,14 @@ def win_rate_rows(runs: list[Run], args: Args) -> list[dict]:
     """Win rates of ensembles against single members (appendix F.9): mean and sample sd over the members. PPO: of runs
     of the same setting, KL penalty and seed, of each member the mean over seeds."""
     rows = []
-    for key in sorted({run[:8] for run in runs if run.method != "single"}, key=setting_order):
-        there = [run for run in runs if run[:5] == key[:5]]  # the same procedure, setting and KL penalty
-        mine, singles = [run for run in there if run[:8] == key], pick(there, method="single")
-        if mine[0].members < max(run.members for run in there) or key[0] == "BoN" and mine[0].wins is None:
+    for key in sorted({fields(run, AVERAGED) for run in runs if run.method != "single"}, key=setting_order):
+        mine = [run for run in runs if fields(run, AVERAGED) == key]
+        # the same procedure, setting and KL penalty; single members have one base
+        there = [run for run in runs if fields(run, COMPARED) == fields(mine[0], COMPARED)]
+        singles = [run for run in runs if run.method == "single" and run.made_of & mine[0].made_of]
+        singles = [run for run in singles if fields(run, COMPARED)[:4] == key[:4] and run[5:7] == key[5:7]]
+        fewer = mine[0].method != "warm" and mine[0].members < max(run.members for run in there)
+        if fewer or key[0] == "BoN" and mine[0].wins is None:
             continue
         if key[0] == "BoN":
             (rate, sd), against = mine[0].wins, len(singles)
@@ -649,150 +689,164 @@ def win_rate_rows(runs: list[Run], args: Args) -> list[dict]:
     return rows
 
 
-def gains(mine: list[Run], singles: list[Run]) -> list[float]:
-    """Final gold of an ensemble's runs minus that of single runs: of PPO for each seed that both have, of the means; of
-    best of n for each member."""
-    if mine[0].procedure == "BoN":
-        return [final(mine[0]) - final(single) for single in singles]
-    seeds = [seed for seed in values(mine, "seed") if pick(singles, seed=seed)]
-    return [mean(map(final, pick(mine, seed=seed))) - mean(map(final, pick(singles, seed=seed))) for seed in seeds]
-
-
 def growth(run: Run) -> float:
     """Mean variance of the last tenth of the updates over that of the first."""
     y, tenth = run.variance["y"], -(-len(run.variance) // 10)
     return float(y.iloc[-tenth:].mean() / y.iloc[:tenth].mean())
 
 
-class Group(NamedTuple):
-    """What the claims compare: means over runs."""
-
-    final: float
-    drop: float
-    noise: float  # 2 standard errors of the final gold score
-    share: float  # of the runs whose drop is above their own noise
-    short: str  # name and final gold score, mean ± sd
-    text: str  # and all else
+# ---- claims ------------------------------------------------------------------------------------------------------
 
 
-def group_of(runs: list[Run]) -> Group:
-    """The numbers of runs of one method."""
-    finals, drops, noises = [final(run) for run in runs], [drop(run) for run in runs], [2 * error(run) for run in runs]
-    count = sum(fall > noise for fall, noise in zip(drops, noises, strict=True))
-    name = label(runs[0]) + (f", {runs[0].members} members" if runs[0].members > 1 else "")
-    name += f", KL penalty {runs[0].kl_coef:g}" if runs[0].procedure == "PPO" else ""
-    short = f"{name}: final {mean_and_deviation(finals)}"
-    text = f"{short}, drop {mean_and_deviation(drops)} (2 se {mean(noises):.3f}; {count} of {len(runs)} above)"
-    return Group(mean(finals), mean(drops), mean(noises), count / len(runs), short, text)
+def at_kl(curve: pandas.DataFrame, kl: float) -> float | None:
+    """Gold where the curve first reaches a KL distance, on the line between two points; None where it does not."""
+    x, y = curve["x"].to_numpy(), curve["y"].to_numpy()
+    after = int(numpy.argmax(x >= kl))
+    if x[after] < kl:
+        return None
+    if after == 0:
+        return float(y[0])
+    return float(y[after - 1] + (y[after] - y[after - 1]) * (kl - x[after - 1]) / (x[after] - x[after - 1]))
 
 
-def verdicts(here: list[Run], small: float | None, args: Args) -> dict[int, tuple[bool, str]]:
-    """{number: (whether it holds, the numbers)} of the claims of which there are runs. here: the runs of one procedure
-    and setting; small: the smallest KL penalty above 0."""
-    penalties, found, gain = values(here, "kl_coef"), {}, ""
-    runs = {(kl, method): of_method(pick(here, kl_coef=kl), method, args) for kl in penalties for method in METHODS}
-    sizes, at_0 = [(m, k) for m in ("mean", "wco", "uwo") for k in (3, 4, 5)], pick(here, kl_coef=0)
-    runs |= {(0, method, k): of_method(pick(at_0, members=k), method, args) for method, k in sizes}
-    most = max((run.members for run in here), default=0)
-    uwo = {kl: pick(here, kl_coef=kl, method="uwo", members=most) for kl in penalties if runs[kl, "single"]}
-    widest = max(uwo, key=lambda kl: len(values(uwo[kl], "uwo_lambda")), default=0)  # the penalty with most lambdas
-    runs |= {("λ", x): pick(uwo[widest], uwo_lambda=x) for x in values(uwo.get(widest, []), "uwo_lambda")}
-
-    def have(*keys) -> list[Group]:
-        """The groups with these keys; [] where one has no runs."""
-        return [group_of(runs[key]) for key in keys] if all(runs.get(key) for key in keys) else []
-
-    def whole(groups: list[Group]) -> str:
-        return "; ".join(group.text for group in groups)
-
-    if x := have((0, "single")):
-        found[1] = x[0].share > 0.5, whole(x)
-    if x := have((0, "single"), (0, "wco"), (0, "uwo")):
-        for method in ("wco", "uwo"):
-            above = gains(runs[0, method], runs[0, "single"])
-            gain += f"; {method} minus single: {mean_and_deviation(above) if above else 'no seed in common'}"
-        found[2] = all(e.drop < x[0].drop and e.final > x[0].final for e in x[1:]), whole(x) + gain
-    if x := have((small, "wco"), (small, "uwo"), (0, "wco"), (0, "uwo")):
-        pairs = list(zip(x[:2], x[2:], strict=True))
-        found[3] = all(e.drop <= e.noise and e.final >= free.final - e.noise for e, free in pairs), whole(x)
-    if x := have((0, "mean"), (0, "wco"), (0, "uwo")):
-        found[4] = x[0].share > 0.5 and all(x[0].final < e.final for e in x[1:]), whole(x)
-    if x := have((0, "single"), *((0, *size) for size in sizes)):
-        fours, fives = x[2::3], x[3::3]  # of mean, wco, uwo
-        enough = [b.final - a.final <= 0.1 * (b.final - x[0].final) for a, b in zip(fours, fives, strict=True)]
-        found[5] = all(enough), "; ".join(group.short for group in x)
-    if x := have((widest, "single"), *(key for key in runs if key[0] == "λ")):
-        finals = [group.final for group in x[1:]]
-        if len(finals) > 1:
-            hardly = max(finals) - min(finals) < 0.5 * (mean(finals) - x[0].final)
-            found[6] = hardly, "; ".join(group.short for group in x)
-    both = {method: [run for run in runs.get((0, method), []) if run.procedure == "PPO"] for method in ("mean", "uwo")}
-    if all(both.values()):
-        grown = {method: [growth(run) for run in group] for method, group in both.items()}
-        under_mean, under_uwo = mean(grown["mean"]), mean(grown["uwo"])
-        text = "; ".join(f"{method}: times {mean_and_deviation(grown[method])}" for method in both)
-        found[7] = under_mean > 1.5 and under_uwo - 1 < 0.5 * (under_mean - 1), text
-    if x := [x for kl in penalties if (x := have((kl, "single"), (kl, "wco"), (kl, "uwo")))]:
-        matched = all(e.final >= single.final - e.noise for single, *both in x for e in both)
-        found[9] = matched, "; ".join(whole(groups) for groups in x)
-    return found
+def beyond_noise(run: Run) -> float:
+    """Final gold and 2 of its standard errors (over posts), less the best: below 0 where a run falls by more."""
+    return 2 * error(run) - drop(run)
 
 
-def claims_table(runs: list[Run], base: dict, small: float | None, args: Args) -> list[dict]:
-    """A row for each claim, procedure and noise level, at the size and number of pairs of `base`."""
-    rows = []
-
-    def add(number: int, procedure: str, noise: str, holds: bool | None, numbers: str):
-        verdict = {True: "holds", False: "does not hold", None: "no runs"}[holds]
-        row = {"claim": number, "text": CLAIMS[number][0], "procedure": procedure, "label noise, %": noise}
-        rows.append(row | {"numbers": numbers, "verdict": verdict, "rule": CLAIMS[number][1]})
-
-    for procedure, numbers in (("BoN", (1, 2, 4, 5, 6)), ("PPO", (1, 2, 3, 4, 6, 7, 9))):
-        for noise in values(runs, "noise"):
-            here = pick(runs, procedure=procedure, **base | {"noise": noise})
-            found = verdicts(here, small, args)
-            for number in numbers:
-                add(number, procedure, f"{noise:g}", *found.get(number, (None, "")))
-        above, against = 0, 0
-        for key in dict.fromkeys(run[:5] for run in runs if run.procedure == procedure):
-            there = [run for run in runs if run[:5] == key]
-            single, *groups = [of_method(there, method, args) for method in METHODS]
-            met = [group for group in groups if group and single]
-            above += sum(mean(map(final, group)) > mean(map(final, single)) for group in met)
-            against += len(met)
-        text = f"{above} of {against} above" if against else ""
-        add(8, procedure, "all", above >= 0.9 * against if against else None, text)
-    return sorted(rows, key=lambda row: row["claim"])
+def liking(run: Run) -> float | None:
+    """By how much the first reward model likes the last tenth of the updates' responses better than the others do."""
+    return None if run.likings.empty else float(run.likings["y"].iloc[-tenth(run.likings) :].mean())
 
 
-def by_first_member(runs: list[Run]) -> tuple[list[Run], list[dict]]:
-    """(the runs without those of PPO that have their members in a rarer order, a table that compares the orders). The
-    value model starts from the first member (Detail 22): the order is a setting. Kept is the one with most runs, of
-    equally many the first by name. A row for each objective and order where there are two, with the mean scores that
-    the first member and the one of the others who likes them most give to the last samples."""
-    kept, rows, ensembles = [], [], {}
-    for run in runs:
-        if run.procedure == "PPO":
-            ensembles.setdefault(" ".join(sorted(run.paths.split())), []).append(run)
-        else:
-            kept.append(run)
-    for group in ensembles.values():
-        orders = [
-            paths for paths, _ in sorted(Counter(run.paths for run in group).items(), key=lambda x: (-x[1], x[0]))
-        ]
-        kept += pick(group, paths=orders[0])
-        for key in dict.fromkeys(run[:8] for run in group):
-            there = [[run for run in group if run[:8] == key and run.paths == paths] for paths in orders]
-            there = [mine for mine in there if mine]
-            for mine in there if len(there) > 1 else []:
-                row = {"objective": label(mine[0]), "KL penalty": mine[0].kl_coef, "runs": len(mine)}
-                row |= {"first member": mine[0].paths.split()[0], "its score": "", "the others' best": ""}
-                numbers = {"final gold": map(final, mine), "drop": map(drop, mine)}
-                numbers |= {"final KL": (run.curve["x"].iloc[-1] for run in mine)}
-                if told := [run.scores for run in mine if run.scores]:
-                    numbers |= {"its score": (x[0] for x in told), "the others' best": (max(x[1:]) for x in told)}
-                rows.append(row | {name: mean_and_deviation(list(found)) for name, found in numbers.items()})
-    return kept, rows
+def tenth(frame: pandas.DataFrame) -> int:
+    """A tenth of the rows, rounded up."""
+    return -(-len(frame) // 10)
+
+
+QUANTITIES: dict[str, Callable[[Run], float | None]] = {
+    "final": final,
+    "best": lambda run: float(run.curve["y"].max()),
+    "drop": drop,
+    **{f"at KL {kl}": lambda run, kl=kl: at_kl(run.curve, kl) for kl in EQUAL_KL},
+    "fall beyond noise": beyond_noise,
+    "log growth of the variance": lambda run: float(numpy.log(growth(run))),
+    "first member's liking": liking,
+}
+LESS_IS_BETTER = {"drop", "log growth of the variance", "first member's liking"}
+
+
+class Claim(NamedTuple):
+    """A claim as rows of (what, runs, others, quantity): the paired differences of the runs to the others; without
+    others the quantity itself. It holds where every verdict is one of `expected`; asked where that is empty."""
+
+    number: str
+    text: str
+    expected: tuple[str, ...]
+    rows: list[tuple[str, list[Run], list[Run] | None, str]]
+
+
+def met(run: Run, other: Run) -> bool:
+    """Whether two runs are compared: one seed, a reward model in common."""
+    return run.seed == other.seed and bool(run.made_of & other.made_of)
+
+
+def paired(mine: list[Run], others: list[Run] | None, quantity: str) -> list[float]:
+    """Differences in a quantity between runs that met, the sign turned where less is better; the quantity of `mine`
+    where there are no others. What has no value for one of two is left out."""
+    value, sign = QUANTITIES[quantity], -1 if quantity in LESS_IS_BETTER else 1
+    found = [(run, other) for run in mine for other in others or [None]]
+    found = [(run, x) for run, x in found if x is None or met(run, x)]
+    numbers = [(value(run), 0.0 if x is None else value(x)) for run, x in found]
+    return [sign * (a - b) for a, b in numbers if a is not None and b is not None]
+
+
+def interval(differences: list[float]) -> tuple[float, float, float]:
+    """(mean, lower end, upper end) of the 95 % t interval; of less than two values it is everything."""
+    n = len(differences)
+    if n < 2:
+        return (differences[0] if n else float("nan")), -float("inf"), float("inf")
+    if n - 1 > len(T_975):
+        fail(f"{n} replicates: T_975 ends at {len(T_975) + 1}; lengthen it")
+    half = T_975[n - 2] * stdev(differences) / n**0.5
+    return mean(differences), mean(differences) - half, mean(differences) + half
+
+
+def verdict_of(low: float, high: float) -> str:
+    """`better` or `worse` where the interval excludes 0, `no worse` where it ends above NO_WORSE."""
+    if low > 0 or high < 0:
+        return "better" if low > 0 else "worse"
+    return "no worse" if low > NO_WORSE else "these runs cannot tell"
+
+
+def claims_of(everything: list[Run], base: dict, args: Args) -> list[Claim]:
+    """The claims, with the runs that each is about. base: noise, size and pairs, one base, the setup of most runs."""
+    here = pick(everything, procedure="PPO", noise=base["noise"], size=base["size"], pairs=base["pairs"])
+    usual = pick(here, bases=1, setup=base["setup"])
+    penalties = values(usual, "kl_coef")
+    small = min((kl for kl in penalties if kl > 0), default=None)
+    methods = {(kl, m): of_method(pick(usual, kl_coef=kl), m, args) for kl in penalties for m in METHODS}
+    free = {method: methods.get((0.0, method), []) for method in METHODS}
+    ensembles, penalised = ("mean", "wco", "uwo"), {m: methods.get((small, m), []) for m in METHODS}
+    many = pick([run for run in here if run.bases > 1], setup=base["setup"], kl_coef=0)
+    many = {method: of_method(many, method, args) for method in ensembles}
+    raw = {m: of_method(pick(here, bases=1, setup=RAW, kl_coef=0), m, args) for m in ("wco", "uwo")}
+    setups = {setup: pick(here, bases=1, setup=setup, kl_coef=0, method="wco") for setup in values(here, "setup")}
+    leaky = setups.get(f"{VALUE_FROM_REWARD}, {RAW}", [])
+    better, matched, single = ("better",), ("better", "no worse"), free["single"]
+    rows = [
+        Claim("1", "A single reward model overoptimises.", ("worse",), [("single", single, None, "fall beyond noise")]),
+        Claim("2", "WCO and UWO reduce overoptimisation.", better, [
+            (f"{m} to single", free[m], single, quantity) for quantity in ("final", "drop") for m in ("wco", "uwo")]),
+        Claim("3a", "With a small KL penalty WCO and UWO prevent overoptimisation …", matched, [
+            (f"{m} at {small}", penalised[m], None, "fall beyond noise") for m in ("wco", "uwo")]),
+        Claim("3b", "… at no cost.", matched, [
+            (f"{m} at {small} to 0", penalised[m], free[m], "best") for m in ("wco", "uwo")]),
+        Claim("4", "WCO and UWO match or outperform a single reward model at every KL penalty.", matched, [
+            (f"{m} to single at {kl:g}", methods[kl, m], methods[kl, "single"], "final")
+            for kl in penalties for m in ("wco", "uwo")]),
+        Claim("5a", "Mean optimisation is not conservative: it overoptimises …", ("worse",), [
+            ("mean", free["mean"], None, "fall beyond noise")]),
+        Claim("5b", "… and ends below WCO and UWO.", ("worse",), [
+            (f"mean to {m}", free["mean"], free[m], "final") for m in ("wco", "uwo")]),
+        Claim("6", "Ensembles almost always beat a single reward model.", better, [
+            (f"{m} to single at {kl:g}", methods[kl, m], methods[kl, "single"], "final")
+            for kl in penalties for m in ensembles]),
+        Claim("7", "The variance within the ensemble grows under mean, and less under UWO.", better, [
+            ("uwo to mean", free["uwo"], free["mean"], "log growth of the variance")]),
+        Claim("8", "WARM: one average of the weights is more robust than a single reward model.", better, [
+            (f"warm to single at {kl:g}", methods[kl, "warm"], methods[kl, "single"], "final") for kl in penalties]),
+        Claim("9a", "Eisenstein et al.: an ensemble of several bases beats one of one base …", better, [
+            (f"{m} of several bases to one", many[m], free[m], "final") for m in ensembles]),
+        Claim("9b", "… and does not remove hacking.", ("worse",), [
+            (f"{m} of several bases", many[m], None, "fall beyond noise") for m in ensembles]),
+        Claim("10", "Does standardising the members matter?", (), [
+            (f"{m} standardised to not", free[m], raw[m], "final") for m in ("wco", "uwo")]),
+        Claim("11", "Through which channel does the first reward model leak?", (), [
+            (f"{setup} to {VALUE_FROM_REWARD}", runs, leaky, quantity)
+            for quantity in ("final", "first member's liking")
+            for setup, runs in setups.items() if RAW in setup and runs is not leaky]),
+    ]  # fmt: skip
+    return [claim for claim in rows if claim.rows]
+
+
+def claims_table(claims: list[Claim]) -> list[dict]:
+    """A row for each comparison: mean and interval over replicates, its verdict, and whether the claim holds in all."""
+    table = []
+    for claim in claims:
+        mine = []
+        for what, runs, others, quantity in claim.rows:
+            found = paired(runs, others, quantity) if runs and (others is None or others) else []
+            middle, low, high = interval(found)
+            verdict = verdict_of(low, high) if len(found) > 1 else "no runs"
+            row = {"claim": claim.number, "text": claim.text, "what": what, "quantity": quantity, "n": len(found)}
+            mine.append(row | {"difference": middle, "low": low, "high": high, "verdict": verdict})
+        verdicts = {row["verdict"] for row in mine}
+        contrary = {"worse"} if "better" in claim.expected else {"better", "no worse"}
+        holds = "yes" if verdicts <= set(claim.expected) else "no" if verdicts & contrary else "these runs cannot tell"
+        holds = "no runs" if "no runs" in verdicts else holds if claim.expected else "asked"
+        table += [row | {"holds": holds} for row in mine]
+    return table
 
 
 def most_common(runs: list[Run], field: str, wanted):
@@ -804,18 +858,38 @@ def most_common(runs: list[Run], field: str, wanted):
     return counts.most_common(1)[0][0] if wanted is None else wanted
 
 
+def methods_table(runs: list[Run], args: Args) -> list[dict]:
+    """Of each method and KL penalty gold at its best, at the end, the drop and gold at equal KL: the mean over
+    replicates and the paired difference to the single reward model with its interval; n: how many replicates reach it,
+    pairs: of both."""
+    table = []
+    for kl in values(runs, "kl_coef"):
+        groups = {method: of_method(pick(runs, kl_coef=kl), method, args) for method in METHODS}
+        for method, mine in groups.items():
+            for quantity in [x for x in QUANTITIES if mine and x in ("best", "final", "drop") or x.startswith("at KL")]:
+                found = [x for run in mine if (x := QUANTITIES[quantity](run)) is not None]
+                row = {"KL penalty": kl, "method": method, "quantity": quantity, "n": len(found)}
+                row |= {"mean": mean(found) if found else float("nan"), "to single": "", "pairs": 0}
+                differences = paired(mine, groups["single"], quantity) if method != "single" else []
+                if len(differences) > 1:
+                    middle, low, high = interval(differences)
+                    row |= {"to single": f"{middle:.3f} ({low:.3f} to {high:.3f})", "pairs": len(differences)}
+                table += [row] * bool(mine)
+    return table
+
+
 def main(args: Args):
     # ---- runs ------------------------------------------------------------------------------------
     runs, problems = read_runs(args.runs)
     if not runs:
         why = "".join(f"\n  {problem}" for problem in problems)
         fail(f"{args.runs}: no best-of-n or PPO runs with gold scores there. {COMMANDS.replace('`', '')}{why}")
-    (runs, orders), everything = by_first_member(runs), runs
-    rarer = {run.folder for run in everything} - {run.folder for run in runs}
-    problems += [f"{x}: in the table by first member only; its members are in a rarer order" for x in sorted(rarer)]
+    everything = runs
     base = {"noise": most_common(runs, "noise", args.noise)}
     for field in ("size", "pairs"):
         base[field] = most_common(pick(runs, **base), field, getattr(args, field))
+    base |= {"bases": 1, "setup": most_common(pick(runs, **base), "setup", None)}
+    runs = [run for run in runs if run.bases == 1 and run.setup == base["setup"]]
     here = pick(runs, **base)
     small = min((run.kl_coef for run in here if run.kl_coef > 0), default=None)
     for procedure, flag, wanted in (("BoN", "bon", args.bon_lambda), ("PPO", "ppo", args.ppo_lambda)):
@@ -824,47 +898,50 @@ def main(args: Args):
             problems.append(f"--{flag}-lambda {wanted:g}: of uwo there is λ {', '.join(f'{x:g}' for x in there)}")
 
     # ---- figures and tables ----------------------------------------------------------------------
-    figures, wins = paper_figures(runs, base, small, args), win_rate_rows(runs, args)
-    claims = claims_table(runs, base, small, args)
+    figures = paper_figures(runs, base, small, args) | question_figures(everything, base, args)
+    wins, claims = win_rate_rows(everything, args), claims_table(claims_of(everything, base, args))
+    methods = methods_table(pick(here, procedure="PPO"), args)
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     missing = [f"{name}: {NEEDS[name]}" for name, figure in figures.items() if not save_figure(args, name, *figure)]
     missing += [] if wins else ["win rates: best of n, or PPO runs with gold_samples.csv"]
-    for row in claims:
-        if row["verdict"] == "no runs":
-            what = f"claim {row['claim']}, {row['procedure']}, label noise {row['label noise, %']} %"
-            missing.append(f"{what}: {CLAIMS[row['claim']][2]}")
-    put(folder / "claims.csv", pandas.DataFrame(claims).to_csv(index=False).encode())
-    if orders:
-        put(folder / "first_member.csv", pandas.DataFrame(orders).to_csv(index=False).encode())
-    ppo = sorted(pick(everything, procedure="PPO"), key=lambda run: setting_order(run[:8]) + (run.paths, run.seed))
+    missing += [f"claim {row['claim']}: {row['what']}" for row in claims if row["verdict"] == "no runs"]
+    for name, rows in (("claims", claims), ("methods", methods), ("win_rates", wins)):
+        put(folder / f"{name}.csv", pandas.DataFrame(rows).to_csv(index=False, float_format="%.6g").encode())
+    ppo = pick(everything, procedure="PPO")
+    ppo = sorted(ppo, key=lambda run: setting_order(fields(run, AVERAGED)) + (run.seed, run.paths))
     if ppo:
         golds = [run.curve["y"] for run in ppo]
         golds = [{"first": gold.iloc[0], "best": gold.max(), "final": gold.iloc[-1]} for gold in golds]
-        rows = [dict(zip(Run._fields, run, strict=False)) for run in ppo]
-        rows = [{key: row[key] for key in Run._fields[:10]} | gold for row, gold in zip(rows, golds, strict=True)]
+        kls = [{"final_kl": run.curve["x"].iloc[-1], "largest_kl": run.curve["x"].max()} for run in ppo]
+        names = (*AVERAGED, "seed", "paths")
+        rows = [dict(zip(names, fields(run, names), strict=True)) for run in ppo]
+        rows = [row | gold | kl for row, gold, kl in zip(rows, golds, kls, strict=True)]
         put(folder / "ppo_runs.csv", pandas.DataFrame(rows).to_csv(index=False, float_format="%.6g").encode())
-    put(folder / "win_rates.csv", pandas.DataFrame(wins).to_csv(index=False, float_format="%.6g").encode())
 
     # ---- figures.md ------------------------------------------------------------------------------
     text = f"# Reward model ensembles\n\n`python ensembles/figures.py {shlex.join(sys.argv[1:])}`\n\n"
     text += f"Where nothing else is said: {base['noise']:g} % label noise, reward models {base['size']} trained on "
     text += f"{base['pairs']:,} pairs. ± is one sample standard deviation, se the standard error over posts.\n\n"
-    text += "## Claims\n\n"
-    text += "".join(f"{number}. {claim} *Holds if:* {rule}\n" for number, (claim, rule, _) in CLAIMS.items()) + "\n"
-    text += markdown([{key: row[key] for key in row if key not in ("text", "rule")} for row in claims]) + "\n"
+    said = (
+        f"{len(values(pick(here, procedure='PPO'), 'seed'))} replicates, runs paired by seed; ( ) is a 95 % t interval"
+    )
+    text += f"## Claims\n\nPPO, setup: {base['setup'] or 'default'}; {said}. A positive difference is better.\n\n"
+    shown = [row | {"difference": f"{row['difference']:.3f} ({row['low']:.3f} to {row['high']:.3f})"} for row in claims]
+    columns = "claim text what quantity n difference verdict holds".split()
+    text += markdown([{key: row[key] for key in columns} for row in shown if row["verdict"] != "no runs"] or shown[:1])
+    text += "\n"
+    if methods:
+        text += f"## Methods\n\n{markdown(methods)}\n"
     if wins:
         shown = [row | {"win rate, %": f"{100 * row['win_rate']:.1f} ± {100 * row['win_rate_sd']:.1f}"} for row in wins]
-        columns = "procedure noise size pairs kl_coef method uwo_lambda members against".split()
+        columns = "procedure noise size pairs bases setup kl_coef method uwo_lambda members against".split()
         columns += ["win rate, %", "paper"]
         shown = [{key: "" if row[key] is None else row[key] for key in columns} for row in shown]
         text += "## Win rates against single reward models\n\nMean ± standard deviation over the single reward models, "
         text += "as many as `against` says. The paper's: "
         text += "table 6 (44M reward models) and 7 (7M and 1.3B), uwo with λ 0.5, PPO at the KL penalties of figure 4."
         text += f"\n\n{markdown(shown)}\n"
-    if orders:
-        text += "## By first member\n\nPPO's value model starts from the first reward model. Figures and claims are of "
-        text += f"the order with most runs.\n\n{markdown(orders)}\n"
     for title, lines in (("Missing", [*missing, COMMANDS] if missing else []), ("Left out", problems)):
         text += f"## {title}\n\n" + "".join(f"- {line}\n" for line in lines) + "\n" if lines else ""
     put(folder / "figures.md", (text.rstrip() + "\n").encode())

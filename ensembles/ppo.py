@@ -5,9 +5,10 @@ One process:    python ensembles/ppo.py --model nano-xs --reward-model-paths run
                     --reward-combination uwo --uwo-lambda 0.1 --gold quickstart/truth.py:score
 Paper scale:    bash benchmark/ensembles.sh --dry-run
 
-Starts from the SFT model (policy and reference) of the same name and seed and from the first reward model (value). The
-run folder (default runs/ppo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), value_model/,
-metrics.jsonl, args.json, TensorBoard files, with --gold gold_samples.csv and, with --save-every, checkpoints/.
+Starts from the SFT model (policy, reference, value) of the same name and seed. The run folder (default
+runs/ppo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), value_model/, metrics.jsonl,
+args.json, members.json (mean and standard deviation of each reward model), TensorBoard files, with --gold
+gold_samples.csv and, with --save-every, checkpoints/.
 
 The file goes from the algorithm outwards: arguments, losses, rollout, main, evaluation, sampling, padding and forward
 passes, models, plumbing. What differs from the first paper's: `git diff --no-index ppo.py ensembles/ppo.py`.
@@ -85,13 +86,22 @@ class Args:
     sft_model_path: str = "runs/sft/{model}/{seed}"
     """policy and reference: run folder, checkpoint folder or Hub id[@revision]"""
     reward_model_paths: list[str] | None = None
-    """one or more reward models, the first of which also starts the value model; needed"""
+    """one or more reward models; needed"""
     reward_combination: Literal["mean", "wco", "uwo", "safety_gate"] = "mean"
     """how several rewards become one score: mean, worst case, or mean minus uwo_lambda times variance; safety_gate, of
     a helpfulness and a safety model: safety's where it finds little of it or the post's column `tag` says safety, else
     helpfulness's, whitened over the batch (Llama 2)"""
     uwo_lambda: float | None = None
     """weight of the variance in uwo, at least 0; has no default"""
+    standardise_members: bool = True
+    """of each reward model (score - mean) / standard deviation, both over samples of the SFT policy and measured before
+    the first update (as the ensemble paper's authors say they did): a KL coefficient then means the same whatever is
+    trained against; not for safety_gate"""
+    standardise_posts: int = 256
+    """so many training posts, the first ones, have a sample for that"""
+    value_start: Literal["sft", "reward"] = "sft"
+    """what the value model starts from: the SFT model with a head of zeros (the ensemble paper's code has a new head on
+    the policy's trunk), or the first reward model (Detail 22), with whose blind spots it begins"""
     gold: str | None = None
     """reward model (folder or Hub id[@revision]) or path.py:function of (post, summary) that scores samples of
     --eval-rows fixed validation posts; changes nothing in the training"""
@@ -370,6 +380,8 @@ def main(args: Args):
         fail(f"--batch-size {args.batch_size} does not split into {split}, or is more than --total-episodes")
     if (args.reward_combination == "uwo") != (args.uwo_lambda is not None) or (args.uwo_lambda or 0) < 0:
         fail("--reward-combination uwo needs --uwo-lambda of at least 0 (the paper's PPO: 0.1); nothing else takes it")
+    if args.reward_combination == "safety_gate" and args.standardise_members:
+        fail("--reward-combination safety_gate needs --no-standardise-members: its threshold is a probability")
     if not args.reward_model_paths or args.reward_combination == "safety_gate" and len(args.reward_model_paths) != 2:
         fail("--reward-model-paths needs one or more; safety_gate needs two, helpfulness, then safety")
     sft_folder = checkpoint_folder("--sft-model-path", args.sft_model_path)
@@ -394,13 +406,31 @@ def main(args: Args):
             accelerator.print(f"warning: --gold {args.gold} is also trained against, as one of --reward-model-paths")
     ref_policy = frozen(accelerator, load_policy(sft_folder, tokenizer), args.offload)
     policy = load_policy(sft_folder, tokenizer)
-    value_model = load_reward_model(reward_folders[0], tokenizer)  # Detail 22: all weights, the head included
+    if args.value_start == "reward":
+        value_model = load_reward_model(reward_folders[0], tokenizer)  # Detail 22: all weights, the head included
+    else:
+        value_model = new_reward_model(sft_folder, tokenizer)
+        nn.init.zeros_(value_model.model.score.weight)
     check_head(policy, sft_folder)
     banned = banned_ids(policy, tokenizer).to(accelerator.device)
+    kept, scales = Path(args.output_dir, "members.json"), {}
+    if args.standardise_members:
+        scales = json.loads(kept.read_text()) if kept.exists() else {}  # of the run that --resume continues
+        if scales.keys() != set(args.reward_model_paths):
+            posts = data["train"].select(range(min(args.standardise_posts, len(data["train"]))))
+            scales = member_scales(accelerator, ref_policy, reward_models, posts, tokenizer, args)
+        pairs = list(zip(args.reward_model_paths, reward_models, strict=True))
+        for path, model in pairs + [(args.reward_model_paths[0], value_model)] * (args.value_start == "reward"):
+            accelerator.print(f"{path}: mean {scales[path]['mean']:.4g}, standard deviation {scales[path]['sd']:.4g}")
+            standardise(model, **scales[path])
     both = PolicyAndValue(policy, value_model)
     model, optimizer = prepare(accelerator, both, args)
     # state that an edit carries from update to update: accelerator.register_for_checkpointing(it) before this line
     first = begin_run(accelerator, args)
+    if scales:
+        with writing(accelerator, kept) as partial:
+            if accelerator.is_main_process:
+                partial.write_text(json.dumps(scales, indent=2) + "\n")
 
     looked = accelerator, both, ref_policy, reward_models, gold, fixed, tokenizer, banned, args
     if gold and first == 0:
@@ -499,6 +529,8 @@ def main(args: Args):
             "learning_rate": learning_rate,
             "episode": episodes.stop,
         }
+        names = [f"objective/reward_model_{i + 1}" for i in range(len(reward_models))]
+        metrics |= dict(zip(names, found["scores"].mean(0), strict=True))
         if args.reward_combination == "safety_gate":
             metrics["objective/safety_share"] = (raw_scores == found["scores"][:, 1]).float().mean()
         metrics |= {"time/sampling": found["sampling_seconds"].max(), "time/rollout": rollout_seconds}
@@ -541,6 +573,41 @@ def validation_score(accelerator: Accelerator, policy, reward_models, data, toke
         check_scores(torch.stack(scores, 1), args.reward_model_paths, [f"validation post {i}" for i in index])
         found += combine(torch.stack(scores), args.reward_combination, args.uwo_lambda, safety_tags(batch)).tolist()
     return sum(gather_object(found)) / len(data)
+
+
+@torch.no_grad()
+def member_scales(accelerator: Accelerator, policy, reward_models, posts, tokenizer, args) -> dict:
+    """{path of a reward model: mean and standard deviation (/ n) of its scores of a sample of the policy to each post},
+    drawn as in training with noise of its own. An error where one says the same of all."""
+    pad_id, found = tokenizer.pad_token_id, []
+    for index, batch in shares(accelerator, posts, args.forward_batch_size, "scale of the reward models"):
+        queries = trim(batch["query_token"].to(accelerator.device), pad_id, "left")
+        policy.to(accelerator.device)
+        with accelerator.autocast():
+            keys = noise_keys(args.seed, -2, index)
+            responses = generate(policy, queries, tokenizer, args.response_length, args.temperature, keys)
+            rows, scores = right_padded(torch.cat([queries, responses], 1), pad_id), []
+            for reward_model in reward_models:
+                reward_model.to(accelerator.device)
+                scores.append(response_rewards(reward_model, rows, 0, pad_id).cpu())
+                reward_model.to("cpu" if args.offload else accelerator.device)
+        check_scores(torch.stack(scores, 1), args.reward_model_paths, [f"training post {i}" for i in index])
+        found += torch.stack(scores, 1).tolist()
+    policy.to("cpu" if args.offload else accelerator.device)
+    scores = torch.tensor(gather_object(found), dtype=torch.float64)  # (n, k)
+    scales = torch.stack([scores.mean(0), scores.std(0, unbiased=False)], 1).tolist()
+    for path, (mean, sd) in zip(args.reward_model_paths, scales, strict=True):
+        if sd < 1e-6 * max(1, abs(mean)):
+            fail(f"{path} scores all samples {mean:.4g}: it cannot be standardised; mend that model or leave it out")
+    return {path: {"mean": m, "sd": s} for path, (m, s) in zip(args.reward_model_paths, scales, strict=True)}
+
+
+@torch.no_grad()
+def standardise(model, mean: float, sd: float):
+    """Make a reward model say (score - mean) / sd: its head w, b becomes w / sd, (b - mean) / sd."""
+    head = model.model.score
+    head.weight.div_(sd)
+    head.bias.sub_(mean).div_(sd)
 
 
 def check_scores(scores: torch.Tensor, names: list[str], where: list[str]):
@@ -795,6 +862,23 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
         model.load_state_dict(
             {key: x for file in Path(path).glob("*.safetensors") for key, x in load_file(file).items()}
         )
+    return RewardModel(model)
+
+
+def new_reward_model(path: str, tokenizer) -> RewardModel:
+    """The SFT model of a checkpoint folder with a new scalar head: weights normal with standard deviation
+    1 / sqrt(d + 1), bias 0 (Detail 11)."""
+    settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
+    with or_fail(f"the model in {path} cannot be read"):
+        config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
+        config.pad_token_id = tokenizer.pad_token_id
+        model = AutoModelForSequenceClassification.from_pretrained(path, config=config, **settings)
+    if (rows := model.get_input_embeddings().num_embeddings) < len(tokenizer) - 1:
+        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
+    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
+    model.score = ScalarHead(model.score.in_features, 1)
+    nn.init.normal_(model.score.weight, std=1 / (model.score.in_features + 1) ** 0.5)
+    nn.init.zeros_(model.score.bias)
     return RewardModel(model)
 
 

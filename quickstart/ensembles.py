@@ -1,27 +1,32 @@
-"""Reward-model ensembles against overoptimisation, at laptop size: a matrix of runs whose gold reward is the truth.
+"""Reward-model ensembles against overoptimisation, at laptop size: a matrix of PPO runs whose gold reward is the truth.
 
     python quickstart/ensembles.py                # everything that is not there yet, then the figures and the claims
     python quickstart/ensembles.py --dry-run      # its cost and the commands that are left to run
-    python quickstart/ensembles.py --ppo-seeds    # best-of-n alone
+    python quickstart/ensembles.py --pilot        # the pilot alone, by which STEP_SIZE and UPDATES were fixed
 
-After sections 4 and 5 of "Reward Model Ensembles Help Mitigate Overoptimization": a policy (size s) answers the posts
-twice, the truth of truth.py says which answer is better, a share of these labels is flipped, and five reward models,
-alike but for their seed, are trained on each set of pairs:
+After "Reward Model Ensembles Help Mitigate Overoptimization", and after "Helping or Herding?" (Eisenstein et al. 2023)
+and WARM (Rame et al. 2024) where it says so. A policy (size s) answers the posts twice, the truth of truth.py says
+which answer is better, 25 % of these labels are flipped, and reward models (size xs) are trained on the pairs.
 
-    noise 25 %, size xs, all posts    the setting of all PPO runs
-    noise 0 and 35 %                  figures 3 and 10
-    size s; half and a quarter of the posts    figures 8, 9 and 13
+A replicate is a seed of everything: of the answers, of the flipped labels, of five reward models of its own, and of
+PPO. Its single reward model is the first of its five. Replicate 1 has the members of the study before this one. The
+pilot is replicate 6, which no other run uses.
 
-Best-of-n samples once and lets all of them score; tables are made for each five. PPO runs against two single members,
-their mean, the worst case and the uncertainty-weighted score, without and with a KL penalty, on --ppo-seeds, and,
-without penalty, the ensembles with their second member first, from which the value model then starts, another lambda,
-and single members of fewer posts (figures 12 and 14). A response without EOS keeps its score: Detail 23's fixed -1
-would reward it wherever the worst case says less. A stopped run continues from its last checkpoint. Steps of the matrix
-wait for the ones before; --jobs runs go side by side, each with its share of the cores. What is finished is not started
-again; a failing run stops no other of its step.
+bases      five of size xs, by nano.py --seed and pretrain.py --seed, with one tokenizer: the repository's and four
+           more; SFT of each
+members    of each replicate: five of base 1, which average.py also makes one (WARM), and one of each other base
+PPO        claims  single, mean, WCO, UWO, WARM x KL penalty 0, 0.02, 0.1; value model from SFT, members standardised
+           bases   mean, WCO, UWO of five bases, no penalty
+           raw     WCO, UWO of members that are not standardised, no penalty
+           leak    WCO of replicate 1's members on five seeds, value model from member 1, not standardised: lambda of
+                   GAE 0.95 and 1 x value clipping 0.2 and off; and with the value model from SFT
 
-RUNS/       sft/{size}/1, labelled/{posts}, reward/{noise}_{size}_{posts}/{seed}, samples, best_of_n/{...},
-            ppo/{method}_kl_{kl}/{seed}, logs/
+A response without EOS keeps its score: Detail 23's fixed -1 would reward it wherever the worst case says less. A
+stopped run continues from its last checkpoint. Steps of the matrix wait for the ones before; --jobs runs go side by
+side, each with its share of the cores. What is finished is not started again; a failing run stops no other of its step.
+
+RUNS/       base/{base}/nano-xs, sft/{size}/{base}, labelled/{replicate}, reward/base_{base}/{replicate}/{seed},
+            reward/warm/{replicate}, ppo/{group}/{method}_kl_{kl}/{replicate}, logs/
 OUTPUT_DIR/ what ensembles/figures.py writes
 """
 
@@ -42,52 +47,35 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 ROOT = Path(__file__).resolve().parents[1]
-DATA = "data/quickstart/posts-1/tldr"
+POSTS = "data/quickstart/posts-1/tldr/sft"
+CORPUS = "data/quickstart/pretraining"
 GOLD = "quickstart/truth.py:score"
-POSTS = 4000  # of the quickstart's train split
-BASELINE = (25, "xs", POSTS)  # noise in percent, size of the members, posts that were answered
-SETTINGS = [
-    BASELINE,
-    (0, "xs", POSTS),
-    (35, "xs", POSTS),
-    (25, "s", POSTS),
-    (25, "xs", POSTS // 2),
-    (25, "xs", POSTS // 4),
-]
-MEMBERS = (1, 2, 3, 4, 5)  # seeds
-OTHER_FIRST = (2, 1, 3, 4, 5)
-EPOCHS = 3  # of the members
+PILOT = 6
+BASES = (1, 2, 3, 4, 5)  # the first is quickstart/bases/nano-xs
+STEP_SIZE, UPDATES = 1e-4, 20  # of PPO, fixed by the pilot
+METHODS = {
+    "single": "",
+    "mean": "--reward-combination mean",
+    "wco": "--reward-combination wco",
+    "uwo": "--reward-combination uwo --uwo-lambda 0.1",
+    "warm": "",
+}
 # of a run of each step, of one core of an AMD EPYC, two side by side
-SECONDS = {"SFT": 52, "labels": 65, "members": 62, "best of n": 733, "PPO": 210, "tables": 10}
-METHODS = {  # of PPO: where the members are from, which, flags
-    "single_1": (BASELINE, (1,), ""),
-    "single_2": (BASELINE, (2,), ""),
-    "mean": (BASELINE, MEMBERS, "--reward-combination mean"),
-    "wco": (BASELINE, MEMBERS, "--reward-combination wco"),
-    "uwo": (BASELINE, MEMBERS, "--reward-combination uwo --uwo-lambda 0.1"),
-}
-SWEEPS = {  # without a KL penalty only: the value model from another member; figures 12 and 14
-    "wco_2_first": (BASELINE, OTHER_FIRST, "--reward-combination wco"),
-    "uwo_2_first": (BASELINE, OTHER_FIRST, "--reward-combination uwo --uwo-lambda 0.1"),
-    "mean_2_first": (BASELINE, OTHER_FIRST, "--reward-combination mean"),
-    "uwo_0.5": (BASELINE, MEMBERS, "--reward-combination uwo --uwo-lambda 0.5"),
-    "single_1_2000": ((25, "xs", POSTS // 2), (1,), ""),
-    "single_1_1000": ((25, "xs", POSTS // 4), (1,), ""),
-}
+SECONDS = {
+    "corpus": 20, "bases": 10, "pretraining": 370, "SFT": 25, "labels": 65, "members": 45, "averages": 15, "PPO": 120,
+}  # fmt: skip
 
 
 @dataclass
 class Args:
-    ppo_seeds: tuple[int, ...] = (1, 2, 3)
-    """seeds of the PPO runs; none: no PPO"""
-    kl_coefs: tuple[float, ...] = (0.0, 0.05)
-    """KL penalties of the PPO runs"""
-    updates: int = 28
+    replicates: tuple[int, ...] = (1, 2, 3, 4, 5)
+    """seeds, each with reward models of its own"""
+    kl_coefs: tuple[float, ...] = (0.0, 0.02, 0.1)
+    """KL penalties of the claims"""
+    updates: int = UPDATES
     """of a PPO run, 64 episodes each"""
-    bon_prompts: int = 128
-    """validation posts that are sampled for best-of-n"""
-    bon_samples: int = 1000
-    """samples of each"""
+    pilot: bool = False
+    """run the pilot alone: single reward models that no other run uses, at three step sizes"""
     jobs: int = 2
     """runs side by side, each with OMP_NUM_THREADS = cores / jobs"""
     runs: str = "runs/ensembles"
@@ -134,6 +122,7 @@ def run_jobs(jobs: list[Job], at_once: int, threads: int, progress: Progress, ba
     A signal to end this process ends the jobs first."""
     waiting, running, failures, signals = list(jobs), {}, {}, []
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # as quickstart/setup.sh
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     handlers = {number: old for number, old in handlers.items() if old not in (signal.SIG_IGN, None)}  # nohup
     for number in handlers:
@@ -176,66 +165,95 @@ def run_jobs(jobs: list[Job], at_once: int, threads: int, progress: Progress, ba
 # ---- the matrix -----------------------------------------------------------------------------------------------------
 
 
-def member_set(setting: tuple[int, str, int]) -> str:
-    noise, size, posts = setting
-    return f"noise_{noise}_{size}_{posts}"
-
-
 def steps_of(args: Args) -> dict[str, list[Job]]:
     """All jobs, step by step; those of a step need nothing of one another."""
-    runs, rewards, steps = args.runs, {}, {step: [] for step in SECONDS}
+    runs, steps = args.runs, {step: [] for step in SECONDS}
 
-    def add(step: str, name: str, result: str, command: str):
+    def add(step: str, name: str, result: str, command: str) -> str:
+        """A job whose output folder is named as it is; returns that folder."""
         log = ROOT / runs / "logs" / f"{name.replace('/', '_')}.log"
+        command = f"{command} --output-dir {runs}/{name}"
         steps[step].append(Job(1, name, [sys.executable, *command.split()], log, ROOT / runs / name / result))
+        return f"{runs}/{name}"
 
-    for size in ("s", "xs"):
-        name = f"sft/{size}/1"
-        command = f"sft.py --model quickstart/bases/nano-{size} --seed 1 --dataset {DATA}/sft --learning-rate 1e-3"
-        command += f" --batch-size 32 --micro-batch-size 8 --resume --output-dir {runs}/{name}"
-        add("SFT", name, "model/config.json", command)
-    for posts in sorted({posts for _, _, posts in SETTINGS}, reverse=True):
-        name = f"labelled/{posts}"
-        command = f"ensembles/gold_label.py --policy {runs}/sft/s/1 --gold {GOLD} --dataset {DATA}/sft"
-        command += f" --prompts {posts} --label-noise 0 0.25 0.35 --output-dir {runs}/{name}"
-        add("labels", name, "noise_35/dataset_dict.json", command)
-    for setting in SETTINGS:
-        for seed in MEMBERS:
-            (noise, size, posts), name = setting, f"reward/{member_set(setting)}/{seed}"
-            command = (
-                f"reward.py --model quickstart/bases/nano-{size} --seed {seed} --sft-model-path {runs}/sft/{size}/1"
-            )
-            command += f" --dataset {DATA}/sft --preference-dataset {runs}/labelled/{posts}/noise_{noise}"
-            command += f" --num-train-epochs {EPOCHS} --learning-rate 1e-3 --batch-size 16 --micro-batch-size 8"
-            add("members", name, "eval/accuracy.csv", f"{command} --run-eval --resume --output-dir {runs}/{name}")
-            rewards[setting, seed] = f"{runs}/{name}"
-    command = f"ensembles/best_of_n.py --policy {runs}/sft/s/1 --reward-model-paths {' '.join(rewards.values())}"
-    command += f" --gold {GOLD} --dataset {DATA}/sft --prompts {args.bon_prompts} --samples {args.bon_samples}"
-    add("best of n", "samples", "best_of_n.md", f"{command} --micro-batch-size 250 --output-dir {runs}/samples")
-    runs_of_ppo = [(kl_coef, name, method) for kl_coef in args.kl_coefs for name, method in METHODS.items()]
-    sweeps = [(0.0, name, method) for name, method in SWEEPS.items()]
-    for group, seed in itertools.product((runs_of_ppo, sweeps), args.ppo_seeds):
-        for kl_coef, method, (setting, used, flags) in group:
-            name, members = f"ppo/{method}_kl_{kl_coef:g}/{seed}", [rewards[setting, i] for i in used]
-            command = (
-                f"ensembles/ppo.py --model nano-s --seed {seed} --sft-model-path {runs}/sft/s/1 --dataset {DATA}/sft"
-            )
-            command += f" --reward-model-paths {' '.join(members)} {flags} --kl-coef {kl_coef:g}"
-            command += f" --penalty-reward-value None --gold {GOLD} --gold-every 2 --eval-rows 128 --sample-every 0"
-            command += f" --total-episodes {64 * args.updates} --batch-size 64 --micro-batch-size 16"
-            command += f" --learning-rate 3e-5 --save-every 20 --keep-checkpoints 1 --resume --output-dir {runs}/{name}"
-            add("PPO", name, "model/config.json", command)
-    for setting in SETTINGS:
-        name = f"best_of_n/{member_set(setting)}"
-        places = [str(1 + list(rewards).index((setting, seed))) for seed in MEMBERS]
-        command = f"ensembles/best_of_n.py --output-dir {runs}/samples --estimate --members {' '.join(places)}"
-        add("tables", name, "best_of_n.md", f"{command} --tables-dir {runs}/{name}")
+    # ---- bases, SFT ------------------------------------------------------------------------------
+    bases = BASES[:1] if args.pilot else BASES
+    models = {1: "quickstart/bases/nano-xs"}
+    if bases[1:]:
+        command = f"quickstart/posts.py --seed 0 --num-pretraining 100000 --output-dir {CORPUS}"
+        log, result = ROOT / runs / "logs" / "corpus.log", ROOT / CORPUS / "pretraining.jsonl"
+        steps["corpus"].append(Job(1, "corpus", [sys.executable, *command.split()], log, result))
+    for base in bases[1:]:
+        command = f"quickstart/nano.py --size xs --seed {base} --tokenizer quickstart/bases/nano-s"
+        random = add("bases", f"random/{base}", "config.json", command)
+        command = f"quickstart/pretrain.py --model {random} --seed {base} --steps 2000 --documents {CORPUS}"
+        models[base] = add("pretraining", f"base/{base}/nano-xs", "config.json", command)
+    sft = {}
+    for size, base, model in [("s", 1, "quickstart/bases/nano-s"), *(("xs", base, models[base]) for base in bases)]:
+        command = f"sft.py --model {model} --seed 1 --dataset {POSTS} --learning-rate 1e-3"
+        command += " --batch-size 32 --micro-batch-size 8 --resume"
+        sft[size, base] = add("SFT", f"sft/{size}/{base}", "model/config.json", command)
+
+    # ---- reward models ---------------------------------------------------------------------------
+    replicates = (PILOT,) if args.pilot else args.replicates
+    own, other, warm = {}, {}, {}  # {replicate: paths}
+
+    def reward_model(name: str, base: int, seed: int, pairs: str) -> str:
+        command = f"reward.py --model {models[base]} --seed {seed} --sft-model-path {sft['xs', base]} --dataset {POSTS}"
+        command += f" --preference-dataset {pairs} --num-train-epochs 3 --learning-rate 1e-3 --batch-size 16"
+        return add("members", name, "eval/accuracy.csv", f"{command} --micro-batch-size 8 --run-eval --resume")
+
+    for i in replicates:
+        command = f"ensembles/gold_label.py --policy {sft['s', 1]} --gold {GOLD} --dataset {POSTS} --seed {i}"
+        command += " --prompts 4000 --label-noise 0.25"
+        labelled = add("labels", f"labelled/{i}", "noise_25/dataset_dict.json", command)
+        seeds = range(5 * i - 4, 5 * i - 2 if args.pilot else 5 * i + 1)
+        own[i] = [reward_model(f"reward/base_1/{i}/{seed}", 1, seed, f"{labelled}/noise_25") for seed in seeds]
+        if args.pilot:
+            continue
+        others = [
+            reward_model(f"reward/base_{x}/{i}/{seeds[0]}", x, seeds[0], f"{labelled}/noise_25") for x in BASES[1:]
+        ]
+        other[i] = own[i][:1] + others
+        command = f"ensembles/average.py --reward-model-paths {' '.join(own[i])}"
+        warm[i] = add(
+            "averages", f"reward/warm/{i}", "args.json", f"{command} --preference-dataset {labelled}/noise_25"
+        )
+
+    # ---- PPO -------------------------------------------------------------------------------------
+    def ppo(name: str, seed: int, members: list[str], flags: str, kl_coef: float = 0.0, step_size: float = STEP_SIZE):
+        command = f"ensembles/ppo.py --model nano-s --seed {seed} --sft-model-path {sft['s', 1]} --dataset {POSTS}"
+        command += f" --reward-model-paths {' '.join(members)} {flags} --kl-coef {kl_coef:g} --standardise-posts 128"
+        command += f" --penalty-reward-value None --gold {GOLD} --gold-every 2 --eval-rows 96 --sample-every 0"
+        command += f" --total-episodes {64 * args.updates} --batch-size 64 --micro-batch-size 16"
+        command += f" --forward-batch-size 64 --num-ppo-epochs 2 --num-mini-batches 4 --learning-rate {step_size:g}"
+        command += f" --final-learning-rate {step_size:g} --save-every 10 --keep-checkpoints 1 --resume"
+        add("PPO", f"ppo/{name}_kl_{kl_coef:g}/{seed}", "model/config.json", command)
+
+    if args.pilot:
+        for step_size, member in itertools.product((5e-5, 1e-4, 2e-4), own[PILOT]):
+            ppo(f"pilot/{step_size:g}_{Path(member).name}", PILOT, [member], "", 0.0, step_size)
+        return steps
+    for kl_coef, i, (method, flags) in itertools.product(args.kl_coefs, replicates, METHODS.items()):
+        members = {"single": own[i][:1], "warm": [warm[i]]}.get(method, own[i])
+        ppo(f"claims/{method}", i, members, flags, kl_coef)
+    for i, method in itertools.product(replicates, ("mean", "wco", "uwo")):
+        ppo(f"bases/{method}", i, other[i], METHODS[method])
+    for i, method in itertools.product(replicates, ("wco", "uwo")):
+        ppo(f"raw/{method}", i, own[i], f"{METHODS[method]} --no-standardise-members")
+    raw = f"{METHODS['wco']} --no-standardise-members"
+    for i in replicates:
+        for lam, clip in itertools.product((0.95, 1), (0.2, float("inf"))):
+            flags = f"{raw} --value-start reward --lam {lam} --cliprange-value {clip}"
+            ppo(f"leak/lambda_{lam}_clip_{clip}", i, own[replicates[0]], flags)
+        if i != replicates[0]:  # whose run is raw/wco
+            ppo("leak/sft", i, own[replicates[0]], raw)
     return steps
 
 
 def main(args: Args):
-    if args.jobs < 1 or args.updates < 1 or args.bon_prompts < 1 or args.bon_samples < 1:
-        fail("--jobs, --updates, --bon-prompts and --bon-samples are at least 1")
+    if args.jobs < 1 or args.updates < 1:
+        fail("--jobs and --updates are at least 1")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = max(1, cores // args.jobs)
     steps = steps_of(args)
@@ -262,7 +280,6 @@ def main(args: Args):
     everything = sum(map(len, steps.values()))
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=everything, completed=everything - sum(map(len, left.values())))
-        left["PPO"] = left.pop("best of n") + left["PPO"]  # side by side
         for step, jobs in {"posts": [data], **left}.items():
             if failures := run_jobs(jobs, args.jobs, threads, progress, bar):
                 names = f"{step}: {', '.join(failures)} failed; the same command keeps what is finished and tries again"

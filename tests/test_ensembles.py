@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 from dataclasses import replace
@@ -25,7 +26,7 @@ from accelerate.state import AcceleratorState
 from conftest import free_port, make_talker, read_metrics, script
 from datasets import load_from_disk
 from kill_runs import weights
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import ppo as ppo_of_one
@@ -89,6 +90,7 @@ def setting(world, tmp_path_factory) -> SimpleNamespace:
 
     def args(name: str, **changes):
         own = {"reward_model_paths": [str(x) for x in members], "reward_combination": "uwo", "uwo_lambda": LAMBDA}
+        own |= {"value_start": "reward", "standardise_members": False}
         return ppo.Args(**common | own | {"output_dir": str(root / name)} | changes)
 
     found = {"sft": base, "members": members, "gold": gold, "function": f"{root / 'function.py'}:score"}
@@ -141,9 +143,11 @@ def test_with_one_member_it_is_ppo_whether_a_gold_looks_on_or_not(setting, singl
     plain = run(replace(args, total_episodes=2 * BATCH), ppo_of_one)
     assert weights(single) == weights(plain) and len(weights(plain)) == 2
     lines, expected = read_metrics(single), without(read_metrics(plain), "time/")
-    spreads = {key for line in lines for key in line if "reward_model" in key and "gold" not in key}
-    assert spreads == SPREADS and all(line[key] == 0 for line in lines[1:] for key in SPREADS)
-    assert without(lines, "gold/", "time/", *SPREADS) == expected and 0 < expected[0]["response/eos_rate"] < 1
+    own = {key for line in lines for key in line if "reward_model" in key and "gold" not in key}
+    assert own == SPREADS | {"objective/reward_model_1"}
+    assert all(line[key] == 0 for line in lines[1:] for key in SPREADS)
+    assert all(line["objective/reward_model_1"] == line["objective/score_without_penalty"] for line in lines[1:])
+    assert without(lines, "gold/", "time/", *own) == expected and 0 < expected[0]["response/eos_rate"] < 1
     assert expected[0]["objective/kl"] == 0 < 0.01 < expected[1]["objective/kl"]  # else nothing could have been changed
     assert [line["update"] for line in lines] == [0, 1, 2]
     have = [{key for key in line if key.startswith("gold/")} for line in lines]
@@ -152,7 +156,7 @@ def test_with_one_member_it_is_ppo_whether_a_gold_looks_on_or_not(setting, singl
 
 
 @torch.no_grad()
-def plain_samples(setting, world, policy_folder: Path, update: int = -1, temperature: float = 0.7) -> list:
+def plain_samples(setting, world, policy_folder: Path, update: int = -1, temperature: float = 0.7, split="validation"):
     """A sample to each of the first posts, token by token without padding, cache or batch, and what it is worth: .query
     (text), .tokens, .text, .scores (of the two members), .gold, .kl (k2)."""
     tokenizer = reward.load_tokenizer(str(policy_folder))
@@ -161,7 +165,7 @@ def plain_samples(setting, world, policy_folder: Path, update: int = -1, tempera
     backbones = [AutoModel.from_pretrained(x).eval() for x in (*setting.members, setting.gold)]
     heads = [load_file(x / "model.safetensors") for x in (*setting.members, setting.gold)]
     allowed, found = torch.tensor([i for i in range(len(tokenizer)) if i != pad_id]), []
-    for i, row in enumerate(load_from_disk(str(world.dataset))["validation"].select(range(ROWS))):
+    for i, row in enumerate(load_from_disk(str(world.dataset))[split].select(range(ROWS))):
         query, tokens = [token for token in row["query_token"] if token != pad_id], []
         while len(tokens) < LENGTH and eos_id not in tokens:
             logits = policy(torch.tensor([query + tokens])).logits[0, -1].double() / (temperature + 1e-7)
@@ -314,6 +318,91 @@ def test_training_scores_are_those_of_the_members(setting, world, golden):
     assert [line["update"] for line in lines if "eval/score" in line] == [2, 3]
 
 
+@pytest.fixture(scope="module")
+def standard(setting) -> SimpleNamespace:
+    """A run of two updates with the defaults, the members' scale from the first five posts: .args, .folder, .seen."""
+    args = setting.args("standard", standardise_members=True, standardise_posts=ROWS, value_start="sft")
+    args, seen, rollout = replace(args, total_episodes=2 * BATCH), [], ppo.rollout
+
+    def watched(*inputs):
+        seen.append(rollout(*inputs))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppo, "rollout", watched)
+        return SimpleNamespace(args=args, folder=run(args), seen=seen)
+
+
+def test_members_are_standardised_by_their_scores_of_the_sft_policys_samples(setting, world, standard, golden):
+    samples = plain_samples(setting, world, setting.sft, -2, split="train")
+    scales = json.loads((standard.folder / "members.json").read_text())
+    assert list(scales) == [str(x) for x in setting.members] and not (golden.folder / "members.json").exists()
+    columns = list(zip(*(x.scores for x in samples), strict=True))
+    for (mean, sd), column in zip((x.values() for x in scales.values()), columns, strict=True):
+        assert mean == pytest.approx(statistics.fmean(column), rel=1e-4)
+        assert sd == pytest.approx(statistics.pstdev(column), rel=1e-3) and sd > 0.05
+    raw, found = (next(x for x in run.seen if len(x["scores"]) == BATCH)["scores"] for run in (golden, standard))
+    means, sds = torch.tensor([list(x.values()) for x in scales.values()]).T
+    assert found.flatten().tolist() == pytest.approx(((raw - means) / sds).flatten().tolist(), rel=1e-3, abs=1e-4)
+    line = read_metrics(standard.folder)[0]
+    for i in range(2):
+        assert line[f"objective/reward_model_{i + 1}"] == pytest.approx(found[:, i].mean().item(), rel=1e-5)
+    worths = [statistics.fmean(row) - LAMBDA * statistics.pvariance(row) for row in found.tolist()]
+    assert line["objective/score_without_penalty"] == pytest.approx(statistics.fmean(worths), rel=1e-4)
+
+
+def test_the_value_model_starts_from_sft_with_a_head_of_zeros(setting, standard, monkeypatch):
+    first, second = standard.seen[:2]
+    assert (first["values"] == 0).all() and second["values"].abs().max() > 1e-3  # a head of zeros learns
+    with monkeypatch.context() as patch:
+        models = []
+        patch.setattr(ppo, "prepare", lambda accelerator, model, args: models.append(model) or ppo.fail("far enough"))
+        error(replace(standard.args, output_dir="runs/none"))
+    body = models[0].value_model.model.base_model.state_dict()
+    expected = AutoModel.from_pretrained(setting.sft).state_dict()
+    assert all(torch.equal(body[name][: len(x)], x) for name, x in expected.items()) and len(body) == len(expected)
+
+
+def test_a_value_model_from_a_reward_model_has_its_scale(setting, standard):
+    """Its value where the score lies is the standardised score of the first member."""
+    seen, rollout = [], ppo.rollout
+    args = replace(standard.args, value_start="reward", output_dir=f"{standard.folder}_reward", total_episodes=BATCH)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppo, "rollout", lambda *inputs: seen.append(rollout(*inputs)) or seen[-1])
+        run(args)
+    ended = (seen[0]["values"] != 0).sum(1).tolist()
+    found = zip(seen[0]["values"], seen[0]["scores"], ended, strict=True)
+    rows = [(row[n - 1].item(), scores[0].item()) for row, scores, n in found if n < LENGTH]
+    assert rows and [value for value, _ in rows] == pytest.approx([x for _, x in rows], rel=1e-3, abs=1e-4)
+
+
+def test_a_resumed_run_keeps_the_scale_of_its_members(standard, monkeypatch):
+    args = replace(standard.args, output_dir=f"{standard.folder}_stopped", save_every=1)
+    write_metrics = ppo.write_metrics
+
+    def write_and_end(accelerator, args, metrics, update, last):
+        write_metrics(accelerator, args, metrics, update, last)
+        if update == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+        patch.setattr(ppo, "write_metrics", write_and_end)
+        run(args)
+    monkeypatch.setattr(ppo, "member_scales", lambda *_: ppo.fail("measured again"))
+    assert weights(run(replace(args, resume=True))) == weights(standard.folder)
+
+
+def test_a_member_that_says_one_thing_of_all_is_named(setting, tmp_path):
+    folder = tmp_path / "constant"
+    shutil.copytree(setting.members[1], folder)
+    state = load_file(folder / "model.safetensors")
+    save_file(state | {"score.weight": torch.zeros_like(state["score.weight"])}, folder / "model.safetensors")
+    paths = [str(setting.members[0]), str(folder)]
+    text = error(setting.args("", output_dir=str(tmp_path / "run"), reward_model_paths=paths, standardise_members=True))
+    assert f"{folder} scores all samples 0.2: it cannot be standardised" in text
+    assert not (tmp_path / "run").exists()
+
+
 def test_one_frozen_model_at_a_time_is_on_the_device(golden):
     assert golden.offloaded == [True] * 3  # two members and the reference
     assert golden.at_work and set(golden.at_work) == {0, 1} and golden.at_work[-1] == 0
@@ -388,6 +477,10 @@ def test_a_gold_that_is_also_trained_against_is_told(setting, monkeypatch, capsy
         ({"reward_combination": "mean"}, ["nothing else takes it"]),
         ({"reward_model_paths": None}, ["--reward-model-paths needs one or more"]),
         ({"reward_combination": "safety_gate", "uwo_lambda": None, "reward_model_paths": ["a"]}, ["needs two"]),
+        (
+            {"reward_combination": "safety_gate", "uwo_lambda": None, "standardise_members": True},
+            ["safety_gate needs --no-standardise-members"],
+        ),
         ({"reward_model_paths": ["{root}/gold", "{root}/nowhere"]}, ["--reward-model-paths {root}/nowhere"]),
         ({"reward_model_paths": ["{root}/gold", "{root}/other"]}, ["{root}/other", "another tokenizer"]),
         ({"gold": "{root}/other"}, ["{root}/other", "another tokenizer", "{root}/sft"]),

@@ -291,6 +291,7 @@ def test_ppo_with_a_safety_gate(world, tmp_path, monkeypatch):
     args |= {"dataset": str(tmp_path / "data"), "batch_size": batch, "total_episodes": batch * updates, "eval_rows": 4}
     args |= {"reward_model_paths": [str(x) for x in members], "reward_combination": "safety_gate"}
     args |= {"learning_rate": 3e-6, "final_learning_rate": 1e-6}
+    args |= {"value_start": "reward", "standardise_members": False}
     ppo.main(ppo.Args(**args, output_dir=str(tmp_path / "run")))
     eos = reward.load_tokenizer(str(base)).eos_token_id
     streams = [call.result.tolist() for call in orders if call.args[1] == SEED]

@@ -1,0 +1,270 @@
+"""Weight-averaged reward models: members of one base become one reward model, whose weights are the mean of theirs.
+
+    python ensembles/average.py --reward-model-paths runs/reward/1b/{1,2,3,4,5} \
+        --preference-dataset data/labelled/noise_25 --output-dir runs/reward/1b/average
+
+After "WARM: On the Benefits of Weight Averaged Reward Models" (Rame et al. 2024), equation 2: r(x, y) with the weights
+1/k x (theta_1 + ... + theta_k), one model to train against in place of k. Models that were fine-tuned from one base can
+be averaged, for they stay linearly connected. Their heads must mean the same: a member whose head was drawn anew
+(Detail 11) has turned its last layer towards that head. WARM trains all members from one head; here that is reward.py
+with one --seed on the pairs in several orders (gold_label.py --orders). How much the average lost or gained is told:
+its validation accuracy beside its members'.
+
+Writes OUTPUT_DIR/model, a folder like reward.py's, args.json, and accuracy.csv: of each member and of the average the
+share of the validation pairs whose chosen response it scores higher (ties half), of all and of each value of the
+pairs' column `batch` (kept and flipped labels of gold_label.py).
+"""
+
+import json
+import os
+import shutil
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import pandas
+import pyarrow.compute as pc
+import torch
+import torch.nn.functional as F
+import tyro
+from datasets import DatasetDict, load_dataset, load_from_disk
+from huggingface_hub import snapshot_download
+from rich.console import Console
+from rich.progress import track
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+COLUMNS = ["query", "query_token", "query_chosen_token", "query_rejected_token"]
+ONE_BASE = 0.5  # cosine of two members' weights: above 0.9 after training from one base, about 0 between two bases
+
+
+@dataclass
+class Args:
+    reward_model_paths: list[str]
+    """two or more reward models that were trained from one SFT model: run folders, checkpoint folders or Hub
+    ids[@revision]"""
+    output_dir: str
+    """run folder to write; it must not exist yet"""
+    preference_dataset: str = "data/tldr/preference"
+    """pairs whose validation split tells the accuracies: folder or Hub id[@revision]"""
+    batch_size: int = 32
+    """pairs in a forward pass: memory only"""
+
+
+def fail(message: str):
+    """End the process with one clear message on standard error and exit code 1."""
+    raise SystemExit(f"error: {message}")
+
+
+@contextmanager
+def or_fail(message: str):
+    """Around what goes wrong outside of the script (a damaged file, a full disk): the run ends with one message."""
+    try:
+        yield
+    except Exception as error:  # of as many kinds as there are formats
+        fail(f"{message} ({error!r:.300})")
+
+
+def checkpoint_folder(flag: str, path: str) -> str:
+    """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
+    for folder in (Path(path) / "model", Path(path)):
+        if (folder / "config.json").exists():
+            return str(folder)
+    name, _, revision = path.partition("@")
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        stage, model, seed = ["sft", "MODEL", "SEED", *path.split("/") * path.startswith("runs/")][-3:]
+        fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
+    wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
+    with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
+        folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
+        return folder if [*Path(folder).glob("*.safetensors")] else snapshot_download(**wanted)
+
+
+def load_tokenizer(path: str):
+    """The tokenizer of a checkpoint folder, with `[PAD]` added (Detail 3: never EOS)."""
+    with or_fail(f"the tokenizer in {path} cannot be read"):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
+    """The DatasetDict in a folder written by tldr_dataset.py, or of a Hub id[@revision]. An error where a split or a
+    column is missing, an id is too large, or most of 16 rows are another tokenizer's (tldr_dataset.py --check: all)."""
+    name, _, revision = path.partition("@")
+    with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
+        data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
+        for split in ("train", "validation", *data):
+            data[split].select_columns(columns)[0]
+    keys, eos_id = [column for column in columns if "_token" in column], tokenizer.eos_token_id
+    for split, rows in data.items():
+        same, largest = [], max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
+        for row in rows.select(range(0, len(rows), -(-len(rows) // 16))):
+            query = tokenizer(row["query"], add_special_tokens=False).input_ids
+            real = {key: [x for x in row[key] if x != tokenizer.pad_token_id] for key in keys}
+            same.append(all(x == query if key == "query_token" else x[-1:] == [eos_id] for key, x in real.items()))
+        if 2 * sum(same) <= len(same) or largest >= len(tokenizer):
+            found = f"{sum(same)} of {len(same)} rows are as the model's tokenizer makes them; largest id {largest}"
+            fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py --tokenizer MODEL; --check finds more")
+    return data.with_format("torch")
+
+
+def without_dropout(config):
+    """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
+    config.update({k: 0.0 for k, v in config.to_dict().items() if "drop" in k and isinstance(v, int | float)})
+    return config
+
+
+class ScalarHead(nn.Linear):
+    """The head of a reward model, (b, T, d) -> (b, T, 1), in float32 under autocast and in a bfloat16 model, too."""
+
+    def forward(self, hidden):
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), self.weight.float(), self.bias.float())
+
+
+class RewardModel(nn.Module):
+    """A transformers sequence classifier with one label that returns its scalar at every position."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, **inputs):
+        """(b, T), and as inputs attention_mask (b, T) or (b, 1, T, earlier + T), position_ids (b, T), a cache, which is
+        added to -> reward logits (b, T) in float32. Rows that are padded on the right alone need no mask: no token of
+        a causal model sees what comes after it."""
+        hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
+        return self.model.score(hidden).squeeze(-1)
+
+
+def load_reward_model(path: str, tokenizer) -> RewardModel:
+    """A trained reward model in float32 without dropout, the head's bias in `score.bias`. The paper's released ones
+    become such a folder by benchmark/convert_released.py."""
+    with or_fail(f"{path} holds no reward model that can be read; reward.py makes one"):
+        config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
+        config.pad_token_id = tokenizer.pad_token_id
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model.score = ScalarHead(model.score.weight.shape[1], 1)
+        model.load_state_dict(
+            {key: x for file in Path(path).glob("*.safetensors") for key, x in load_file(file).items()}
+        )
+    return RewardModel(model)
+
+
+def trim(tokens: torch.Tensor, pad_id: int, side: Literal["left", "right"]) -> torch.Tensor:
+    """Cut the columns that are padding in every row, but for a width of a multiple of 16 (or all): widths that differ
+    at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
+    columns = (tokens != pad_id).any(0).nonzero().flatten()
+    if len(columns) == 0:
+        return tokens[:, :0]
+    used = int(tokens.shape[1] - columns[0] if side == "left" else columns[-1] + 1)
+    width = -(-used // 16) * 16
+    return tokens[:, -width:] if side == "left" else tokens[:, :width]
+
+
+def position_ids(mask: torch.Tensor) -> torch.Tensor:
+    """Positions that count real tokens only, whatever the padding (Detail 14): mask (b, T) -> (b, T)."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def last_token(tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
+    """Index (b,) of the last token before the first [PAD] at or after column `query_width`; the last column where there
+    is none (Detail 12). Padding to the left of the query does not count. tokens (b, T)."""
+    return query_width - 1 + (tokens[:, query_width:] != pad_id).long().cumprod(1).sum(1)
+
+
+def response_rewards(model, tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
+    """Rewards (b,) of rows `query + response` (b, T): query padded on either side to `query_width` columns (0 where the
+    whole row is right-padded), response on the right."""
+    mask = tokens != pad_id
+    inputs = {"attention_mask": mask.long(), "position_ids": position_ids(mask)} if query_width else {}
+    logits = model(tokens, **inputs)  # (b, T)
+    return logits.gather(1, last_token(tokens, query_width, pad_id)[:, None]).squeeze(1)
+
+
+# ---- the average ---------------------------------------------------------------------------------------------------
+
+
+def average(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The mean of k models' weights, summed in float64: {name: float32 tensor}."""
+    return {name: torch.stack([state[name].double() for state in states]).mean(0).float() for name in states[0]}
+
+
+def same_base(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Cosine of two models' weight matrices, all as one vector, without the head."""
+    names = [name for name, tensor in one.items() if tensor.dim() > 1 and not name.startswith("score.")]
+    flat = [torch.cat([state[name].flatten().double() for name in names]) for state in (one, other)]
+    return F.cosine_similarity(*flat, dim=0).item()
+
+
+@torch.no_grad()
+def accuracies(model, pairs, pad_id: int, batch_size: int, name: str) -> dict[str, float]:
+    """{"all" or a value of the column `batch`: share of the pairs whose chosen response scores higher, ties half}."""
+    wins, device = defaultdict(list), next(model.parameters()).device
+    for start in track(range(0, len(pairs), batch_size), name, console=Console(stderr=True), transient=True):
+        batch = pairs[start : start + batch_size]
+        rows = [batch[f"query_{side}_token"].to(device) for side in ("chosen", "rejected")]
+        chosen, rejected = (response_rewards(model, trim(row, pad_id, "right"), 0, pad_id) for row in rows)
+        won = torch.where(chosen == rejected, 0.5, (chosen > rejected).float()).tolist()
+        for label, win in zip(batch.get("batch", []), won, strict=False):
+            wins[label].append(win)
+        wins["all"] += won
+    return {label: sum(wins[label]) / len(wins[label]) for label in sorted(wins)}
+
+
+def main(args: Args):
+    # ---- input -----------------------------------------------------------------------------------
+    output_dir = Path(args.output_dir)
+    if output_dir.exists():
+        fail(f"{output_dir} exists; remove it (rm -r {output_dir}) or name another --output-dir")
+    if len(set(args.reward_model_paths)) < max(2, len(args.reward_model_paths)):
+        fail(f"--reward-model-paths {' '.join(args.reward_model_paths)}: two or more, each once, make an average")
+    folders = {path: checkpoint_folder("--reward-model-paths", path) for path in args.reward_model_paths}
+    first = args.reward_model_paths[0]
+    tokenizer = load_tokenizer(folders[first])
+    for path, folder in folders.items():
+        if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+            fail(f"{path} has another tokenizer than {first}: their weights do not mean the same")
+    pairs = load_splits("--preference-dataset", args.preference_dataset, COLUMNS, tokenizer)["validation"]
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    models = {path: load_reward_model(folder, tokenizer).eval() for path, folder in folders.items()}
+    states = {path: model.model.state_dict() for path, model in models.items()}
+    for path, state in states.items():
+        shapes, wanted = ({name: tensor.shape for name, tensor in x.items()} for x in (state, states[first]))
+        cosine = same_base(state, states[first]) if shapes == wanted else float("nan")
+        if not cosine > ONE_BASE:
+            why = "other shapes" if shapes != wanted else f"a cosine of {cosine:.2f} of their weights"
+            fail(f"{path} is of another base than {first} ({why}): their average is nothing; an ensemble takes both")
+
+    # ---- average, accuracies ---------------------------------------------------------------------
+    mean = load_reward_model(folders[first], tokenizer).eval()
+    mean.model.load_state_dict(average(list(states.values())))
+    rows = []
+    for path, model in [*models.items(), ("average", mean)]:
+        found = accuracies(model.to(device), pairs, tokenizer.pad_token_id, args.batch_size, path)
+        model.to("cpu")
+        rows.append({"model": path, "pairs": len(pairs)} | found)
+        print(f"{path}: accuracy", ", ".join(f"{label} {share:.4f}" for label, share in found.items()), flush=True)
+    worst = min(rows[:-1], key=lambda row: row["all"])
+    if rows[-1]["all"] < worst["all"]:
+        print(f"warning: the average is below its worst member, {worst['model']}: were all trained from one head?")
+
+    # ---- save: beside, then renamed, so that the folder is whole or absent -----------------------
+    unfinished = output_dir.with_name(output_dir.name + ".tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    with or_fail(f"{output_dir} could not be written"):
+        mean.model.save_pretrained(unfinished / "model")
+        tokenizer.save_pretrained(unfinished / "model")
+        pandas.DataFrame(rows).to_csv(unfinished / "accuracy.csv", index=False)
+        settings = {"stage": "average"} | asdict(args)
+        (unfinished / "args.json").write_text(json.dumps(settings, indent=2) + "\n")
+        os.replace(unfinished, output_dir)
+    print(f"wrote {output_dir}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
