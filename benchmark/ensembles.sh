@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # "Reward Model Ensembles Help Mitigate Overoptimization" at its scale: tables 1 to 4, best of n, and PPO against the mean, the worst
-# case and the uncertainty-weighted score of five reward models, and against each of them alone.
+# case and the uncertainty-weighted score of five reward models, against each of them alone, and, which is not the paper's,
+# against the average of their weights (WARM).
 #
 #   bash benchmark/ensembles.sh --dry-run     print the commands
 #   bash benchmark/ensembles.sh               run them, one after another
@@ -13,8 +14,9 @@
 # here they are the 10,000 of AlpacaFarm's split for that, so that no prompt is both SFT's, PPO's or best of n's and theirs.
 # The gold is there before, and has the policy's tokenizer with its two turns: AlpacaFarm's of 7B, a LLaMA, has not.
 # 3,000 PPO steps of 32 are 94 updates: 256 rollouts in 4 epochs are 32 steps. What the paper does not say, and is ours:
-# --gold-every and --eval-rows; the rest is ensembles/ppo.py's default. An answer without EOS keeps its score: the paper's reward
-# has no fixed one for it (Detail 23), which would be above the worst case's where that falls below -1.
+# --gold-every and --eval-rows; the rest is ensembles/ppo.py's default: the value model starts from SFT, as in the paper's code, and
+# members are standardised, as its authors say they did. An answer without EOS keeps its score: the paper's reward has no fixed one
+# for it (Detail 23), which would be above the worst case's where that falls below -1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -60,6 +62,9 @@ for seed in 1 2 3 4 5; do # table 2: the same data, another head and another ord
         --batch-size 32 --run-eval "${go_on[@]}" --output-dir "$member"
     members+=("$member")
 done
+average=$runs/reward/$setting/average
+run "$average/args.json" python ensembles/average.py --reward-model-paths "${members[@]}" \
+    --preference-dataset "$data/$answered/noise_${NOISE:-25}" --output-dir "$average"
 run "$runs/best_of_n/$setting/best_of_n.md" python ensembles/best_of_n.py --policy "$policy_run" \
     --reward-model-paths "${members[@]}" --gold "$gold" --dataset "$data/sft" --prompts 1000 --samples 12500 \
     --response-length 256 --output-dir "$runs/best_of_n/$setting"
@@ -88,6 +93,7 @@ for seed in ${SEEDS:-1}; do
             ppo "uwo_$lambda$of" "$kl" "$seed" --reward-model-paths "${some[@]}" --reward-combination uwo \
                 --uwo-lambda "$lambda"
         done
+        ppo warm "$kl" "$seed" --reward-model-paths "$average"
         for member in "${members[@]}"; do
             ppo "single_${member##*/}" "$kl" "$seed" --reward-model-paths "$member"
         done

@@ -39,6 +39,7 @@ import re
 import struct
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Literal
 
@@ -382,6 +383,9 @@ def member_scales(policy, models: dict, posts: list[torch.Tensor], banned, eos_i
             keys = noise_keys(args.seed, -2, [i]).to(query.device)
             response = sample(policy, query, banned, keys, eos_id, pad_id, args, done)
             found.append([response_scores(model, query, response, pad_id, 1).item() for model in models.values()])
+            for path, score in zip(models, found[-1], strict=True):
+                if not isfinite(score):
+                    fail(f"training post {i}: {path} scores a sample {score}; mend it or leave it out")
     for path, scores in zip(models, torch.tensor(found, dtype=torch.float64).T, strict=True):
         scales[path] = {"mean": scores.mean().item(), "sd": scores.std(unbiased=False).item()}
         if not scales[path]["sd"] > 1e-6 * max(1, abs(scales[path]["mean"])):
@@ -607,7 +611,7 @@ def main(args: Args):
     files = {i: folder / f"samples_{i:06d}.npz" for i in range(rank, args.prompts, world)}
     missing = [i for i in files if not files[i].exists()]
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.mixed_precision == "bf16")
-    if rank == 0 and not (folder / "scales.json").exists():
+    if args.standardise_members and rank == 0 and not (folder / "scales.json").exists():
         rows = data["train"][: args.standardise_posts]["query_token"]
         posts, models = [row[row != pad_id].to(device) for row in rows], dict(zip(paths, members, strict=True))
         with autocast:

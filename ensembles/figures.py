@@ -7,8 +7,9 @@ Reads, in every folder below --runs:
 - args.json, best_of_n.csv and win_rates.csv of ensembles/best_of_n.py;
 - args.json, metrics.jsonl and gold_samples.csv of ensembles/ppo.py --gold: the last gold-scored samples, for win rates.
 A run's setting is that of its reward models, whose args.json lie where its own says, relative to the working directory:
-label noise (of the folder noise_N that gold_label.py wrote), model size (the name of --model), number of pairs, number
-of bases (SFT models that they were trained from). One that average.py wrote is the method warm. What else a run does
+label noise (of the folder noise_N that gold_label.py wrote), model size (the name of --model), number of pairs (of
+numbers that differ by less than a tenth the smallest: equal answers are left out), number of bases (SFT models that
+they were trained from). One that average.py wrote is the method warm. What else a run does
 otherwise than by default (where its value model starts, members not standardised, lambda, value clipping) is its setup.
 
 Writes figure_3 to figure_14, leak, bases and standardised as PNG (--pdf: as PDF, too) and as CSV of exactly what is
@@ -330,7 +331,11 @@ def read_runs(root: str) -> tuple[list[Run], list[str]]:
                 raise LeftOut(f"no tables; `python ensembles/best_of_n.py --output-dir {folder} --estimate`")
             what = folder, settings, setting, made_of
             new = read_bon(*what) if bon else [read_ppo(*what)]
-            key = (setting, new[0].setup, made_of) if bon else fields(new[0], (*AVERAGED, "paths", "seed"))
+            key = (
+                (setting, new[0].setup, *settings["reward_model_paths"])
+                if bon
+                else fields(new[0], (*AVERAGED, "paths", "seed"))
+            )
             if key in seen:
                 raise LeftOut(f"{seen[key]} is a run of the same settings")
         except LeftOut as error:
@@ -340,6 +345,11 @@ def read_runs(root: str) -> tuple[list[Run], list[str]]:
         runs += new
         if ppo and new[0].samples.empty:
             problems.append(f"{folder}: no gold_samples.csv, and so no win rates of it; all else is there")
+    levels: dict[int, int] = {}
+    for pairs in sorted({run.pairs for run in runs}):
+        near = [level for level in levels.values() if pairs < 1.1 * level]
+        levels[pairs] = max(near, default=pairs)
+    runs = [run._replace(pairs=levels[run.pairs]) for run in runs]
     return runs, problems
 
 

@@ -47,6 +47,6 @@ for kind in helpfulness safety; do
 done
 run python ensembles/ppo.py --model nano-xs --seed 1 --sft-model-path "$runs/sft" --dataset "$work/all/sft" \
     --reward-model-paths "$runs/helpfulness" "$runs/safety" --reward-combination safety_gate \
-    --value-start reward --no-standardise-members --penalty-reward-value None --response-length 48 --learning-rate 1e-4 --total-episodes 160 --batch-size 32 \
-    --micro-batch-size 8 --sample-every 0 --output-dir "$runs/ppo"
+    --value-start reward --no-standardise-members --penalty-reward-value None --response-length 48 \
+    --learning-rate 1e-4 --total-episodes 160 --batch-size 32 --micro-batch-size 8 --sample-every 0 --output-dir "$runs/ppo"
 run cat "$output/table_6.csv" "$output/accuracy_helpfulness.csv" "$output/accuracy_safety.csv"

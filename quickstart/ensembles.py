@@ -20,17 +20,21 @@ PPO        claims  single, mean, WCO, UWO, WARM x KL penalty 0, 0.02, 0.1; value
            raw     WCO, UWO of members that are not standardised, no penalty
            leak    WCO of replicate 1's members on five seeds, value model from member 1, not standardised: lambda of
                    GAE 0.95 and 1 x value clipping 0.2 and off; and with the value model from SFT
+best of n  of each replicate's five and of their average, up to 512 of 64 posts
 
 A response without EOS keeps its score: Detail 23's fixed -1 would reward it wherever the worst case says less. A
 stopped run continues from its last checkpoint. Steps of the matrix wait for the ones before; --jobs runs go side by
 side, each with its share of the cores. What is finished is not started again; a failing run stops no other of its step.
 
 RUNS/       base/{base}/nano-xs, sft/{size}/{base}, labelled/{replicate}, reward/base_{base}/{replicate}/{seed},
-            reward/warm/{replicate}, ppo/{group}/{method}_kl_{kl}/{replicate}, logs/
-OUTPUT_DIR/ what ensembles/figures.py writes
+            reward/warm/{replicate}, curves/ppo/{group}/{method}_kl_{kl}/{replicate}, samples/{replicate},
+            curves/best_of_n/{five or warm}/{replicate}, pilot/{step size}_{member}/6, logs/
+OUTPUT_DIR/ what ensembles/figures.py writes of curves/; of the pilot pilot.csv and pilot.png
 """
 
+import csv
 import itertools
+import json
 import os
 import shlex
 import signal
@@ -43,6 +47,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import tyro
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -52,7 +57,7 @@ CORPUS = "data/quickstart/pretraining"
 GOLD = "quickstart/truth.py:score"
 PILOT = 6
 BASES = (1, 2, 3, 4, 5)  # the first is quickstart/bases/nano-xs
-STEP_SIZE, UPDATES = 1e-4, 20  # of PPO, fixed by the pilot
+STEP_SIZE, UPDATES = 1e-4, 18  # of PPO, fixed by the pilot
 METHODS = {
     "single": "",
     "mean": "--reward-combination mean",
@@ -62,7 +67,8 @@ METHODS = {
 }
 # of a run of each step, of one core of an AMD EPYC, two side by side
 SECONDS = {
-    "corpus": 20, "bases": 10, "pretraining": 370, "SFT": 25, "labels": 65, "members": 45, "averages": 15, "PPO": 120,
+    "corpus": 20, "bases": 10, "pretraining": 370, "SFT": 25, "labels": 65, "members": 45, "averages": 15, "PPO": 100,
+    "best of n": 100, "tables": 10,
 }  # fmt: skip
 
 
@@ -222,17 +228,18 @@ def steps_of(args: Args) -> dict[str, list[Job]]:
 
     # ---- PPO -------------------------------------------------------------------------------------
     def ppo(name: str, seed: int, members: list[str], flags: str, kl_coef: float = 0.0, step_size: float = STEP_SIZE):
+        name = f"pilot/{name}/{seed}" if args.pilot else f"curves/ppo/{name}_kl_{kl_coef:g}/{seed}"
         command = f"ensembles/ppo.py --model nano-s --seed {seed} --sft-model-path {sft['s', 1]} --dataset {POSTS}"
         command += f" --reward-model-paths {' '.join(members)} {flags} --kl-coef {kl_coef:g} --standardise-posts 128"
-        command += f" --penalty-reward-value None --gold {GOLD} --gold-every 2 --eval-rows 96 --sample-every 0"
+        command += f" --penalty-reward-value None --gold {GOLD} --gold-every 2 --eval-rows 64 --sample-every 0"
         command += f" --total-episodes {64 * args.updates} --batch-size 64 --micro-batch-size 16"
         command += f" --forward-batch-size 64 --num-ppo-epochs 2 --num-mini-batches 4 --learning-rate {step_size:g}"
-        command += f" --final-learning-rate {step_size:g} --save-every 10 --keep-checkpoints 1 --resume"
-        add("PPO", f"ppo/{name}_kl_{kl_coef:g}/{seed}", "model/config.json", command)
+        command += f" --final-learning-rate {step_size:g} --save-every 9 --keep-checkpoints 1 --resume"
+        add("PPO", name, "model/config.json", command)
 
     if args.pilot:
         for step_size, member in itertools.product((5e-5, 1e-4, 2e-4), own[PILOT]):
-            ppo(f"pilot/{step_size:g}_{Path(member).name}", PILOT, [member], "", 0.0, step_size)
+            ppo(f"{step_size:g}_{Path(member).name}", PILOT, [member], "", 0.0, step_size)
         return steps
     for kl_coef, i, (method, flags) in itertools.product(args.kl_coefs, replicates, METHODS.items()):
         members = {"single": own[i][:1], "warm": [warm[i]]}.get(method, own[i])
@@ -248,7 +255,46 @@ def steps_of(args: Args) -> dict[str, list[Job]]:
             ppo(f"leak/lambda_{lam}_clip_{clip}", i, own[replicates[0]], flags)
         if i != replicates[0]:  # whose run is raw/wco
             ppo("leak/sft", i, own[replicates[0]], raw)
+    for i in replicates:
+        command = f"ensembles/best_of_n.py --policy {sft['s', 1]} --reward-model-paths {' '.join([*own[i], warm[i]])}"
+        command += f" --gold {GOLD} --dataset {POSTS} --seed {i} --prompts 64 --samples 512 --micro-batch-size 256"
+        add("best of n", f"samples/{i}", "best_of_n.md", f"{command} --standardise-posts 64")
+        for name, members in (("five", "1 2 3 4 5"), ("warm", "6")):
+            command = f"ensembles/best_of_n.py --estimate --members {members} --tables-dir"
+            command += f" {runs}/curves/best_of_n/{name}/{i} --output-dir {runs}/samples/{i}"
+            log, result = ROOT / runs / "logs" / f"tables_{name}_{i}.log", f"curves/best_of_n/{name}/{i}/best_of_n.md"
+            job = [sys.executable, *command.split()]
+            steps["tables"].append(Job(1, f"curves/best_of_n/{name}/{i}", job, log, ROOT / runs / result))
+    steps["PPO"].sort(key=lambda job: "_kl_0/" not in job.name)  # each question first where it is sharpest
     return steps
+
+
+def draw_pilot(jobs: list[Job], folder: Path):
+    """Gold and KL (equation 10) over the updates of the pilot's runs: pilot.csv, pilot.png."""
+    rows, figure = [], Figure(figsize=(8.8, 4.2), layout="constrained")
+    axes = figure.subplots(1, 2)
+    for job in jobs:
+        lines = [json.loads(line) for line in (job.result.parents[1] / "metrics.jsonl").read_text().splitlines()]
+        step_size, member = Path(job.name).parts[1].split("_")
+        found = [(x["update"], x["gold/score"], x["gold/kl_k2"]) for x in lines if "gold/score" in x]
+        rows += [{"step_size": step_size, "member": member, "update": u, "gold": g, "kl": k} for u, g, k in found]
+        style = {
+            "label": f"step size {step_size}, member {member}",
+            "ls": "-" if float(step_size) == STEP_SIZE else ":",
+        }
+        for axis, column, name in zip(axes, (1, 2), ("gold", "KL, nats"), strict=True):
+            axis.plot([x[0] for x in found], [x[column] for x in found], **style)
+            axis.set(xlabel="update", ylabel=name)
+    axes[1].set_yscale("symlog")
+    axes[1].axhline(150, color="gray", linewidth=0.8)
+    axes[0].legend(fontsize=7)
+    figure.suptitle("Pilot: single reward models, without KL penalty", size=9.5)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "pilot.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    figure.savefig(folder / "pilot.png", dpi=90)
 
 
 def main(args: Args):
@@ -284,7 +330,9 @@ def main(args: Args):
             if failures := run_jobs(jobs, args.jobs, threads, progress, bar):
                 names = f"{step}: {', '.join(failures)} failed; the same command keeps what is finished and tries again"
                 fail("\n".join([names, *failures.values()]))
-    command = [sys.executable, "ensembles/figures.py", "--runs", args.runs, "--output-dir", args.output_dir]
+    if args.pilot:
+        return draw_pilot(steps["PPO"], ROOT / args.output_dir)
+    command = [sys.executable, "ensembles/figures.py", "--runs", f"{args.runs}/curves", "--output-dir", args.output_dir]
     if code := subprocess.run(command, cwd=ROOT).returncode:
         fail(f"ensembles/figures.py ended with exit code {code}: {shlex.join(command)}")
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
@@ -68,6 +69,7 @@ def made(world, tmp_path_factory) -> SimpleNamespace:
     posts.train_tokenizer(data["query"][:10], 300).save_pretrained(root / "other")
     args = {"policy": str(root / "policy"), "reward_model_paths": rewards, "gold": GOLD, "prompts": PROMPTS}
     args |= {"dataset": str(world.dataset), "samples": N, "response_length": R, "micro_batch_size": 5, "top_p": 0.8}
+    args |= {"standardise_posts": 5}
     return SimpleNamespace(
         policy=str(root / "policy"),
         rewards=rewards,
@@ -212,7 +214,8 @@ def objective_by_hand(name: str, members: int, uwo_lambda, scores: list) -> Frac
 def test_the_tables_of_a_hand_made_case(tmp_path, monkeypatch, capsys, block):
     folder = write_shards(tmp_path / "x", {"reward_model_paths": ["A", "B", "C"]})
     monkeypatch.setattr(best_of_n, "BLOCK", block)
-    best_of_n.main(best_of_n.Args(output_dir=str(folder), estimate=True, ns=[4, 1, 5], uwo_lambdas=[0.25, 2.0]))
+    args = best_of_n.Args(output_dir=str(folder), estimate=True, ns=[4, 1, 5], uwo_lambdas=[0.25, 2.0])
+    best_of_n.main(replace(args, standardise_members=False))
     table = pandas.read_csv(folder / "best_of_n.csv", keep_default_na=False)
     columns = "method members uwo_lambda n kl gold gold_low gold_high proxy variance"
     assert list(table.columns) == columns.split()
@@ -263,6 +266,28 @@ def test_the_tables_of_a_hand_made_case(tmp_path, monkeypatch, capsys, block):
         assert words in text
     best = rows[("mean", 3, ""), 5]
     assert f"| mean | 3 |  | {best['gold']:.4g} | {best['gold_low']:.4g} to {best['gold_high']:.4g} |" in text
+
+
+def test_standardised_tables_are_those_of_standardised_scores(tmp_path):
+    scales, paths = {"A": (1.0, 2.0), "B": (0.5, 4.0), "C": (-1.0, 0.5)}, {"reward_model_paths": ["A", "B", "C"]}
+    raw, other = write_shards(tmp_path / "raw", paths), write_shards(tmp_path / "other", paths)
+    (raw / "scales.json").write_text(json.dumps({x: {"mean": m, "sd": d} for x, (m, d) in scales.items()}))
+    for i, rows in enumerate(SCORES):
+        file = other / f"samples_{i:06d}.npz"
+        arrays = dict(numpy.load(file))
+        scores = [[(x - m) / d for x, (m, d) in zip(row, scales.values(), strict=True)] for row in rows]
+        numpy.savez(file, **arrays | {"scores": numpy.array(scores, "float32")})
+    for members in (None, [3, 1]):
+        for folder in (raw, other):
+            tables = str(folder / "some") if members else None
+            args = best_of_n.Args(str(folder), estimate=True, members=members, tables_dir=tables)
+            best_of_n.main(replace(args, standardise_members=folder == raw))
+        found = [pandas.read_csv((x / "some" if members else x) / "best_of_n.csv") for x in (raw, other)]
+        pandas.testing.assert_frame_equal(*found, rtol=1e-5)
+        told = [json.loads(((x / "some" if members else x) / "args.json").read_text()) for x in (raw, other)]
+        assert [x["standardise_members"] for x in told] == [True, False]
+    with pytest.raises(SystemExit, match=r"other/scales.json \(the command that sampled makes it; or --no-stand"):
+        best_of_n.main(best_of_n.Args(str(other), estimate=True))
 
 
 def test_the_grid_of_n():
@@ -406,6 +431,37 @@ def test_a_reward_model_as_gold_and_a_warning_where_it_is_a_proxy(made, tmp_path
     assert alone["gold"].tolist() == pytest.approx(shards(tmp_path / "x")[0]["gold"].tolist(), abs=1e-5)
 
 
+@torch.no_grad()
+def test_scales_are_of_a_sample_to_each_of_the_first_training_posts(made, written, world):
+    scales = json.loads((written / "scales.json").read_text())
+    policy = best_of_n.load_policy(made.policy, made.tokenizer).eval()
+    eos_id, pad_id = made.tokenizer.eos_token_id, made.tokenizer.pad_token_id
+    args, banned = best_of_n.Args(**made.args, output_dir=""), best_of_n.banned_ids(policy, made.tokenizer)
+    models, found = [ppo.load_reward_model(path, made.tokenizer).eval() for path in made.rewards], []
+    for i, row in enumerate(load_from_disk(str(world.dataset))["train"].select(range(5))):
+        query = torch.tensor([x for x in row["query_token"] if x != pad_id])
+        keys = best_of_n.noise_keys(1, -2, [i])
+        (response,) = best_of_n.sample(policy, query, banned, keys, eos_id, pad_id, args, lambda count: None)
+        both = torch.cat([query, response[response != pad_id]])[None]
+        found.append([ppo.response_rewards(model, both, 0, pad_id).item() for model in models])
+    assert list(scales) == made.rewards
+    for scale, scores in zip(scales.values(), zip(*found, strict=True), strict=True):
+        mean, sd = sum(scores) / 5, math.sqrt(sum((x - sum(scores) / 5) ** 2 for x in scores) / 5)
+        assert (scale["mean"], scale["sd"]) == pytest.approx((mean, sd), rel=1e-4) and sd > 0.01
+
+
+def test_a_proxy_that_says_one_thing_of_all_is_named(made, tmp_path):
+    constant = str(tmp_path / "constant")
+    shutil.copytree(made.rewards[1], constant)
+    model = ppo.load_reward_model(constant, made.tokenizer).model
+    torch.nn.init.zeros_(model.score.weight)
+    model.save_pretrained(constant, state_dict=model.state_dict())
+    changes = {"reward_model_paths": [made.rewards[0], constant], "output_dir": str(tmp_path / "x"), "samples": 2}
+    assert f"{constant} scores all samples " in message(made.args | changes)
+    best_of_n.main(best_of_n.Args(**made.args | changes | {"standardise_members": False, "prompts": 1}))
+    assert not (tmp_path / "x/scales.json").exists() and (tmp_path / "x/best_of_n.md").exists()
+
+
 # ---- one folder, several commands --------------------------------------------------------------------------------
 
 
@@ -456,7 +512,7 @@ def test_processes_share_the_prompts(made, written, tmp_path, monkeypatch, capsy
         monkeypatch.setenv("RANK", str(rank))
         best_of_n.main(args)
         assert set(names) <= set(contents(tmp_path / "x")) and "--estimate" in capsys.readouterr().out
-        assert len(contents(tmp_path / "x")) == (2 if rank else 5)  # and no table
+        assert len(contents(tmp_path / "x")) == (2 if rank else 6)  # and no table
     monkeypatch.delenv("WORLD_SIZE")
     best_of_n.main(best_of_n.Args(output_dir=str(tmp_path / "x"), estimate=True))
     assert contents(tmp_path / "x") == contents(written)
@@ -583,7 +639,8 @@ def test_a_score_that_is_no_number_names_member_and_prompt(made, tmp_path):
     torch.nn.init.constant_(model.score.bias, math.inf)
     model.save_pretrained(broken, state_dict=model.state_dict())
     changes = {"reward_model_paths": [made.rewards[0], str(broken)], "output_dir": str(tmp_path / "x"), "samples": 2}
-    text = message(made.args | changes)
+    assert f"training post 0: {broken} scores a sample inf" in message(made.args | changes)
+    text = message(made.args | changes | {"standardise_members": False})
     assert str(broken) in text and f"prompt 0 ({made.data[0]['id']})" in text and "inf" in text
     assert not list((tmp_path / "x").glob("samples_*"))
 

@@ -555,7 +555,7 @@ def test_the_commands_are_the_papers_tables():
     names = [
         "sft.py",
         "reward.py",
-        *(f"ensembles/{x}.py" for x in ("alpaca_dataset", "gold_label", "best_of_n", "ppo")),
+        *(f"ensembles/{x}.py" for x in ("alpaca_dataset", "gold_label", "average", "best_of_n", "ppo")),
     ]
     found = {name: [] for name in names}
     for words in map(shlex.split, lines):
@@ -581,7 +581,9 @@ def test_the_commands_are_the_papers_tables():
     assert {(x.model, x.learning_rate, x.num_train_epochs, x.batch_size) for x in members} == {(proxy, 1e-5, 5, 32)}
     assert {(x.sft_model_path, x.preference_dataset) for x in members} == {(small, f"{labels.output_dir}/noise_25")}
     paths = [x.output_dir for x in members]
-    assert bon.reward_model_paths == paths
+    [average] = found["ensembles/average.py"]
+    assert bon.reward_model_paths == average.reward_model_paths == paths
+    assert average.preference_dataset == members[0].preference_dataset
     for x in runs:
         assert (x.learning_rate, x.lr_schedule, x.final_learning_rate, x.num_ppo_epochs) == (1e-6, "cosine", 1e-7, 4)
         assert (x.batch_size, x.batch_size // x.num_mini_batches, x.forward_batch_size) == (256, 32, 32)
@@ -589,8 +591,9 @@ def test_the_commands_are_the_papers_tables():
         assert 0 <= steps - 3000 < 32  # whole updates
         assert (x.cliprange, x.cliprange_value, x.lam, x.temperature, x.response_length) == (0.2, 0.2, 0.95, 1.0, 256)
         assert x.model == policy and x.sft_model_path == own and x.gold == bon.gold == labels.gold
-        assert x.penalty_reward_value is None
-    how = [("mean", None, paths), ("wco", None, paths), ("uwo", 0.1, paths), *(("mean", None, [x]) for x in paths)]
+        assert x.penalty_reward_value is None and x.value_start == "sft" and x.standardise_members
+    how = [("mean", None, paths), ("wco", None, paths), ("uwo", 0.1, paths)]
+    how += [("mean", None, [x]) for x in (average.output_dir, *paths)]
     ways = [(x.kl_coef, x.reward_combination, x.uwo_lambda, x.reward_model_paths) for x in runs]
     assert ways == [(kl, *way) for kl in (0, 0.01, 0.1, 0.2) for way in how]
-    assert len({x.output_dir for x in runs}) == len(runs) == 32
+    assert len({x.output_dir for x in runs}) == len(runs) == 36

@@ -650,6 +650,67 @@ test_helpers.py::test_ppo_loss ppo.py: clipped values over the response mask
 test_helpers.py::test_ppo_loss ppo.py: the two losses are logged the other way round
 - "loss/policy": policy_loss
 + "loss/policy": value_loss
+
+test_ensembles.py::test_members_are_standardised_by ensembles/ppo.py: the standard deviation over n - 1
+- scores.mean(0), scores.std(0, unbiased=False)
++ scores.mean(0), scores.std(0)
+test_ensembles.py::test_members_are_standardised_by ensembles/ppo.py: the mean is not taken off
+- head.bias.sub_(mean).div_(sd)
++ head.bias.div_(sd)
+test_ensembles.py::test_members_are_standardised_by ensembles/ppo.py: measured on the samples of training
+- noise_keys(args.seed, -2, index)
++ noise_keys(args.seed, 1, index)
+test_ensembles.py::test_the_value_model_starts_from_sft ensembles/ppo.py: the new head is not zero
+- nn.init.zeros_(value_model.model.score.weight)
++ pass
+test_ensembles.py::test_a_value_model_from_a_reward_model_has_its_scale ensembles/ppo.py: the value model is left out
+- * (args.value_start == "reward"):
++ * 0:
+test_ensembles.py::test_a_resumed_run_keeps_the_scale ensembles/ppo.py: measured anew at every start
+- json.loads(kept.read_text()) if kept.exists() else {}
++ {}
+test_ensembles.py::test_a_member_that_says_one_thing ensembles/ppo.py: a standard deviation of 0 is taken
+- if sd < 1e-6 * max(1, abs(mean)):
++ if sd < 0:
+test_average.py::test_weights_and_accuracies ensembles/average.py: the median of the weights
+- .mean(0).float() for name
++ .median(0).values.float() for name
+test_average.py::test_weights_and_accuracies ensembles/average.py: the rejected response should win
+- (chosen > rejected).float()
++ (chosen < rejected).float()
+test_average.py::test_what_cannot_be_averaged ensembles/average.py: any base will do
+- ONE_BASE = 0.5
++ ONE_BASE = -2.0
+test_average.py::test_ties_count_half ensembles/average.py: ties are lost
+- chosen == rejected, 0.5
++ chosen == rejected, 0.0
+test_average.py::test_an_average_below ensembles/average.py: beside the best member
+- worst = min(
++ worst = max(
+test_best_of_n.py::test_standardised_tables ensembles/best_of_n.py: the scores are centred only
+- - middle) / spread
++ - middle)
+test_best_of_n.py::test_scales_are_of ensembles/best_of_n.py: the standard deviation over n - 1
+- scores.std(unbiased=False)
++ scores.std()
+test_ensembles_figures.py::test_paired_differences ensembles/figures.py: runs of other reward models are pairs
+- return run.seed == other.seed and bool(run.made_of & other.made_of)
++ return run.seed == other.seed
+test_ensembles_figures.py::test_paired_differences ensembles/figures.py: the interval of n - 1 values
+- stdev(differences) / n**0.5
++ stdev(differences) / (n - 1) ** 0.5
+test_ensembles_figures.py::test_verdicts ensembles/figures.py: no worse is anything
+- return "no worse" if low > NO_WORSE
++ return "no worse" if low < NO_WORSE
+test_ensembles_figures.py::test_gold_at_a_kl_distance ensembles/figures.py: the point before, not between
+- + (y[after] - y[after - 1]) * (kl
++ + 0 * (kl
+test_ensembles_figures.py::test_quantities_by_hand ensembles/figures.py: one standard error
+- return 2 * error(run) - drop(run)
++ return error(run) - drop(run)
+test_ensembles_figures.py::test_claims_of_a_hand_made_study ensembles/figures.py: several bases are one
+- many = pick([run for run in here if run.bases > 1]
++ many = pick([run for run in here if run.bases]
 """
 
 

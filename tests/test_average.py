@@ -1,0 +1,133 @@
+"""ensembles/average.py: the weights and accuracies against plain computations, and what cannot be averaged."""
+
+import json
+import shutil
+from pathlib import Path
+
+import average
+import pandas
+import posts
+import pytest
+import torch
+from datasets import DatasetDict, load_from_disk
+from safetensors.torch import load_file, save_file
+
+import ppo
+import reward
+
+
+def member(folder: Path, base: Path, seed: int) -> Path:
+    """A reward model of a base, its weights a little elsewhere than the base's, its head its own."""
+    tokenizer, generator = reward.load_tokenizer(str(base)), torch.Generator().manual_seed(seed)
+    model = reward.new_reward_model(str(base), tokenizer).model
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = 1.0 if name.startswith("score.") else 0.02
+            parameter += scale * parameter.std(correction=0) * torch.randn(parameter.shape, generator=generator)
+        model.score.bias.fill_(seed / 10)
+    model.save_pretrained(folder, state_dict=model.state_dict())
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(world, tmp_path_factory):
+    """(three members of one base, pairs whose validation split has the column batch)"""
+    root = tmp_path_factory.mktemp("average")
+    members = [str(member(root / f"member_{seed}", world.model, seed)) for seed in (1, 2, 3)]
+    pairs = load_from_disk(str(world.preference_dataset))
+    batches = [("kept", "flipped")[i % 3 == 0] for i in range(len(pairs["validation"]))]
+    changed = pairs["validation"].remove_columns([x for x in ("batch",) if x in pairs["validation"].column_names])
+    pairs = DatasetDict(pairs | {"validation": changed.add_column("batch", batches)})
+    pairs.save_to_disk(root / "pairs")
+    return members, str(root / "pairs")
+
+
+def test_weights_and_accuracies(made, tmp_path):
+    members, pairs = made
+    out = tmp_path / "new" / "average"
+    average.main(average.Args(members, str(out), pairs, batch_size=7))
+    states = [load_file(Path(path, "model.safetensors")) for path in members]
+    found = load_file(out / "model/model.safetensors")
+    assert found.keys() == states[0].keys() and len(found) > 10
+    for name, tensor in found.items():
+        expected = sum(state[name].numpy().astype("float64") for state in states) / 3
+        assert tensor.numpy() == pytest.approx(expected, rel=1e-6, abs=1e-9), name
+    assert found["score.bias"].item() == pytest.approx(0.2)
+    tokenizer = reward.load_tokenizer(str(out / "model"))
+    assert tokenizer.get_vocab() == reward.load_tokenizer(members[0]).get_vocab()
+    settings = json.loads((out / "args.json").read_text())
+    assert (settings["stage"], settings["reward_model_paths"]) == ("average", members)
+
+    table = pandas.read_csv(out / "accuracy.csv").set_index("model")
+    rows, pad_id = load_from_disk(pairs)["validation"], tokenizer.pad_token_id
+    for path in (*members, "average"):
+        model = ppo.load_reward_model(str(out / "model") if path == "average" else path, tokenizer).eval()
+        wins = {"kept": [], "flipped": []}
+        for row in rows:
+            query, scores = [x for x in row["query_token"] if x != pad_id], []
+            for side in ("chosen", "rejected"):
+                response = row[f"{side}_token"][: row[f"{side}_token_len"]]
+                with torch.no_grad():
+                    scores.append(model(torch.tensor([query + response]))[0, -1].item())
+            wins[row["batch"]].append(float(scores[0] > scores[1]))
+        for batch, mine in wins.items():
+            assert table.loc[path, batch] == pytest.approx(sum(mine) / len(mine)), (path, batch)
+        everything = wins["kept"] + wins["flipped"]
+        assert table.loc[path, "all"] == pytest.approx(sum(everything) / len(everything)) and len(everything) > 20
+    assert table["all"].nunique() > 1 and (table["pairs"] == len(rows)).all()
+
+
+@pytest.mark.parametrize(("mean", "told"), [(0.59, True), (0.6, False), (0.65, False)])
+def test_an_average_below_its_worst_member_is_told(made, tmp_path, monkeypatch, capsys, mean, told):
+    members, pairs = made
+    shares = iter([0.7, 0.6, mean])
+    monkeypatch.setattr(average, "accuracies", lambda *_: {"all": next(shares)})
+    average.main(average.Args(members[:2], str(tmp_path / "x"), pairs))
+    assert (f"warning: the average is below its worst member, {members[1]}" in capsys.readouterr().out) == told
+
+
+def test_ties_count_half(made, tmp_path):
+    members, pairs = made
+    constant = tmp_path / "constant"
+    shutil.copytree(members[0], constant)
+    state = load_file(constant / "model.safetensors")
+    save_file(state | {"score.weight": torch.zeros_like(state["score.weight"])}, constant / "model.safetensors")
+    average.main(average.Args([str(constant), members[1]], str(tmp_path / "x"), pairs))
+    assert pandas.read_csv(tmp_path / "x/accuracy.csv").loc[0, ["all", "kept", "flipped"]].tolist() == [0.5] * 3
+
+
+def test_what_cannot_be_averaged(world, made, tmp_path):
+    (first, second, _), pairs = made
+    other_base = tmp_path / "other_base"  # of the same shapes, with other weights
+    model = reward.new_reward_model(str(world.model), reward.load_tokenizer(first)).model
+    torch.manual_seed(5)
+    model.apply(lambda x: x.weight.data.normal_(std=0.02) if getattr(x, "weight", None) is not None else None)
+    model.save_pretrained(other_base, state_dict=model.state_dict())
+    reward.load_tokenizer(first).save_pretrained(other_base)
+    other_tokenizer = tmp_path / "other_tokenizer"
+    shutil.copytree(first, other_tokenizer)
+    for file in other_tokenizer.glob("tokenizer*"):
+        file.unlink()
+    texts = load_from_disk(str(world.dataset))["train"]["query"][:10]
+    posts.train_tokenizer(texts, 300).save_pretrained(other_tokenizer)
+    for paths, part in (
+        ([first, str(other_base)], f"{other_base} is of another base than {first} (a cosine of -?0.0"),
+        ([first, str(other_tokenizer)], f"{other_tokenizer} has another tokenizer than {first}"),
+        ([first], "two or more, each once"),
+        ([first, second, first], "two or more, each once"),
+        ([first, str(world.model)], f"{world.model} holds no reward model that can be read"),
+        ([first, f"{tmp_path}/nowhere"], "no checkpoint there"),
+    ):
+        out = tmp_path / "runs" / "x"
+        with pytest.raises(SystemExit, match="error: .*" + part.replace("(", r"\(")):
+            average.main(average.Args(paths, str(out), pairs))
+        assert not out.parent.exists()
+    with pytest.raises(SystemExit, match="exists; remove it"):
+        average.main(average.Args([first, second], str(tmp_path), pairs))
+
+
+def test_cosine_by_hand():
+    one = {"a": torch.tensor([[3.0, 0.0]]), "bias": torch.tensor([100.0]), "score.weight": torch.tensor([[100.0]])}
+    other = {"a": torch.tensor([[3.0, 4.0]]), "bias": torch.tensor([-5.0]), "score.weight": torch.tensor([[-5.0]])}
+    assert average.same_base(one, other) == pytest.approx(0.6)
