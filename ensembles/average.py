@@ -189,7 +189,7 @@ def response_rewards(model, tokens: torch.Tensor, query_width: int, pad_id: int)
 # ---- the average ---------------------------------------------------------------------------------------------------
 
 
-def average(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def mean_weights(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The mean of k models' weights, summed in float64: {name: float32 tensor}."""
     return {name: torch.stack([state[name].double() for state in states]).mean(0).float() for name in states[0]}
 
@@ -242,7 +242,7 @@ def main(args: Args):
 
     # ---- average, accuracies ---------------------------------------------------------------------
     mean = load_reward_model(folders[first], tokenizer).eval()
-    mean.model.load_state_dict(average(list(states.values())))
+    mean.model.load_state_dict(mean_weights(list(states.values())))
     rows = []
     for path, model in [*models.items(), ("average", mean)]:
         found = accuracies(model.to(device), pairs, tokenizer.pad_token_id, args.batch_size, path)

@@ -374,7 +374,7 @@ def response_scores(model: RewardModel, query: torch.Tensor, responses: torch.Te
     return scores
 
 
-def member_scales(policy, models: dict, posts: list[torch.Tensor], banned, eos_id: int, pad_id: int, args) -> dict:
+def proxy_scales(policy, models: dict, posts: list[torch.Tensor], banned, eos_id: int, pad_id: int, args) -> dict:
     """{path of a proxy: mean and standard deviation (/ n) of its scores of a sample of the policy to each post (Q,)},
     with noise of its own. An error where one says the same of all."""
     found, scales = [], {}
@@ -615,7 +615,7 @@ def main(args: Args):
         rows = data["train"][: args.standardise_posts]["query_token"]
         posts, models = [row[row != pad_id].to(device) for row in rows], dict(zip(paths, members, strict=True))
         with autocast:
-            scales = member_scales(policy, models, posts, banned, eos_id, pad_id, args)
+            scales = proxy_scales(policy, models, posts, banned, eos_id, pad_id, args)
         put(folder / "scales.json", (json.dumps(scales, indent=2) + "\n").encode())
     with progress_bar("samples", len(missing) * args.samples) as done, autocast:
         for i in missing:

@@ -26,6 +26,7 @@ Deviations from the paper and its code, each on purpose:
 - validation samples are drawn at temperature 0.01, as in the authors' code.
 - the ensemble paper's batches of 32 out of 256 rollouts (table 3) are --batch-size 256 --num-mini-batches 8; --gold
   samples as training does, and not with table 4's top-p 0.9.
+- uwo's variance is over k models, as in equation 5; the ensemble paper's code divides by k - 1 in PPO.
 """
 
 import csv

@@ -119,6 +119,7 @@ def run_jobs(jobs: list[Job], at_once: int, threads: int, progress: Progress, ba
     A signal to end this process ends the jobs first."""
     waiting, running, failures, signals = list(jobs), {}, {}, []
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # as quickstart/setup.sh
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     handlers = {number: old for number, old in handlers.items() if old not in (signal.SIG_IGN, None)}  # nohup
     for number in handlers:

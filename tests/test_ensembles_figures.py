@@ -263,6 +263,15 @@ def test_what_a_run_is(tmp_path, monkeypatch):
     assert problems == []
 
 
+def test_numbers_of_pairs_that_are_near_are_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for seed, pairs in enumerate((100, 109, 115, 126, 127)):
+        setting = (25, "nano-s", pairs)
+        make_ppo(f"{pairs}", setting, make_members(setting)[:1], seed=seed)
+    runs, _ = figures.read_runs("runs")
+    assert [run.pairs for run in sorted(runs, key=lambda run: run.seed)] == [100, 100, 116, 116, 128]
+
+
 def test_incomplete_runs_and_runs_of_the_same_settings_are_left_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     paths = make_members(BASE)

@@ -76,10 +76,8 @@ def test_tables_are_of_the_members_of_their_name(steps):
     samples = {args.output_dir: args for _, _, args in steps["best of n"]}
     for job, _, args in steps["tables"]:
         *_, name, i = job.name.split("/")
-        paths, expected = (
-            samples[args.output_dir].reward_model_paths,
-            {"five": own(int(i)), "warm": [f"{RUNS}/reward/warm/{i}"]},
-        )
+        paths = samples[args.output_dir].reward_model_paths
+        expected = {"five": own(int(i)), "warm": [f"{RUNS}/reward/warm/{i}"]}
         assert args.estimate and [paths[k - 1] for k in args.members] == expected[name]
 
 

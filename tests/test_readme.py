@@ -147,7 +147,8 @@ def test_the_table_of_metrics_has_the_keys_that_are_written():
     table = text[text.index("| key | formula |") :].partition("\n\n")[0]
     told = [key for line in table.splitlines()[2:] for key in re.findall(r"`([^`]+)`", line.split(" | ")[0])]
     assert len(told) == len(set(told))
-    assert set(told) == set().union(*(written_metrics(script) for script in STAGES))
+    known = set().union(*(written_metrics(script) for script in STAGES))
+    assert {re.sub(r"_\d$", "_", key) for key in told} == known  # of keys for each reward model the first ones
 
 
 def speed_table() -> str:

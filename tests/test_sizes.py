@@ -19,7 +19,7 @@ LIMITS = {
     "tldr_dataset.py: lines": 600,
     "plumbing: lines": 230,
     "README.md: lines": 250,
-    "ppo.py to ensembles/ppo.py: lines of the diff": 300,
+    "ppo.py to ensembles/ppo.py: lines of the diff": 380,
     "reward.py to llama2/reward.py: lines of the diff": 220,
 }
 
