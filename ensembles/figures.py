@@ -669,23 +669,24 @@ def share_won(mine: pandas.Series, other: pandas.Series) -> float:
 
 def win_rate_rows(runs: list[Run], args: Args) -> list[dict]:
     """Win rates of ensembles against single members (appendix F.9): mean and sample sd over the members. PPO: of runs
-    of the same setting, KL penalty and seed, of each member the mean over seeds."""
+    that met, with the same KL penalty, of each member the mean over seeds. BoN: of several ensembles over these."""
     rows = []
     for key in sorted({fields(run, AVERAGED) for run in runs if run.method != "single"}, key=setting_order):
         mine = [run for run in runs if fields(run, AVERAGED) == key]
         # the same procedure, setting and KL penalty; single members have one base
         there = [run for run in runs if fields(run, COMPARED) == fields(mine[0], COMPARED)]
-        singles = [run for run in runs if run.method == "single" and run.made_of & mine[0].made_of]
-        singles = [run for run in singles if fields(run, COMPARED)[:4] == key[:4] and run[5:7] == key[5:7]]
+        singles = [run for run in runs if run.method == "single" and run[:4] == key[:4] and run[5:7] == key[5:7]]
+        singles = [single for single in singles if any(single.made_of & run.made_of for run in mine)]
         fewer = mine[0].method != "warm" and mine[0].members < max(run.members for run in there)
         if fewer or key[0] == "BoN" and mine[0].wins is None:
             continue
         if key[0] == "BoN":
             (rate, sd), against = mine[0].wins, len(singles)
+            if len(mine) > 1:  # ensembles of several replicates
+                rate, sd = mean_and_sd(run.wins[0] for run in mine)
         else:
             shares: dict[str, list[float]] = {}
-            met = [(run, single) for run in mine for single in singles if run.seed == single.seed]
-            for run, single in met:
+            for run, single in [(run, single) for run in mine for single in singles if met(run, single)]:
                 if set(run.samples.index) & set(single.samples.index):
                     shares.setdefault(single.paths, []).append(share_won(run.samples, single.samples))
             if not shares:

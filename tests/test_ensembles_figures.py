@@ -562,6 +562,22 @@ def test_ppo_win_rates_count_ties_half_and_average_over_seeds_then_members():
     assert row["paper"] == "62.2 ± 2.9 (44M)"  # 25 % label noise
 
 
+def test_win_rates_of_replicates_are_against_their_own_members():
+    def scores(*golds):
+        return pandas.Series(golds, index=list("pqrs"))
+
+    runs = []
+    for i, golds in ((1, (1, 1, 1, 0)), (2, (1, 0, 0, 0))):  # of four posts won: 3 and 1
+        runs += [a_run("mean", 0, seed=i, made_of=[f"a{i}", f"b{i}"], samples=scores(*golds))]
+        runs += [a_run("single", 0, seed=i, paths=f"a{i}", made_of=[f"a{i}"], samples=scores(0.5, 0.5, 0.5, 0.5))]
+    (row,) = figures.win_rate_rows(runs, figures.Args())
+    assert (row["win_rate"], row["win_rate_sd"], row["against"]) == (0.5, pytest.approx(0.125**0.5), 2)
+    bon = [run._replace(procedure="BoN", seed=0) for run in runs]
+    bon = [run._replace(wins=(0.6 + 0.1 * i, 0.01)) if run.method == "mean" else run for i, run in enumerate(bon)]
+    (row,) = figures.win_rate_rows(bon, figures.Args())
+    assert (row["win_rate"], row["win_rate_sd"], row["against"]) == pytest.approx((0.7, 0.02**0.5, 2))
+
+
 def test_win_rates_of_best_of_n_beside_the_papers(world):
     rows = figures.win_rate_rows(figures.pick(world[0], procedure="BoN"), figures.Args())
     rows = {(row["noise"], row["size"], row["pairs"], row["method"], row["uwo_lambda"]): row for row in rows}
