@@ -5,10 +5,9 @@
 
 After "WARM: On the Benefits of Weight Averaged Reward Models" (Rame et al. 2024), equation 2: r(x, y) with the weights
 1/k x (theta_1 + ... + theta_k), one model to train against in place of k. Models that were fine-tuned from one base can
-be averaged, for they stay linearly connected. Their heads must mean the same: a member whose head was drawn anew
-(Detail 11) has turned its last layer towards that head. WARM trains all members from one head; here that is reward.py
-with one --seed on the pairs in several orders (gold_label.py --orders). How much the average lost or gained is told:
-its validation accuracy beside its members'.
+be averaged, for they stay linearly connected. Their heads should mean the same: WARM trains all members from one head,
+and reward.py draws a new one for each seed (Detail 11), towards which a member's body then turns. What the average lost
+or gained is therefore told: its validation accuracy beside its members'.
 
 Writes OUTPUT_DIR/model, a folder like reward.py's, args.json, and accuracy.csv: of each member and of the average the
 share of the validation pairs whose chosen response it scores higher (ties half), of all and of each value of the
