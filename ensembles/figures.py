@@ -363,7 +363,7 @@ def pick(runs: list[Run], **where) -> list[Run]:
 
 def of_method(runs: list[Run], method: str, args: Args) -> list[Run]:
     """Of one procedure's runs those of a method, uwo at --bon-lambda or --ppo-lambda, ensembles with most members."""
-    most = max((run.members for run in runs), default=1) if method != "single" else 1
+    most = max((run.members for run in runs), default=1) if method not in ("single", "warm") else 1
     strength = {"BoN": args.bon_lambda, "PPO": args.ppo_lambda}
     found = pick(runs, method=method, members=most)
     return [run for run in found if method != "uwo" or run.uwo_lambda == strength[run.procedure]]
@@ -581,12 +581,11 @@ def question_figures(everything: list[Run], base: dict, args: Args) -> dict[str,
     leaky = pick(here, bases=1, setup=f"{VALUE_FROM_REWARD}, {RAW}", method="wco")
     leaks = {}
     for run in meeting(pick(here, bases=1, method="wco"), leaky):
-        name = "value model from SFT" if run.setup == RAW else run.setup.replace(f", {RAW}", "")
         if RAW in run.setup:
-            leaks.setdefault(name, []).append(run)
+            leaks.setdefault(channel(run.setup), []).append(run)
     likings = [row for name, mine in leaks.items() for row in curve_rows(name, [run.likings for run in mine])]
     liked = Plot("score of member 1 less the others' mean", "updates", "update", likings, "series")
-    found = {"leak": ("WCO without KL penalty, not standardised", [*panels(leaks)[1:], liked])}
+    found = {"leak": ("WCO without KL penalty, not standardised", [*panels(leaks, "value model")[1:], liked])}
     found["bases"] = "Ensembles of one base and of several, without KL penalty", bases
     found["standardised"] = "Members standardised or not, without KL penalty", standard
     return found
@@ -629,7 +628,7 @@ def draw_plot(axis, plot: Plot, order: list[str]):
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.set_xlim(0, 1.02 * max(max(places), ticks[-1]) or 1)
     axis.set_title(plot.title, size=9)
-    axis.set(xlabel=plot.xlabel, ylabel="variance" if plot.kind == "updates" else "gold")
+    axis.set(xlabel=plot.xlabel, ylabel="" if plot.kind == "updates" else "gold")
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize=8)
 
 
@@ -726,13 +725,13 @@ def beyond_noise(run: Run) -> float:
 
 
 def liking(run: Run) -> float | None:
-    """By how much the first reward model likes the last tenth of the updates' responses better than the others do."""
-    return None if run.likings.empty else float(run.likings["y"].iloc[-tenth(run.likings) :].mean())
+    """By how much the first reward model likes the responses better than the others do, mean over the updates."""
+    return None if run.likings.empty else float(run.likings["y"].mean())
 
 
-def tenth(frame: pandas.DataFrame) -> int:
-    """A tenth of the rows, rounded up."""
-    return -(-len(frame) // 10)
+def channel(setup: str) -> str:
+    """A setup of the question where the first reward model leaks, in short."""
+    return "from SFT" if setup == RAW else setup.replace(f", {RAW}", "").replace(VALUE_FROM_REWARD, "from member 1")
 
 
 QUANTITIES: dict[str, Callable[[Run], float | None]] = {
@@ -834,8 +833,8 @@ def claims_of(everything: list[Run], base: dict, args: Args) -> list[Claim]:
         Claim("10", "Does standardising the members matter?", (), [
             (f"{m} standardised to not", free[m], raw[m], "final") for m in ("wco", "uwo")]),
         Claim("11", "Through which channel does the first reward model leak?", (), [
-            (f"{setup} to {VALUE_FROM_REWARD}", runs, leaky, quantity)
-            for quantity in ("final", "first member's liking")
+            (f"value model {channel(setup)} to from member 1", runs, leaky, quantity)
+            for quantity in ("best", "final", "first member's liking")
             for setup, runs in setups.items() if RAW in setup and runs is not leaky]),
     ]  # fmt: skip
     return [claim for claim in rows if claim.rows]

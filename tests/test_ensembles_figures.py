@@ -514,7 +514,7 @@ def test_bars_by_members_and_by_lambda(world):
 
 def a_run(method, *golds, procedure="PPO", kl=0.0, se=0.25, uwo_lambda=None, members=None, **more):
     """A run with this curve of gold scores; its variance grows `grown` times."""
-    members = members or (1 if method == "single" else 5)
+    members = members or (1 if method in ("single", "warm") else 5)
     uwo_lambda = uwo_lambda or ({"PPO": 0.1, "BoN": 0.5}[procedure] if method == "uwo" else None)
     curve = pandas.DataFrame({"step": range(len(golds)), "x": range(len(golds)), "y": golds, "se": se, "proxy": 0.0})
     curve = curve.assign(low=curve["y"] - 1, high=curve["y"] + 3) if procedure == "BoN" else curve
@@ -629,11 +629,11 @@ def test_quantities_by_hand():
     assert found.pop("log growth of the variance") == pytest.approx(0.6931472)
     assert found == {
         "final": 3.25, "best": 4, "drop": 0.75, "at KL 5": None, "at KL 10": None, "at KL 20": None, "at KL 50": None,
-        "fall beyond noise": -0.25, "first member's liking": 1.5,
+        "fall beyond noise": -0.25, "first member's liking": 8.25,
     }  # fmt: skip
     calm = a_run("uwo", 0, 4, 3.75, seed=1)
     assert figures.paired([run], [calm], "drop") == [-0.5] and figures.paired([run], [calm], "best") == [0]
-    assert figures.paired([run], [calm], "first member's liking") == [-1.5]  # less is better
+    assert figures.paired([run], [calm], "first member's liking") == pytest.approx([-0.15])  # less is better
     assert figures.paired([run], [calm], "log growth of the variance") == pytest.approx([-0.6931472])
 
 
@@ -692,7 +692,7 @@ def test_claims_of_a_hand_made_study():
     assert found["9b", "uwo of several bases", "fall beyond noise"] == ("worse", "no")
     assert found["10", "wco standardised to not", "final"] == ("no worse", "asked")
     assert found["10", "uwo standardised to not", "final"] == ("better", "asked")
-    where = f"{leak}, λ of GAE 1 to value model from the first reward model"
+    where = "value model from member 1, λ of GAE 1 to from member 1"
     assert found["11", where, "final"] == ("better", "asked")
     assert found["11", where, "first member's liking"] == ("worse", "asked")
     # what member sets of other replicates would be is not compared
@@ -724,8 +724,8 @@ def test_question_figures_compare_equal_members_only():
     assert ends["bases"] == [("one base", 3, 2.02), ("several bases", 3, 4.02)]
     assert ends["standardised"] == [("standardised", 3, 2.02), ("not standardised", 3, 3.02)]
     start = ends["leak"][:2]
-    assert start == [("value model from SFT", 2, 7.025), ("value model from the first reward model", 3, 8.02)]
-    assert ends["leak"][-1] == ("value model from the first reward model", 3, 2.0)
+    assert start == [("from SFT", 2, 7.025), ("from member 1", 3, 8.02)]
+    assert ends["leak"][-1] == ("from member 1", 3, 2.0)
 
 
 # ---- drawing, the whole command ----------------------------------------------------------------------------------
