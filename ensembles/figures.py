@@ -629,7 +629,7 @@ def draw_plot(axis, plot: Plot, order: list[str]):
         axis.set_xlim(0, 1.02 * max(max(places), ticks[-1]) or 1)
     axis.set_title(plot.title, size=9)
     axis.set(xlabel=plot.xlabel, ylabel="" if plot.kind == "updates" else "gold")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize=8)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=1 + (max(map(len, names)) < 25), fontsize=8)
 
 
 def save_figure(args: Args, name: str, title: str, plots: list[Plot]) -> bool:
@@ -731,7 +731,8 @@ def liking(run: Run) -> float | None:
 
 def channel(setup: str) -> str:
     """A setup of the question where the first reward model leaks, in short."""
-    return "from SFT" if setup == RAW else setup.replace(f", {RAW}", "").replace(VALUE_FROM_REWARD, "from member 1")
+    words = {VALUE_FROM_REWARD: "from member 1", RAW: "", "λ of GAE 1": "λ 1", "no value clipping": "no clipping"}
+    return ", ".join(x for part in setup.split(", ") if (x := words.get(part, part))) or "from SFT"
 
 
 QUANTITIES: dict[str, Callable[[Run], float | None]] = {

@@ -692,7 +692,7 @@ def test_claims_of_a_hand_made_study():
     assert found["9b", "uwo of several bases", "fall beyond noise"] == ("worse", "no")
     assert found["10", "wco standardised to not", "final"] == ("no worse", "asked")
     assert found["10", "uwo standardised to not", "final"] == ("better", "asked")
-    where = "value model from member 1, λ of GAE 1 to from member 1"
+    where = "value model from member 1, λ 1 to from member 1"
     assert found["11", where, "final"] == ("better", "asked")
     assert found["11", where, "first member's liking"] == ("worse", "asked")
     # what member sets of other replicates would be is not compared
