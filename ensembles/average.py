@@ -49,7 +49,7 @@ class Args:
     """run folder to write; it must not exist yet"""
     preference_dataset: str = "data/tldr/preference"
     """pairs whose validation split tells the accuracies: folder or Hub id[@revision]"""
-    batch_size: int = 32
+    micro_batch_size: int = 32
     """pairs in a forward pass: memory only"""
 
 
@@ -201,11 +201,11 @@ def same_base(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> f
 
 
 @torch.no_grad()
-def accuracies(model, pairs, pad_id: int, batch_size: int, name: str) -> dict[str, float]:
+def accuracies(model, pairs, pad_id: int, size: int, name: str) -> dict[str, float]:
     """{"all" or a value of the column `batch`: share of the pairs whose chosen response scores higher, ties half}."""
     wins, device = defaultdict(list), next(model.parameters()).device
-    for start in track(range(0, len(pairs), batch_size), name, console=Console(stderr=True), transient=True):
-        batch = pairs[start : start + batch_size]
+    for start in track(range(0, len(pairs), size), name, console=Console(stderr=True), transient=True):
+        batch = pairs[start : start + size]
         rows = [batch[f"query_{side}_token"].to(device) for side in ("chosen", "rejected")]
         chosen, rejected = (response_rewards(model, trim(row, pad_id, "right"), 0, pad_id) for row in rows)
         won = torch.where(chosen == rejected, 0.5, (chosen > rejected).float()).tolist()
@@ -244,7 +244,7 @@ def main(args: Args):
     mean.model.load_state_dict(mean_weights(list(states.values())))
     rows = []
     for path, model in [*models.items(), ("average", mean)]:
-        found = accuracies(model.to(device), pairs, tokenizer.pad_token_id, args.batch_size, path)
+        found = accuracies(model.to(device), pairs, tokenizer.pad_token_id, args.micro_batch_size, path)
         model.to("cpu")
         rows.append({"model": path, "pairs": len(pairs)} | found)
         print(f"{path}: accuracy", ", ".join(f"{label} {share:.4f}" for label, share in found.items()), flush=True)

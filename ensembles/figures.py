@@ -91,10 +91,10 @@ COMMANDS = (
     "and lambdas; `python quickstart/ensembles.py` makes those of a nano study."
 )
 
-NO_WORSE = -0.05  # gold: a lower end of the interval above this is `no worse`
+NO_WORSE = -0.05  # gold: an interval that ends above this is `no worse`
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of 1 to 9 degrees of freedom
 EQUAL_KL = (5, 10, 20, 50)  # nats at which gold scores are compared
-# {setup of a run of PPO: its parts, in this order}; "" is the default
+# what a run of PPO does otherwise than by default, in the text of its setup
 VALUE_FROM_REWARD, RAW = "value model from the first reward model", "not standardised"
 
 
@@ -744,7 +744,8 @@ QUANTITIES: dict[str, Callable[[Run], float | None]] = {
     "log growth of the variance": lambda run: float(numpy.log(growth(run))),
     "first member's liking": liking,
 }
-LESS_IS_BETTER = {"drop", "log growth of the variance", "first member's liking"}
+NOT_GOLD = {"log growth of the variance", "first member's liking"}
+LESS_IS_BETTER = {"drop"} | NOT_GOLD
 
 
 class Claim(NamedTuple):
@@ -783,11 +784,11 @@ def interval(differences: list[float]) -> tuple[float, float, float]:
     return mean(differences), mean(differences) - half, mean(differences) + half
 
 
-def verdict_of(low: float, high: float) -> str:
-    """`better` or `worse` where the interval excludes 0, `no worse` where it ends above NO_WORSE."""
+def verdict_of(low: float, high: float, quantity: str) -> str:
+    """`better` or `worse` where the interval excludes 0, `no worse` where it is of gold and ends above NO_WORSE."""
     if low > 0 or high < 0:
         return "better" if low > 0 else "worse"
-    return "no worse" if low > NO_WORSE else "these runs cannot tell"
+    return "no worse" if low > NO_WORSE and quantity not in NOT_GOLD else "these runs cannot tell"
 
 
 def claims_of(everything: list[Run], base: dict, args: Args) -> list[Claim]:
@@ -849,7 +850,7 @@ def claims_table(claims: list[Claim]) -> list[dict]:
         for what, runs, others, quantity in claim.rows:
             found = paired(runs, others, quantity) if runs and (others is None or others) else []
             middle, low, high = interval(found)
-            verdict = verdict_of(low, high) if len(found) > 1 else "no runs"
+            verdict = verdict_of(low, high, quantity) if len(found) > 1 else "no runs"
             row = {"claim": claim.number, "text": claim.text, "what": what, "quantity": quantity, "n": len(found)}
             mine.append(row | {"difference": middle, "low": low, "high": high, "verdict": verdict})
         verdicts = {row["verdict"] for row in mine}

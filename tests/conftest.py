@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -81,6 +82,27 @@ def close(found, expected, tolerance: float = 1e-5) -> bool:
     """Are both (tensors, or lists of numbers, of one shape) equal within an absolute and relative tolerance?"""
     found, expected = (torch.as_tensor(x, dtype=torch.float64) for x in (found, expected))
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def give_other_tokenizer(world, folder: Path):
+    """Put a smaller tokenizer into a model's folder in place of its own."""
+    import posts
+    from datasets import load_from_disk
+
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    texts = load_from_disk(str(world.dataset))["validation"]["query"][:10]
+    posts.train_tokenizer(texts, 300).save_pretrained(folder)
+
+
+def make_constant(source: Path, folder: Path) -> Path:
+    """A copy of a reward model that says its head's bias of everything."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, folder)
+    state = load_file(folder / "model.safetensors")
+    save_file(state | {"score.weight": torch.zeros_like(state["score.weight"])}, folder / "model.safetensors")
+    return folder
 
 
 @pytest.fixture(scope="session")

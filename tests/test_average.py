@@ -6,35 +6,22 @@ from pathlib import Path
 
 import average
 import pandas
-import posts
 import pytest
 import torch
+from conftest import give_other_tokenizer, make_constant
 from datasets import DatasetDict, load_from_disk
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from test_ensembles import save_reward
 
 import ppo
 import reward
-
-
-def member(folder: Path, base: Path, seed: int) -> Path:
-    """A reward model of a base, its weights a little elsewhere than the base's, its head its own."""
-    tokenizer, generator = reward.load_tokenizer(str(base)), torch.Generator().manual_seed(seed)
-    model = reward.new_reward_model(str(base), tokenizer).model
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            scale = 1.0 if name.startswith("score.") else 0.02
-            parameter += scale * parameter.std(correction=0) * torch.randn(parameter.shape, generator=generator)
-        model.score.bias.fill_(seed / 10)
-    model.save_pretrained(folder, state_dict=model.state_dict())
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def made(world, tmp_path_factory):
     """(three members of one base, pairs whose validation split has the column batch)"""
     root = tmp_path_factory.mktemp("average")
-    members = [str(member(root / f"member_{seed}", world.model, seed)) for seed in (1, 2, 3)]
+    members = [str(save_reward(root / f"member_{seed}", world.model, seed, away=0.02)) for seed in (1, 2, 3)]
     pairs = load_from_disk(str(world.preference_dataset))
     batches = [("kept", "flipped")[i % 3 == 0] for i in range(len(pairs["validation"]))]
     changed = pairs["validation"].remove_columns([x for x in ("batch",) if x in pairs["validation"].column_names])
@@ -46,7 +33,7 @@ def made(world, tmp_path_factory):
 def test_weights_and_accuracies(made, tmp_path):
     members, pairs = made
     out = tmp_path / "new" / "average"
-    average.main(average.Args(members, str(out), pairs, batch_size=7))
+    average.main(average.Args(members, str(out), pairs, micro_batch_size=7))
     states = [load_file(Path(path, "model.safetensors")) for path in members]
     found = load_file(out / "model/model.safetensors")
     assert found.keys() == states[0].keys() and len(found) > 10
@@ -89,10 +76,7 @@ def test_an_average_below_its_worst_member_is_told(made, tmp_path, monkeypatch, 
 
 def test_ties_count_half(made, tmp_path):
     members, pairs = made
-    constant = tmp_path / "constant"
-    shutil.copytree(members[0], constant)
-    state = load_file(constant / "model.safetensors")
-    save_file(state | {"score.weight": torch.zeros_like(state["score.weight"])}, constant / "model.safetensors")
+    constant = make_constant(members[0], tmp_path / "constant")
     average.main(average.Args([str(constant), members[1]], str(tmp_path / "x"), pairs))
     assert pandas.read_csv(tmp_path / "x/accuracy.csv").loc[0, ["all", "kept", "flipped"]].tolist() == [0.5] * 3
 
@@ -107,10 +91,7 @@ def test_what_cannot_be_averaged(world, made, tmp_path):
     reward.load_tokenizer(first).save_pretrained(other_base)
     other_tokenizer = tmp_path / "other_tokenizer"
     shutil.copytree(first, other_tokenizer)
-    for file in other_tokenizer.glob("tokenizer*"):
-        file.unlink()
-    texts = load_from_disk(str(world.dataset))["train"]["query"][:10]
-    posts.train_tokenizer(texts, 300).save_pretrained(other_tokenizer)
+    give_other_tokenizer(world, other_tokenizer)
     for paths, part in (
         ([first, str(other_base)], f"{other_base} is of another base than {first} (a cosine of -?0.0"),
         ([first, str(other_tokenizer)], f"{other_tokenizer} has another tokenizer than {first}"),

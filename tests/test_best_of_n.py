@@ -18,10 +18,10 @@ import best_of_n
 import nano
 import numpy
 import pandas
-import posts
 import pytest
 import torch
 import truth
+from conftest import give_other_tokenizer, make_constant
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM
 
@@ -64,9 +64,7 @@ def made(world, tmp_path_factory) -> SimpleNamespace:
         model.save_pretrained(folder, state_dict=model.state_dict())
         tokenizer.save_pretrained(folder)
     shutil.copytree(rewards[0], root / "other")
-    for file in (root / "other").glob("tokenizer*"):
-        file.unlink()
-    posts.train_tokenizer(data["query"][:10], 300).save_pretrained(root / "other")
+    give_other_tokenizer(world, root / "other")
     args = {"policy": str(root / "policy"), "reward_model_paths": rewards, "gold": GOLD, "prompts": PROMPTS}
     args |= {"dataset": str(world.dataset), "samples": N, "response_length": R, "micro_batch_size": 5, "top_p": 0.8}
     args |= {"standardise_posts": 5}
@@ -451,11 +449,7 @@ def test_scales_are_of_a_sample_to_each_of_the_first_training_posts(made, writte
 
 
 def test_a_proxy_that_says_one_thing_of_all_is_named(made, tmp_path):
-    constant = str(tmp_path / "constant")
-    shutil.copytree(made.rewards[1], constant)
-    model = ppo.load_reward_model(constant, made.tokenizer).model
-    torch.nn.init.zeros_(model.score.weight)
-    model.save_pretrained(constant, state_dict=model.state_dict())
+    constant = str(make_constant(made.rewards[1], tmp_path / "constant"))
     changes = {"reward_model_paths": [made.rewards[0], constant], "output_dir": str(tmp_path / "x"), "samples": 2}
     assert f"{constant} scores all samples " in message(made.args | changes)
     best_of_n.main(best_of_n.Args(**made.args | changes | {"standardise_members": False, "prompts": 1}))

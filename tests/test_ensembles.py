@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import statistics
 import subprocess
 from dataclasses import replace
@@ -17,16 +16,15 @@ from types import SimpleNamespace
 import curves
 import figures
 import pandas
-import posts
 import push
 import pytest
 import torch
 import tyro
 from accelerate.state import AcceleratorState
-from conftest import free_port, make_talker, read_metrics, script
+from conftest import free_port, give_other_tokenizer, make_constant, make_talker, read_metrics, script
 from datasets import load_from_disk
 from kill_runs import weights
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import ppo as ppo_of_one
@@ -62,12 +60,15 @@ def without(lines: list[dict], *prefixes: str) -> list[dict]:
     return [line for line in kept if line.keys() - {"update", "episode"}]
 
 
-def save_reward(folder: Path, base: Path, seed: int) -> Path:
-    """An untrained reward model whose head is drawn from the seed, so that members differ a good deal."""
-    tokenizer = reward.load_tokenizer(str(base))
+def save_reward(folder: Path, base: Path, seed: int, away: float = 0.0) -> Path:
+    """An untrained reward model whose head is drawn from the seed, so that members differ a good deal; its body is that
+    of the base, or `away` of each weight's standard deviation from it."""
+    tokenizer, generator = reward.load_tokenizer(str(base)), torch.Generator().manual_seed(seed)
     model = reward.new_reward_model(str(base), tokenizer).model
     with torch.no_grad():
-        model.score.weight.normal_(generator=torch.Generator().manual_seed(seed))
+        model.score.weight.normal_(generator=generator)
+        for parameter in model.base_model.parameters() if away else []:
+            parameter += away * parameter.std(correction=0) * torch.randn(parameter.shape, generator=generator)
         model.score.bias.fill_(seed / 10)
     model.save_pretrained(folder, state_dict=model.state_dict())
     tokenizer.save_pretrained(folder)
@@ -393,10 +394,7 @@ def test_a_resumed_run_keeps_the_scale_of_its_members(standard, monkeypatch):
 
 
 def test_a_member_that_says_one_thing_of_all_is_named(setting, tmp_path):
-    folder = tmp_path / "constant"
-    shutil.copytree(setting.members[1], folder)
-    state = load_file(folder / "model.safetensors")
-    save_file(state | {"score.weight": torch.zeros_like(state["score.weight"])}, folder / "model.safetensors")
+    folder = make_constant(setting.members[1], tmp_path / "constant")
     paths = [str(setting.members[0]), str(folder)]
     text = error(setting.args("", output_dir=str(tmp_path / "run"), reward_model_paths=paths, standardise_members=True))
     assert f"{folder} scores all samples 0.2: it cannot be standardised" in text
@@ -493,9 +491,7 @@ def test_a_gold_that_is_also_trained_against_is_told(setting, monkeypatch, capsy
 )
 def test_bad_input(setting, world, tmp_path, changes, parts):
     if not (setting.root / "other").exists():  # a model with room for both tokenizers
-        folder = save_reward(setting.root / "other", setting.sft, 5)
-        texts = load_from_disk(str(world.dataset))["train"]["query"][:10]
-        posts.train_tokenizer(texts, 300).save_pretrained(folder)
+        give_other_tokenizer(world, save_reward(setting.root / "other", setting.sft, 5))
     changes = json.loads(json.dumps(changes).replace("{root}", str(setting.root)))
     text = error(setting.args("", output_dir=str(tmp_path / "runs" / "out"), **changes))
     for part in parts:

@@ -700,8 +700,11 @@ test_ensembles_figures.py::test_paired_differences ensembles/figures.py: the int
 - stdev(differences) / n**0.5
 + stdev(differences) / (n - 1) ** 0.5
 test_ensembles_figures.py::test_verdicts ensembles/figures.py: no worse is anything
-- return "no worse" if low > NO_WORSE
-+ return "no worse" if low < NO_WORSE
+- return "no worse" if low > NO_WORSE and
++ return "no worse" if low < NO_WORSE and
+test_ensembles_figures.py::test_verdicts ensembles/figures.py: 0.05 of anything
+- and quantity not in NOT_GOLD else
++ else
 test_ensembles_figures.py::test_gold_at_a_kl_distance ensembles/figures.py: the point before, not between
 - + (y[after] - y[after - 1]) * (kl
 + + 0 * (kl
