@@ -12,7 +12,8 @@ numbers that differ by less than a tenth the smallest: equal answers are left ou
 they were trained from). One that average.py wrote is the method warm. What else a run does
 otherwise than by default (where its value model starts, members not standardised, lambda, value clipping) is its setup.
 
-Writes figure_3 to figure_14, leak, bases and standardised as PNG (--pdf: as PDF, too) and as CSV of exactly what is
+Writes runs.jsonl, every curve as it was read, from which --runs draws the same again without the runs' folders;
+figure_3 to figure_14, leak, bases and standardised as PNG (--pdf: as PDF, too) and as CSV of exactly what is
 drawn; claims.csv and methods.csv; win_rates.csv; ppo_runs.csv, the first, best and final gold score of each PPO run;
 figures.md: the tables, win rates beside the paper's, what is missing, what was left out. Gold is drawn on the left
 axis, solid, the proxy on the right one, dashed; figures 4 and 5 have panels over updates, too. Lines are means over
@@ -101,7 +102,7 @@ VALUE_FROM_REWARD, RAW = "value model from the first reward model", "not standar
 @dataclass
 class Args:
     runs: str = "runs/ensembles"
-    """folder with the runs, at any depth"""
+    """folder with the runs, at any depth, or the runs.jsonl of an earlier call"""
     output_dir: str = "runs/ensembles/figures"
     """folder for everything that is written"""
     noise: float = 25
@@ -310,8 +311,27 @@ def read_ppo(folder: Path, settings: dict, setting: tuple, made_of: frozenset[st
     return Run(*which, *where, curve, variance, samples, made_of=made_of, likings=likings)
 
 
+def as_line(run: Run) -> str:
+    """A run as a line of runs.jsonl: its frames as {column: values}, its samples as {post: gold}."""
+    frames = {key: x.to_dict("list") for key, x in run._asdict().items() if isinstance(x, pandas.DataFrame)}
+    others = {"samples": run.samples.to_dict(), "made_of": sorted(run.made_of)}
+    return json.dumps(run._asdict() | frames | others) + "\n"
+
+
+def from_line(line: str) -> Run:
+    """The run of a line of runs.jsonl."""
+    found = json.loads(line)
+    frames = {key: pandas.DataFrame(found[key]) for key in ("curve", "variance", "likings") if found[key] is not None}
+    samples = pandas.Series(found["samples"], dtype=float)
+    others = {"wins": found["wins"] and tuple(found["wins"]), "made_of": frozenset(found["made_of"])}
+    return Run(**found | frames | others | {"samples": samples})
+
+
 def read_runs(root: str) -> tuple[list[Run], list[str]]:
-    """The curves of all complete runs below a folder, and what was left out, with the reason."""
+    """The curves of all complete runs below a folder or in a runs.jsonl, and what was left out, with the reason."""
+    if Path(root).is_file():
+        with reading(root):
+            return [from_line(line) for line in Path(root).read_text().splitlines()], []
     runs, problems, seen = [], [], {}
     for file in sorted(Path(root).rglob("args.json")):
         settings, folder = read_settings(file), file.parent
@@ -896,7 +916,7 @@ def main(args: Args):
     if not runs:
         why = "".join(f"\n  {problem}" for problem in problems)
         fail(f"{args.runs}: no best-of-n or PPO runs with gold scores there. {COMMANDS.replace('`', '')}{why}")
-    everything = runs
+    everything, lines = runs, "".join(map(as_line, runs))
     base = {"noise": most_common(runs, "noise", args.noise)}
     for field in ("size", "pairs"):
         base[field] = most_common(pick(runs, **base), field, getattr(args, field))
@@ -915,6 +935,7 @@ def main(args: Args):
     methods = methods_table(pick(here, procedure="PPO"), args)
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    put(folder / "runs.jsonl", lines.encode())
     missing = [f"{name}: {NEEDS[name]}" for name, figure in figures.items() if not save_figure(args, name, *figure)]
     missing += [] if wins else ["win rates: best of n, or PPO runs with gold_samples.csv"]
     missing += [f"claim {row['claim']}: {row['what']}" for row in claims if row["verdict"] == "no runs"]

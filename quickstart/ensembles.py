@@ -15,12 +15,12 @@ pilot is replicate 6, which no other run uses.
 bases      five of size xs, by nano.py --seed and pretrain.py --seed, with one tokenizer: the repository's and four
            more; SFT of each
 members    of each replicate: five of base 1, which average.py also makes one (WARM), and one of each other base
+best of n  of each replicate's five and of their average, up to 512 of 64 posts
 PPO        claims  single, mean, WCO, UWO, WARM x KL penalty 0, 0.02, 0.1; value model from SFT, members standardised
            bases   mean, WCO, UWO of five bases, no penalty
            raw     WCO, UWO of members that are not standardised, no penalty
            leak    WCO of replicate 1's members on five seeds, value model from member 1, not standardised: lambda of
                    GAE 0.95 and 1 x value clipping 0.2 and off; and with the value model from SFT
-best of n  of each replicate's five and of their average, up to 512 of 64 posts
 
 A response without EOS keeps its score: Detail 23's fixed -1 would reward it wherever the worst case says less. A
 stopped run continues from its last checkpoint. Steps of the matrix wait for the ones before; --jobs runs go side by
@@ -67,8 +67,8 @@ METHODS = {
 }
 # of a run of each step, of one core of an AMD EPYC, two side by side
 SECONDS = {
-    "corpus": 20, "bases": 10, "pretraining": 370, "SFT": 25, "labels": 65, "members": 45, "averages": 15, "PPO": 100,
-    "best of n": 100, "tables": 10,
+    "corpus": 20, "bases": 10, "pretraining": 370, "SFT": 25, "labels": 65, "members": 45, "averages": 15, "best of n": 100,
+    "tables": 10, "PPO": 100,
 }  # fmt: skip
 
 
@@ -231,10 +231,10 @@ def steps_of(args: Args) -> dict[str, list[Job]]:
         name = f"pilot/{name}/{seed}" if args.pilot else f"curves/ppo/{name}_kl_{kl_coef:g}/{seed}"
         command = f"ensembles/ppo.py --model nano-s --seed {seed} --sft-model-path {sft['s', 1]} --dataset {POSTS}"
         command += f" --reward-model-paths {' '.join(members)} {flags} --kl-coef {kl_coef:g} --standardise-posts 128"
-        command += f" --penalty-reward-value None --gold {GOLD} --gold-every 2 --eval-rows 64 --sample-every 0"
+        command += f" --penalty-reward-value None --gold {GOLD} --gold-every 3 --eval-rows 64 --sample-every 0"
         command += f" --total-episodes {64 * args.updates} --batch-size 64 --micro-batch-size 16"
         command += f" --forward-batch-size 64 --num-ppo-epochs 2 --num-mini-batches 4 --learning-rate {step_size:g}"
-        command += f" --final-learning-rate {step_size:g} --save-every 9 --keep-checkpoints 1 --resume"
+        command += f" --final-learning-rate {step_size:g} --save-every 10 --keep-checkpoints 1 --resume"
         add("PPO", name, "model/config.json", command)
 
     if args.pilot:
@@ -265,7 +265,8 @@ def steps_of(args: Args) -> dict[str, list[Job]]:
             log, result = ROOT / runs / "logs" / f"tables_{name}_{i}.log", f"curves/best_of_n/{name}/{i}/best_of_n.md"
             job = [sys.executable, *command.split()]
             steps["tables"].append(Job(1, f"curves/best_of_n/{name}/{i}", job, log, ROOT / runs / result))
-    steps["PPO"].sort(key=lambda job: "_kl_0/" not in job.name)  # each question first where it is sharpest
+    # each question first where it is sharpest, then one replicate after the other
+    steps["PPO"].sort(key=lambda job: 0 if "_kl_0/" in job.name else int(Path(job.name).name))
     return steps
 
 

@@ -789,7 +789,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     kinds = ("png", "pdf", "csv")
     there = {f"figure_{number}.{kind}" for number in (3, 5, 4, 10, 11) for kind in kinds}
     assert {path.name for path in Path("out/here").iterdir()} == {
-        *there, "claims.csv", "methods.csv", "win_rates.csv", "ppo_runs.csv", "figures.md"
+        *there, "claims.csv", "methods.csv", "win_rates.csv", "ppo_runs.csv", "figures.md", "runs.jsonl"
     }  # fmt: skip
     ppo_runs = pandas.read_csv("out/here/ppo_runs.csv")
     columns = ["method", "members", "paths", "seed", "first", "best", "final"]
@@ -824,3 +824,11 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert "bash benchmark/ensembles.sh" in missing and "quickstart/ensembles.py" in missing
     assert "runs/ppo/killed: it is not complete" in left_out
     assert "--bon-lambda 0.5: of uwo there is λ 0.1" in left_out and "--ppo-lambda" not in left_out
+    monkeypatch.setattr(figures, "read_ppo", None)  # the runs' folders are not looked at again
+    figures.main(figures.Args(runs="out/here/runs.jsonl", output_dir="out/again", pdf=True))
+    for path in Path("out/again").iterdir():
+        if path.suffix in (".png", ".csv", ".jsonl"):
+            assert path.read_bytes() == Path("out/here", path.name).read_bytes(), path.name
+    assert Path("out/again/figures.md").read_text() == text.partition("\n## Left out")[0] + "\n## Left out" + "".join(
+        line + "\n" for line in left_out.splitlines() if "killed" not in line
+    )
