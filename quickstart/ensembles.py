@@ -67,8 +67,8 @@ METHODS = {
 }
 # of a run of each step, of one core of an AMD EPYC, two side by side
 SECONDS = {
-    "corpus": 20, "bases": 10, "pretraining": 370, "SFT": 25, "labels": 65, "members": 45, "averages": 15, "best of n": 100,
-    "tables": 10, "PPO": 100,
+    "corpus": 20, "bases": 10, "pretraining": 500, "SFT": 30, "labels": 110, "members": 50, "averages": 12,
+    "best of n": 100, "tables": 5, "PPO": 115,
 }  # fmt: skip
 
 
