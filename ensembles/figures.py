@@ -54,6 +54,7 @@ METHODS = {
     "warm": ("C4", "v"),
 }  # color, marker
 
+BON_CURVE = ["step", "x", "y", "se", "proxy", "low", "high"]
 PPO_SETTINGS = "reward_model_paths reward_combination uwo_lambda kl_coef seed total_episodes batch_size"
 
 # win rates in percent: table 6 (44M) and, by the model, table 7; of PPO at the penalties of figure 4; uwo: lambda 0.5
@@ -116,7 +117,7 @@ class Args:
     ppo_lambda: float = 0.1
     """likewise of PPO (section 5.5)"""
     max_kl: float = 150.0
-    """KL distance at which curves are cut off (section 5)"""
+    """KL distance at which curves over KL are cut off (section 5)"""
     pdf: bool = False
     """write each figure as PDF, too"""
 
@@ -270,7 +271,7 @@ def read_bon(folder: Path, settings: dict, setting: tuple, made_of: frozenset[st
             members = [paths[int(method[7:]) - 1]] if method.startswith("single_") else paths[:k]
             curve = frame.sort_values("n", ignore_index=True)
             curve = curve.rename(columns={"n": "step", "kl": "x", "gold": "y", "gold_low": "low", "gold_high": "high"})
-            curve["se"] = (curve["high"] - curve["low"]) / (2 * 1.96)
+            curve = curve.assign(se=(curve["high"] - curve["low"]) / (2 * 1.96))[BON_CURVE]
             name = method.partition("_")[0]
             name = "warm" if name == "single" and made_of != set(paths) else name
             what = name, float(strength) if strength else None, len(members), " ".join(members)
@@ -509,10 +510,8 @@ def paper_figures(runs: list[Run], base: dict, small: float | None, args: Args) 
         singles = comparable(pick(found, method="single"), field)
         return {name.format(value): pick(singles, **{field: value}) for value in values(singles, field)}
 
-    def curves(groups: dict[str, list[Run]]) -> list[dict]:
-        return [
-            row for name, mine in groups.items() for row in curve_rows(name, [run.curve for run in mine], args.max_kl)
-        ]
+    def curves(groups: dict[str, list[Run]], max_kl: float = args.max_kl) -> list[dict]:
+        return [row for name, mine in groups.items() for row in curve_rows(name, [run.curve for run in mine], max_kl)]
 
     def variances(groups: dict[str, list[Run]]) -> list[dict]:
         return [row for name, mine in groups.items() for row in curve_rows(name, [run.variance for run in mine])]
@@ -536,8 +535,8 @@ def paper_figures(runs: list[Run], base: dict, small: float | None, args: Args) 
         return [Plot(f"{noise:g} % label noise", kind, xlabel, rows(group(mine))) for noise, mine in found.items()]
 
     def over_updates(found: list[Run], group) -> list[Plot]:
-        """The panels of by_noise with updates along the x axis: KL need not rise from one to the next."""
-        plots = by_noise(found, group, kind="steps", xlabel="update")
+        """The panels of by_noise with updates along the x axis, whole: KL need not rise from one to the next."""
+        plots = by_noise(found, group, lambda groups: curves(groups, float("inf")), "steps", "update")
         rows = [[row | {"x": row["step"]} for row in plot.rows] for plot in plots]
         return [plot._replace(title=f"{plot.title}, by update", rows=x) for plot, x in zip(plots, rows, strict=True)]
 
@@ -856,7 +855,7 @@ def claims_of(everything: list[Run], base: dict, args: Args) -> list[Claim]:
             (f"{m} standardised to not", free[m], raw[m], "final") for m in ("wco", "uwo")]),
         Claim("11", "Through which channel does the first reward model leak?", (), [
             (f"value model {channel(setup)} to from member 1", runs, leaky, quantity)
-            for quantity in ("best", "final", "first member's liking")
+            for quantity in ("best", *(f"at KL {kl}" for kl in EQUAL_KL), "final", "first member's liking")
             for setup, runs in setups.items() if RAW in setup and runs is not leaky]),
     ]  # fmt: skip
     return [claim for claim in rows if claim.rows]
@@ -876,7 +875,10 @@ def claims_table(claims: list[Claim]) -> list[dict]:
         verdicts = {row["verdict"] for row in mine}
         contrary = {"worse"} if "better" in claim.expected else {"better", "no worse"}
         holds = "yes" if verdicts <= set(claim.expected) else "no" if verdicts & contrary else "these runs cannot tell"
-        holds = "no runs" if "no runs" in verdicts else holds if claim.expected else "asked"
+        if not claim.expected:
+            holds = "asked"
+        elif "no runs" in verdicts:
+            holds = "no runs"
         table += [row | {"holds": holds} for row in mine]
     return table
 
@@ -938,7 +940,9 @@ def main(args: Args):
     put(folder / "runs.jsonl", lines.encode())
     missing = [f"{name}: {NEEDS[name]}" for name, figure in figures.items() if not save_figure(args, name, *figure)]
     missing += [] if wins else ["win rates: best of n, or PPO runs with gold_samples.csv"]
-    missing += [f"claim {row['claim']}: {row['what']}" for row in claims if row["verdict"] == "no runs"]
+    missing += [
+        f"claim {row['claim']}: {row['what']}, {row['quantity']}" for row in claims if row["verdict"] == "no runs"
+    ]
     for name, rows in (("claims", claims), ("methods", methods), ("win_rates", wins)):
         put(folder / f"{name}.csv", pandas.DataFrame(rows).to_csv(index=False, float_format="%.6g").encode())
     ppo = pick(everything, procedure="PPO")
