@@ -22,6 +22,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -197,12 +198,12 @@ def wandb_history(path: Path) -> dict[int, dict]:
 def tensorboard_events(folder: Path) -> list[tuple[int, str, float]]:
     """(step, key, value) of all scalars of a run as TensorBoard shows them, sorted: a resumed run's file says from
     which step on it replaces those before."""
+    files = [list(EventFileLoader(str(path)).Load()) for path in folder.glob("events.*")]
     found = []
-    for path in sorted(folder.glob("events.*")):
-        for event in EventFileLoader(str(path)).Load():
-            if event.session_log.status == SessionLog.START:
-                found = [row for row in found if row[0] < event.step]
-            found += [(event.step, value.tag, value.tensor.float_val[0]) for value in event.summary.value]
+    for event in chain.from_iterable(sorted(files, key=lambda x: [e.wall_time for e in x[:1]])):  # names: whole seconds
+        if event.session_log.status == SessionLog.START:
+            found = [row for row in found if row[0] < event.step]
+        found += [(event.step, value.tag, value.tensor.float_val[0]) for value in event.summary.value]
     return sorted(found)
 
 
