@@ -833,3 +833,13 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert Path("out/again/figures.md").read_text() == text.partition("\n## Left out")[0] + "\n## Left out" + "".join(
         line + "\n" for line in left_out.splitlines() if "killed" not in line
     )
+
+
+def test_committed_tables_are_those_of_the_committed_runs(tmp_path):
+    """benchmark/results/ensembles: every table is what this script makes of runs.jsonl there."""
+    folder = SCRIPT.parents[1] / "benchmark" / "results" / "ensembles"
+    figures.main(figures.Args(runs=str(folder / "runs.jsonl"), output_dir=str(tmp_path)))
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made | {"pilot.csv", "pilot.png"} == {path.name for path in folder.iterdir()}
+    for name in sorted(name for name in made if name.endswith(".csv")):
+        pandas.testing.assert_frame_equal(pandas.read_csv(tmp_path / name), pandas.read_csv(folder / name), rtol=1e-5)
