@@ -8,15 +8,18 @@ Samples, ROUGE: python eval/samples.py runs/sft/nano-xs/44413
 
 The run folder (default runs/sft/{model}/{seed}) holds model/ (a plain transformers checkpoint), metrics.jsonl,
 args.json, TensorBoard files and, with --save-every, checkpoints/. The file goes from the algorithm outwards: arguments,
-loss, main, evaluation, padding, models, plumbing.
+loss, main, padding, models, evaluation, plumbing.
 
-Deviations from the paper and its code, each on purpose:
+Shapes: B rows of an update, b rows at hand, T width of the tokens, V vocabulary.
+
+Details are those of the paper's list (README, "The 25 details"). Deviations from the authors' code, each on purpose:
 - the loss is a mean over the target tokens of the whole batch, whatever devices share it; the released runs had one row
   a micro-batch, so a mean of row means (cosine of the two gradients: 0.9995).
 - the rows left over after the last whole batch are not trained on (116,722 = 911 x 128 + 114); the count is logged.
 """
 
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -41,9 +44,10 @@ from huggingface_hub import snapshot_download
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 STAGE = "sft"
-PRESETS = {"1b": 16, "2.8b": 8, "6.9b": 2}  # Pythia's sizes: rows of a micro-batch that fit one 80 GB device
+MICRO_BATCH_SIZES = {"1b": 16, "2.8b": 8, "6.9b": 2}  # of Pythia's sizes: what fits one 80 GB device
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 TOKEN_COLUMNS = ["query_reference_response_token", "query_reference_response_token_response_label"]
 
@@ -104,16 +108,9 @@ def sft_loss(logits: torch.Tensor, tokens: torch.Tensor, target: torch.Tensor) -
 
 def target_mask(batch: dict, loss_on: str, pad_id: int) -> torch.Tensor:
     """(b, T) bool: the tokens that the loss counts. Padding never is one, EOS is (Detail 3)."""
-    column = "query_reference_response_token" + ("_response_label" if loss_on == "response" else "")
-    return batch[column] != pad_id
-
-
-def loss_and_count(model, batch: dict, loss_on: str, pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss and number of targets of one micro-batch, cut to its longest row."""
-    tokens = trim(batch["query_reference_response_token"], pad_id, "right").to(device)  # (b, T)
-    target = target_mask(batch, loss_on, pad_id)[:, : tokens.shape[1]].to(device)
-    logits = model(tokens, use_cache=False).logits  # no mask: right-padded, and no token sees what comes after it
-    return sft_loss(logits, tokens, target), target[:, 1:].sum()
+    if loss_on == "response":
+        return batch["query_reference_response_token_response_label"] != pad_id
+    return batch["query_reference_response_token"] != pad_id
 
 
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
@@ -121,9 +118,15 @@ def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     without replacement (Detail 21). A function of (seed, position) alone: every process can name every batch."""
     passes = []
     for epoch in range(start // n, (stop - 1) // n + 1):
-        shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        shuffled = permutation(n, seed, epoch)
         passes.append(shuffled[max(start - epoch * n, 0) : stop - epoch * n])
     return torch.cat(passes)
+
+
+def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
+    """The numbers 0..n-1 in a random order (n,) that depends on seed and epoch alone."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(n, generator=generator)
 
 
 # ==== main ========================================================================================
@@ -131,12 +134,16 @@ def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
 
 def main(args: Args):
     # ---- data and model --------------------------------------------------------------------------
+    fill_templates(args)
     accelerator = make_accelerator(args)
-    args.micro_batch_size = args.micro_batch_size or PRESETS.get(args.model, 8)
-    world, per_rank = accelerator.num_processes, args.batch_size // accelerator.num_processes
+    device = accelerator.device
+    rank = accelerator.process_index
+    world = accelerator.num_processes
+    args.micro_batch_size = args.micro_batch_size or MICRO_BATCH_SIZES.get(args.model, 8)
+
     preset = f"EleutherAI/pythia-{args.model}-deduped"
-    base = checkpoint_folder("--model", preset if args.model in PRESETS else args.model)
-    tokenizer = load_tokenizer(base)
+    base_folder = checkpoint_folder("--model", preset if args.model in MICRO_BATCH_SIZES else args.model)
+    tokenizer = load_tokenizer(base_folder)
     pad_id = tokenizer.pad_token_id
     data = load_splits("--dataset", args.dataset, ["query", "query_token", *TOKEN_COLUMNS], tokenizer)
     train = data["train"].select_columns(TOKEN_COLUMNS)
@@ -145,83 +152,95 @@ def main(args: Args):
     num_updates = args.total_episodes // args.batch_size
     if num_updates == 0 or args.batch_size % world:
         fail(f"--batch-size {args.batch_size}: above {args.total_episodes} rows, or no multiple of {world} processes")
-    policy = load_policy(base, tokenizer)
-    model, optimizer = prepare(accelerator, policy, args)
-    # state that an edit carries from update to update: accelerator.register_for_checkpointing(it) before this line
-    first = begin_run(accelerator, args)
 
-    # ---- train -----------------------------------------------------------------------------------
-    if first == 0:
+    policy = load_policy(base_folder, tokenizer)
+    model, optimizer = prepare(accelerator, policy, args)
+    # state of your own goes here: accelerator.register_for_checkpointing(it); it comes back on the CPU
+    finished_updates = begin_run(accelerator, args)
+    if finished_updates == 0:
         loss = validation_loss(accelerator, policy, data["validation"], args, pad_id)
         write_metrics(accelerator, args, {"eval/loss": loss}, 0, num_updates)
-    begin = time.time()
-    for update in updates(accelerator, args, first, num_updates):
-        start = time.time()
-        learning_rate = args.learning_rate * 0.5 * (1 + cos(pi * (update - 1) / num_updates))  # cosine to 0 (table 3)
-        for group in optimizer.param_groups:  # a resumed optimiser has those of its checkpoint
-            group |= {"lr": learning_rate, "eps": args.adam_eps, "weight_decay": args.weight_decay}
+
+    run_start = time.time()
+    for update in updates(accelerator, args, finished_updates, num_updates):
+        # ---- 1. the batch, each process its share ------------------------------------------------
+        update_start = time.time()
         order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
-        batch = train[order[accelerator.process_index * per_rank :][:per_rank].tolist()]
+        batch = train[order.chunk(world)[rank].tolist()]
         lengths = (batch["query_reference_response_token"] != pad_id).sum(1)  # (b,)
         # the loss of the whole batch is a sum over its targets divided by their global number
-        targets = target_mask(batch, args.loss_on, pad_id)[:, 1:].sum().to(accelerator.device)
-        targets = accelerator.reduce(targets, "sum")
-        loss_sum = torch.zeros((), device=accelerator.device)
-        groups = lengths.argsort(descending=True, stable=True).split(args.micro_batch_size)  # of similar lengths
-        for i, index in enumerate(groups):
-            accelerator.sync_gradients = model.require_backward_grad_sync = i == len(groups) - 1  # exchange gradients
-            micro_batch = {column: batch[column][index] for column in TOKEN_COLUMNS}
-            loss, _ = loss_and_count(model, micro_batch, args.loss_on, pad_id, accelerator.device)
-            accelerator.backward(loss * world / targets)  # x world: DDP and DeepSpeed average over devices
-            loss_sum += loss.detach()
+        target_count = target_mask(batch, args.loss_on, pad_id)[:, 1:].sum().to(device)
+        target_count = accelerator.reduce(target_count, "sum")
+
+        # ---- 2. one optimiser step ---------------------------------------------------------------
+        learning_rate = args.learning_rate * 0.5 * (1 + cos(pi * (update - 1) / num_updates))  # cosine to 0 (table 3)
+        for group in optimizer.param_groups:  # a resumed optimiser has those of its checkpoint
+            group.update(lr=learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
+        loss_sum = torch.zeros((), device=device)
+        groups = similar_lengths(lengths, args.micro_batch_size)
+        for index in groups:
+            mb = {column: batch[column][index] for column in TOKEN_COLUMNS}
+            last = index is groups[-1]  # gradients are exchanged between devices with the last micro-batch
+            accelerator.sync_gradients = last  # for DeepSpeed
+            model.require_backward_grad_sync = last  # for DDP
+            mb_sum, _ = loss_and_count(model, mb, args.loss_on, pad_id, device)
+            accelerator.backward(mb_sum * world / target_count)  # x world: DDP and DeepSpeed average over devices
+            loss_sum += mb_sum.detach()
         grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
 
-        # ---- log ---------------------------------------------------------------------------------
+        # ---- 3. log ------------------------------------------------------------------------------
         metrics = {
-            "loss/train": accelerator.reduce(loss_sum, "sum") / targets,
+            "loss/train": accelerator.reduce(loss_sum, "sum") / target_count,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
             "episode": update * args.batch_size,
-            "tokens/batch": accelerator.reduce(lengths.sum().to(accelerator.device), "sum"),
+            "tokens/batch": accelerator.reduce(lengths.sum().to(device), "sum"),
+            "time/update": time.time() - update_start,
+            "time/total": time.time() - run_start,
         }
-        metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
             metrics["eval/loss"] = validation_loss(accelerator, policy, data["validation"], args, pad_id)
         write_metrics(accelerator, args, metrics, update, num_updates)
 
     # ---- save ------------------------------------------------------------------------------------
     save_model(accelerator, args, "model", policy, accelerator.get_state_dict(model), "", tokenizer)
-    accelerator.print(f"done in {time.time() - begin:.0f} s: {args.output_dir}", flush=True)
+    accelerator.print(f"done in {time.time() - run_start:.0f} s: {args.output_dir}", flush=True)
     accelerator.end_training()
 
 
-# ==== evaluation ==================================================================================
+def loss_and_count(model, mb: dict, loss_on: str, pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed loss and number of targets of one micro-batch, cut to its longest row."""
+    tokens = trim_right(mb["query_reference_response_token"], pad_id).to(device)  # (b, T)
+    target = target_mask(mb, loss_on, pad_id)[:, : tokens.shape[1]].to(device)
+    logits = model(tokens, use_cache=False).logits  # no mask: right-padded, and no token sees what comes after it
+    return sft_loss(logits, tokens, target), target[:, 1:].sum()
 
 
-@torch.no_grad()
-def validation_loss(accelerator: Accelerator, model, data, args, pad_id: int) -> float:
-    """Mean loss per target token of a whole split (nats)."""
-    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
-    mine = data.shard(accelerator.num_processes, accelerator.process_index, contiguous=False)
-    for start in progress(accelerator, range(0, len(mine), args.micro_batch_size), "validation loss"):
-        batch = mine[start : start + args.micro_batch_size]
-        sums += torch.stack(loss_and_count(model, batch, args.loss_on, pad_id, accelerator.device)).double()
-    loss, targets = accelerator.reduce(sums, "sum").tolist()
-    return loss / targets
+# ==== padding =====================================================================================
 
 
-# ==== padding and models ==========================================================================
-
-
-def trim(tokens: torch.Tensor, pad_id: int, side: Literal["left", "right"]) -> torch.Tensor:
-    """Cut the columns that are padding in every row, but for a width of a multiple of 16 (or all): widths that differ
-    at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
+def trim_right(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Cut the columns on the right that are padding in every row, but for a width of a multiple of 16 (or all): widths
+    that differ at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
     columns = (tokens != pad_id).any(0).nonzero().flatten()
     if len(columns) == 0:
         return tokens[:, :0]
-    used = int(tokens.shape[1] - columns[0] if side == "left" else columns[-1] + 1)
-    width = -(-used // 16) * 16
-    return tokens[:, -width:] if side == "left" else tokens[:, :width]
+    used = int(columns[-1]) + 1
+    return tokens[:, : round_up(used, 16)]
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below the number."""
+    return -(-number // multiple) * multiple
+
+
+def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Rows in groups of `size` of similar length: less padding, the same batch. lengths (b,) -> row indices."""
+    order = lengths.argsort(descending=True, stable=True)
+    return list(order.split(size))
+
+
+# ==== models ======================================================================================
 
 
 def load_policy(path: str, tokenizer):
@@ -240,8 +259,26 @@ def load_policy(path: str, tokenizer):
 
 def without_dropout(config):
     """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
-    config.update({k: 0.0 for k, v in config.to_dict().items() if "drop" in k and isinstance(v, int | float)})
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, int | float):
+            setattr(config, key, 0.0)
     return config
+
+
+# ==== evaluation ==================================================================================
+
+
+@torch.no_grad()
+def validation_loss(accelerator: Accelerator, model, data, args, pad_id: int) -> float:
+    """Mean loss per target token of a whole split (nats)."""
+    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    share = data.shard(accelerator.num_processes, accelerator.process_index, contiguous=False)
+    for start in progress(accelerator, range(0, len(share), args.micro_batch_size), "validation loss"):
+        batch = share[start : start + args.micro_batch_size]
+        loss_sum, count = loss_and_count(model, batch, args.loss_on, pad_id, accelerator.device)
+        sums += torch.stack([loss_sum, count]).double()
+    loss_sum, count = accelerator.reduce(sums, "sum").tolist()
+    return loss_sum / count
 
 
 # ==== plumbing: one text in every stage script; read it once, then skip it ========================
@@ -262,26 +299,34 @@ def or_fail(message: str):
         fail(f"{message} ({error!r:.300})")
 
 
-def make_accelerator(args) -> Accelerator:
-    """Fill {model} and {seed} into the arguments' templates. Returns the Accelerator that the launcher asked for, or an
-    error where accelerate would silently run something else."""
+def fill_templates(args):
+    """Put the run's name and seed for {model} and {seed} in the arguments. An error where its folder holds a run."""
+    name = Path(args.model.partition("@")[0]).name
     for key, value in vars(args).items():
         if isinstance(value, str):
-            name = Path(args.model.partition("@")[0]).name
             setattr(args, key, value.replace("{model}", name).replace("{seed}", str(args.seed)))
     if Path(args.output_dir, "args.json").exists() and not args.resume:
         fail(f"{args.output_dir} already holds a run: another --output-dir, delete it, or continue it with --resume")
+
+
+def make_accelerator(args) -> Accelerator:
+    """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
+    transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    gloo = world > 1 and not torch.accelerator.is_available()  # what accelerate must be told, in one of two ways
-    accelerator = Accelerator(
-        cpu=gloo and not deepspeed,
-        mixed_precision=args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no"),
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo and deepspeed else [],
-        log_with="tensorboard",
-        project_dir=args.output_dir,
-    )
-    if (accelerator.num_processes, accelerator.state.deepspeed_plugin is not None) != (world, deepspeed):
+    settings = {"mixed_precision": args.mixed_precision, "log_with": "tensorboard", "project_dir": args.output_dir}
+    if args.mixed_precision is None:
+        settings["mixed_precision"] = "bf16" if torch.cuda.is_available() else "no"
+    if world > 1 and not torch.accelerator.is_available():  # accelerate must be told, in one of two ways
+        if deepspeed:
+            settings["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
+        else:
+            settings["cpu"] = True
+    accelerator = Accelerator(**settings)
+    runs_deepspeed = accelerator.state.deepspeed_plugin is not None
+    if accelerator.num_processes != world or runs_deepspeed != deepspeed:
         fail(f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch by benchmark/accelerate/*.yaml")
     set_seed(args.seed)
     return accelerator
@@ -294,12 +339,16 @@ def checkpoint_folder(flag: str, path: str) -> str:
             return str(folder)
     name, _, revision = path.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
-        stage, model, seed = ["sft", "MODEL", "SEED", *path.split("/") * path.startswith("runs/")][-3:]
+        stage, model, seed = "sft", "MODEL", "SEED"
+        if path.startswith("runs/") and path.count("/") >= 3:
+            stage, model, seed = path.split("/")[-3:]
         fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
     wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
     with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
         folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
-        return folder if [*Path(folder).glob("*.safetensors")] else snapshot_download(**wanted)
+        if not list(Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(**wanted)  # pytorch_model.bin
+        return folder
 
 
 def load_tokenizer(path: str):
@@ -318,17 +367,27 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
         for split in ("train", "validation", *data):
             data[split].select_columns(columns)[0]
-    keys, eos_id = [column for column in columns if "_token" in column], tokenizer.eos_token_id
+    keys = [column for column in columns if "_token" in column]
     for split, rows in data.items():
-        same, largest = [], max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
-        for row in rows.select(range(0, len(rows), -(-len(rows) // 16))):
-            query = tokenizer(row["query"], add_special_tokens=False).input_ids
-            real = {key: [x for x in row[key] if x != tokenizer.pad_token_id] for key in keys}
-            same.append(all(x == query if key == "query_token" else x[-1:] == [eos_id] for key, x in real.items()))
-        if 2 * sum(same) <= len(same) or largest >= len(tokenizer):
-            found = f"{sum(same)} of {len(same)} rows are as the model's tokenizer makes them; largest id {largest}"
+        largest = max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
+        looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
+        same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
+        if 2 * same <= len(looked_at) or largest >= len(tokenizer):
+            found = f"{same} of {len(looked_at)} rows are as the model's tokenizer makes them; largest id {largest}"
             fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py --tokenizer MODEL; --check finds more")
     return data.with_format("torch")
+
+
+def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
+    """Whether a row's query is the tokens that the tokenizer makes of its text, and the rest end in its EOS."""
+    for key in keys:
+        tokens = [token for token in row[key] if token != tokenizer.pad_token_id]
+        if key == "query_token":
+            if tokens != tokenizer(row["query"], add_special_tokens=False).input_ids:
+                return False
+        elif tokens[-1:] != [tokenizer.eos_token_id]:
+            return False
+    return True
 
 
 @contextmanager
@@ -356,43 +415,76 @@ def writing(accelerator: Accelerator, path: Path):
 def begin_run(accelerator: Accelerator, args) -> int:
     """Make the run folder or, with --resume, load its newest checkpoint that can be loaded, and start the trackers.
     Returns the update to go on from. Comes last before the training: a bad command leaves nothing behind."""
-    folder, first, lines, old = Path(args.output_dir), 0, "", {}
+    folder = Path(args.output_dir)
+    old = {}
     if (folder / "args.json").exists():
         old = json.loads((folder / "args.json").read_text())
         changed = [f"{key} {old.get(key)} -> {value}" for key, value in vars(args).items() if value != old.get(key)]
         accelerator.print(f"--resume {folder}, changed: {', '.join(changed) or 'nothing'}")
-    for checkpoint in sorted(folder.glob("checkpoints/update_??????"), reverse=True):
+    finished, metrics = load_newest(accelerator, folder)
+    about = {
+        "stage": STAGE,
+        "command": shlex.join(["python", *sys.argv]),
+        "processes": accelerator.num_processes,
+        "wandb_id": old.get("wandb_id", os.urandom(8).hex()),
+    }
+    start_trackers(accelerator, args, about["wandb_id"], finished)
+    write_text(accelerator, folder / "args.json", json.dumps(about | asdict(args), indent=2) + "\n")
+    write_text(accelerator, folder / "metrics.jsonl", metrics)
+    return finished
+
+
+def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
+    """Load the newest checkpoint that every process can load. Returns its update and its metrics.jsonl; 0 and "" where
+    there is no checkpoint."""
+    checkpoints = sorted(folder.glob("checkpoints/update_??????"), reverse=True)
+    for checkpoint in checkpoints:
+        problem = None
         try:
-            lines, problem = (checkpoint / "metrics.jsonl").read_text(), None
+            metrics = (checkpoint / "metrics.jsonl").read_text()
             accelerator.load_state(str(checkpoint))
         except Exception as error:
             problem = f"{error!r:.300}"
         problems = [problem for problem in gather_object([problem]) if problem]
-        accelerator.print(f"--resume: {checkpoint} {f'cannot be loaded: {problems}' if problems else 'is loaded'}")
         if not problems:
-            first = int(checkpoint.name.removeprefix("update_"))
-            break
-    if lines and not first:
+            accelerator.print(f"--resume: {checkpoint} is loaded")
+            return int(checkpoint.name.removeprefix("update_")), metrics
+        accelerator.print(f"--resume: {checkpoint} cannot be loaded: {problems}")
+    if checkpoints:
         fail(f"--resume: no checkpoint in {folder} can be loaded; launch it as before, or delete it")
-    about = {"stage": STAGE, "command": shlex.join(["python", *sys.argv]), "processes": accelerator.num_processes}
-    about["wandb_id"] = old.get("wandb_id", os.urandom(8).hex())
+    return 0, ""
+
+
+def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int):
+    """TensorBoard, and W&B with --track; a resumed run goes on in the same curves."""
     if args.track:
-        run = {"dir": args.output_dir, "name": "__".join(folder.parts[-3:]), "id": about["wandb_id"], "resume": "allow"}
-        run["settings"] = {"finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))}  # seconds
-        accelerator.log_with.append(WandBTracker(None, config=asdict(args), **run))
+        tracker = WandBTracker(
+            None,
+            config=asdict(args),
+            dir=args.output_dir,
+            name="__".join(Path(args.output_dir).parts[-3:]),
+            id=wandb_id,
+            resume="allow",
+            settings={"finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))},  # seconds
+        )
+        accelerator.log_with.append(tracker)
+    purge_step = finished + 1 if finished else 0
     with or_fail("the trackers do not start (WANDB_MODE=offline keeps what W&B gets in the run folder)"):
-        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first + 1 if first else 0}})
-    for name, text in (("args.json", json.dumps(about | asdict(args), indent=2) + "\n"), ("metrics.jsonl", lines)):
-        with writing(accelerator, folder / name) as partial:
-            if accelerator.is_main_process:
-                partial.write_text(text)
-    return first
+        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": purge_step}})
+
+
+def write_text(accelerator: Accelerator, path: Path, text: str):
+    """Write a file whole or not at all."""
+    with writing(accelerator, path) as partial:
+        if accelerator.is_main_process:
+            partial.write_text(text)
 
 
 def updates(accelerator: Accelerator, args, first: int, last: int):
     """Yield the updates first + 1 to last under a progress bar. After each comes a checkpoint where one is due, or
     where SIGTERM or SIGUSR1, a scheduler's notice, has come: then the run ends there, with exit code 75."""
-    caught, folder, left_over = [], Path(args.output_dir), args.total_episodes - last * args.batch_size
+    caught = []
+    left_over = args.total_episodes - last * args.batch_size
     accelerator.print(f"{STAGE}: {last:,} updates of {args.batch_size}, {left_over} left over, on {accelerator.device}")
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: caught.append(number))  # and no more: it ends between two updates
@@ -400,61 +492,78 @@ def updates(accelerator: Accelerator, args, first: int, last: int):
         yield update
         stop = accelerator.reduce(torch.tensor(len(caught), device=accelerator.device), "sum") > 0
         if stop or (args.save_every and update % args.save_every == 0):
-            path = folder / "checkpoints" / f"update_{update:06d}"
-            with writing(accelerator, path) as partial:
-                accelerator.save_state(str(partial))
-                if accelerator.is_main_process:
-                    shutil.copy(folder / "metrics.jsonl", partial)
-            written = sorted(old for old in path.parent.glob("update_??????") if old <= path)
-            for old in written[: -max(args.keep_checkpoints, 1)]:
-                shutil.rmtree(old, ignore_errors=True)  # every process may
+            save_checkpoint(accelerator, args, update)
         if stop:
-            accelerator.print(f"stopped by a signal after update {update}; {folder} continues with --resume")
+            accelerator.print(f"stopped by a signal after update {update}; {args.output_dir} continues with --resume")
             accelerator.end_training()
             raise SystemExit(75)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
 
 
+def save_checkpoint(accelerator: Accelerator, args, update: int):
+    """Write checkpoints/update_NNNNNN and delete all but the newest --keep-checkpoints."""
+    folder = Path(args.output_dir)
+    path = folder / "checkpoints" / f"update_{update:06d}"
+    with writing(accelerator, path) as partial:
+        accelerator.save_state(str(partial))
+        if accelerator.is_main_process:
+            shutil.copy(folder / "metrics.jsonl", partial)
+    written = sorted(old for old in path.parent.glob("update_??????") if old <= path)
+    for old in written[: -max(args.keep_checkpoints, 1)]:
+        shutil.rmtree(old, ignore_errors=True)  # every process may
+
+
 def progress(accelerator: Accelerator, items, description: str):
     """Yield `items` under a rich progress bar with the rate and the time left, shown by the main process only."""
-    columns = *Progress.get_default_columns(), TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
+    rate = TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
+    columns = [*Progress.get_default_columns(), rate]
     with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
         yield from bar.track(items, len(items), description=description)
 
 
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
     """One line of metrics.jsonl, the same to the trackers; at each twentieth of the run the first five are printed."""
-    metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
+    metrics = {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
+    line = json.dumps({"update": update, **metrics})
     if accelerator.is_main_process:
-        with or_fail("metrics.jsonl could not be written"), Path(args.output_dir, "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"update": update, **metrics}) + "\n")
+        with or_fail("metrics.jsonl could not be written"):
+            with Path(args.output_dir, "metrics.jsonl").open("a") as file:
+                file.write(line + "\n")
     accelerator.log(metrics, step=update)
     if update % max(1, last // 20) == 0:
-        accelerator.print(f"update {update}/{last}", *(f" {key} {metrics[key]:.4g}" for key in list(metrics)[:5]))
+        numbers = [f" {key} {metrics[key]:.4g}" for key in list(metrics)[:5]]
+        accelerator.print(f"update {update}/{last}", *numbers)
 
 
 def save_model(accelerator: Accelerator, args, name: str, model, state: dict, prefix: str, tokenizer):
     """Write a transformers checkpoint into the run folder: the weights in `state` whose names begin with `prefix`."""
     with writing(accelerator, Path(args.output_dir, name)) as partial:
         if accelerator.is_main_process:
-            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            model.save_pretrained(partial, state_dict=own)
+            weights = {}
+            for key, value in state.items():
+                if key.startswith(prefix):
+                    weights[key.removeprefix(prefix)] = value
+            model.save_pretrained(partial, state_dict=weights)
             tokenizer.save_pretrained(partial)
 
 
 def prepare(accelerator: Accelerator, model, args):
     """Model and AdamW as the launcher asked for them (plain, DDP, DeepSpeed)."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    settings = {"lr": args.learning_rate, "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(
+        parameters, lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
+    )
     if accelerator.state.deepspeed_plugin:  # what DeepSpeed would else default to, or take from a data loader
         config = accelerator.state.deepspeed_plugin.deepspeed_config
-        config |= {"train_micro_batch_size_per_gpu": args.micro_batch_size, "gradient_clipping": args.max_grad_norm}
-        config |= {"gradient_accumulation_steps": 1, "zero_force_ds_cpu_optimizer": False}  # offloaded, it is torch's
+        config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+        config["gradient_clipping"] = args.max_grad_norm
+        config["gradient_accumulation_steps"] = 1
+        config["zero_force_ds_cpu_optimizer"] = False  # offloaded, it is torch's
         config["data_types"] = {"grad_accum_dtype": "fp32"}  # else the micro-batches' gradients are summed in bfloat16
         if config["zero_optimization"]["stage"] == 3:
             fail("ZeRO-3 is not supported: benchmark/accelerate/zero2_offload.yaml takes every size")
-    return accelerator.prepare(model, torch.optim.AdamW(parameters, **settings))
+    return accelerator.prepare(model, optimizer)
 
 
 def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:

@@ -110,9 +110,15 @@ def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     without replacement (Detail 21). A function of (seed, position) alone: every process can name every batch."""
     passes = []
     for epoch in range(start // n, (stop - 1) // n + 1):
-        shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        shuffled = permutation(n, seed, epoch)
         passes.append(shuffled[max(start - epoch * n, 0) : stop - epoch * n])
     return torch.cat(passes)
+
+
+def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
+    """The numbers 0..n-1 in a random order (n,) that depends on seed and epoch alone."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(n, generator=generator)
 
 
 def in_words(data: DatasetDict, tokenizer, words: int, stretch: int) -> DatasetDict:

@@ -178,12 +178,16 @@ def checkpoint_folder(flag: str, path: str) -> str:
             return str(folder)
     name, _, revision = path.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
-        stage, model, seed = ["sft", "MODEL", "SEED", *path.split("/") * path.startswith("runs/")][-3:]
+        stage, model, seed = "sft", "MODEL", "SEED"
+        if path.startswith("runs/") and path.count("/") >= 3:
+            stage, model, seed = path.split("/")[-3:]
         fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
     wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
     with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
         folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
-        return folder if [*Path(folder).glob("*.safetensors")] else snapshot_download(**wanted)
+        if not list(Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(**wanted)  # pytorch_model.bin
+        return folder
 
 
 def load_tokenizer(path: str):
@@ -202,22 +206,34 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
         for split in ("train", "validation", *data):
             data[split].select_columns(columns)[0]
-    keys, eos_id = [column for column in columns if "_token" in column], tokenizer.eos_token_id
+    keys = [column for column in columns if "_token" in column]
     for split, rows in data.items():
-        same, largest = [], max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
-        for row in rows.select(range(0, len(rows), -(-len(rows) // 16))):
-            query = tokenizer(row["query"], add_special_tokens=False).input_ids
-            real = {key: [x for x in row[key] if x != tokenizer.pad_token_id] for key in keys}
-            same.append(all(x == query if key == "query_token" else x[-1:] == [eos_id] for key, x in real.items()))
-        if 2 * sum(same) <= len(same) or largest >= len(tokenizer):
-            found = f"{sum(same)} of {len(same)} rows are as the model's tokenizer makes them; largest id {largest}"
+        largest = max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
+        looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
+        same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
+        if 2 * same <= len(looked_at) or largest >= len(tokenizer):
+            found = f"{same} of {len(looked_at)} rows are as the model's tokenizer makes them; largest id {largest}"
             fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py --tokenizer MODEL; --check finds more")
     return data.with_format("torch")
 
 
+def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
+    """Whether a row's query is the tokens that the tokenizer makes of its text, and the rest end in its EOS."""
+    for key in keys:
+        tokens = [token for token in row[key] if token != tokenizer.pad_token_id]
+        if key == "query_token":
+            if tokens != tokenizer(row["query"], add_special_tokens=False).input_ids:
+                return False
+        elif tokens[-1:] != [tokenizer.eos_token_id]:
+            return False
+    return True
+
+
 def without_dropout(config):
     """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
-    config.update({k: 0.0 for k, v in config.to_dict().items() if "drop" in k and isinstance(v, int | float)})
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, int | float):
+            setattr(config, key, 0.0)
     return config
 
 
@@ -266,9 +282,10 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
         config.pad_token_id = tokenizer.pad_token_id
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         model.score = ScalarHead(model.score.weight.shape[1], 1)
-        model.load_state_dict(
-            {key: x for file in Path(path).glob("*.safetensors") for key, x in load_file(file).items()}
-        )
+        weights = {}
+        for file in Path(path).glob("*.safetensors"):
+            weights |= load_file(file)
+        model.load_state_dict(weights)
     return RewardModel(model)
 
 
@@ -285,31 +302,39 @@ def gold_function(gold: str):
 # ---- sampling and scoring ----------------------------------------------------------------------------------------
 
 
-def micro_batches(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Groups of `size` rows of similar length: less padding, the same batch. lengths (b,) -> row indices."""
-    return list(torch.argsort(lengths, descending=True, stable=True).split(size))
+def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Rows in groups of `size` of similar length: less padding, the same batch. lengths (b,) -> row indices."""
+    order = lengths.argsort(descending=True, stable=True)
+    return list(order.split(size))
 
 
 def noise_keys(seed: int, update: int, rows: list[int]) -> torch.Tensor:
     """Two 32-bit keys (b, 2) per row, a hash of (seed, update, row)."""
-    digests = [hashlib.blake2b(f"{seed} {update} {row}".encode(), digest_size=8).digest() for row in rows]
-    return torch.tensor([struct.unpack("<ii", digest) for digest in digests], dtype=torch.int32).reshape(-1, 2)
+    keys = []
+    for row in rows:
+        digest = hashlib.blake2b(f"{seed} {update} {row}".encode(), digest_size=8).digest()
+        keys.append(struct.unpack("<ii", digest))
+    return torch.tensor(keys, dtype=torch.int32).reshape(-1, 2)
+
+
+def mix(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A bijection of 32-bit integers in which each bit of x changes about half of all bits (the shifts and factors are
+    those of Wellons's lowbias32), the key xored in after each product. int32 products wrap; masks make >> unsigned."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D ^ key
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32) ^ key
+    return x ^ ((x >> 16) & 0xFFFF)
 
 
 def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Tensor:
     """Gumbel(0, 1) noise (b, V) that depends on (key, position, token) alone, not on batch, device or rank: a 32-bit
-    integer hash (int32 products wrap), read as a uniform with 32 bits near 0, where the largest noise comes from."""
-
-    def mix(x, key):
-        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
-            x = (x ^ ((x >> shift) & (2 ** (32 - shift) - 1))) * factor ^ key
-        return x ^ ((x >> 16) & 0xFFFF)
-
-    step = torch.tensor(position, dtype=torch.int32, device=keys.device)
-    key = [mix(keys[:, i, None] + step * 0x3C6EF35F, keys[:, 1 - i, None]) for i in (0, 1)]  # 2 x (b, 1)
-    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
-    bits = mix(token * (0x9E3779B9 - 2**32) + key[0], key[1])  # (b, V)
-    uniform = (torch.where(bits < 0, bits + 2.0**32, bits.float()) + 0.5) / 2**32
+    integer hash, read as a uniform with 32 bits near 0, where the largest noise comes from."""
+    step = torch.tensor(position, dtype=torch.int32, device=keys.device) * 0x3C6EF35F
+    key_0 = mix(keys[:, 0, None] + step, keys[:, 1, None])  # (b, 1)
+    key_1 = mix(keys[:, 1, None] + step, keys[:, 0, None])
+    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * (0x9E3779B9 - 2**32)  # golden ratio
+    bits = mix(token + key_0, key_1)  # (b, V)
+    unsigned = torch.where(bits < 0, bits + 2.0**32, bits.float())
+    uniform = (unsigned + 0.5) / 2**32
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
 
 
@@ -339,7 +364,9 @@ def repeated(cache: DynamicCache, count: int) -> DynamicCache:
 
 
 @torch.no_grad()
-def sample(model, query: torch.Tensor, banned: torch.Tensor, keys: torch.Tensor, eos_id: int, pad_id: int, args, done):
+def sample_many(
+    model, query: torch.Tensor, banned: torch.Tensor, keys: torch.Tensor, eos_id: int, pad_id: int, args, done
+):
     """Responses (N, R) to one query (Q,) without padding, [PAD] after the first EOS, by Gumbel-max with the noise of
     `keys` (N, 2); `banned` (V,) marks ids that are never sampled. Calls done(count) after each micro-batch."""
     responses, cache = torch.full((len(keys), args.response_length), pad_id, device=query.device), DynamicCache()
@@ -368,7 +395,7 @@ def response_scores(model: RewardModel, query: torch.Tensor, responses: torch.Te
     cache, lengths = DynamicCache(), (responses != pad_id).sum(1)
     scores = torch.empty(len(responses), device=query.device)
     model(query[None], past_key_values=cache)
-    for index in micro_batches(lengths, size):
+    for index in similar_lengths(lengths, size):
         rewards = model(responses[index, : int(lengths[index].max())], past_key_values=repeated(cache, len(index)))
         scores[index] = rewards.gather(1, lengths[index, None] - 1).squeeze(1)  # (b, W) -> (b,)
     return scores
@@ -381,7 +408,7 @@ def proxy_scales(policy, models: dict, posts: list[torch.Tensor], banned, eos_id
     with progress_bar("scale of the proxies", len(posts)) as done:
         for i, query in enumerate(posts):
             keys = noise_keys(args.seed, -2, [i]).to(query.device)
-            response = sample(policy, query, banned, keys, eos_id, pad_id, args, done)
+            response = sample_many(policy, query, banned, keys, eos_id, pad_id, args, done)
             found.append([response_scores(model, query, response, pad_id, 1).item() for model in models.values()])
             for path, score in zip(models, found[-1], strict=True):
                 if not isfinite(score):
@@ -622,7 +649,7 @@ def main(args: Args):
             row, where = data[args.split][i], f"prompt {i} ({data[args.split][i]['id']})"
             query = row["query_token"][row["query_token"] != pad_id].to(device)
             keys = noise_keys(args.seed, i, list(range(args.samples))).to(device)
-            responses = sample(policy, query, banned, keys, eos_id, pad_id, args, done)  # (N, R)
+            responses = sample_many(policy, query, banned, keys, eos_id, pad_id, args, done)  # (N, R)
             distinct, places = responses.unique(dim=0, return_inverse=True)  # (m, R), (N,)
             texts, scores = tokenizer.batch_decode(distinct, skip_special_tokens=True), {}
             for path, model in [*zip(paths, members, strict=True), (f"gold {args.gold}", gold)]:

@@ -105,12 +105,16 @@ def checkpoint_folder(flag: str, path: str) -> str:
             return str(folder)
     name, _, revision = path.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
-        stage, model, seed = ["sft", "MODEL", "SEED", *path.split("/") * path.startswith("runs/")][-3:]
+        stage, model, seed = "sft", "MODEL", "SEED"
+        if path.startswith("runs/") and path.count("/") >= 3:
+            stage, model, seed = path.split("/")[-3:]
         fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
     wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
     with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
         folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
-        return folder if [*Path(folder).glob("*.safetensors")] else snapshot_download(**wanted)
+        if not list(Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(**wanted)  # pytorch_model.bin
+        return folder
 
 
 def load_tokenizer(path: str):
@@ -129,22 +133,34 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
         for split in ("train", "validation", *data):
             data[split].select_columns(columns)[0]
-    keys, eos_id = [column for column in columns if "_token" in column], tokenizer.eos_token_id
+    keys = [column for column in columns if "_token" in column]
     for split, rows in data.items():
-        same, largest = [], max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
-        for row in rows.select(range(0, len(rows), -(-len(rows) // 16))):
-            query = tokenizer(row["query"], add_special_tokens=False).input_ids
-            real = {key: [x for x in row[key] if x != tokenizer.pad_token_id] for key in keys}
-            same.append(all(x == query if key == "query_token" else x[-1:] == [eos_id] for key, x in real.items()))
-        if 2 * sum(same) <= len(same) or largest >= len(tokenizer):
-            found = f"{sum(same)} of {len(same)} rows are as the model's tokenizer makes them; largest id {largest}"
+        largest = max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
+        looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
+        same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
+        if 2 * same <= len(looked_at) or largest >= len(tokenizer):
+            found = f"{same} of {len(looked_at)} rows are as the model's tokenizer makes them; largest id {largest}"
             fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py --tokenizer MODEL; --check finds more")
     return data.with_format("torch")
 
 
+def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
+    """Whether a row's query is the tokens that the tokenizer makes of its text, and the rest end in its EOS."""
+    for key in keys:
+        tokens = [token for token in row[key] if token != tokenizer.pad_token_id]
+        if key == "query_token":
+            if tokens != tokenizer(row["query"], add_special_tokens=False).input_ids:
+                return False
+        elif tokens[-1:] != [tokenizer.eos_token_id]:
+            return False
+    return True
+
+
 def without_dropout(config):
     """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
-    config.update({k: 0.0 for k, v in config.to_dict().items() if "drop" in k and isinstance(v, int | float)})
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, int | float):
+            setattr(config, key, 0.0)
     return config
 
 
@@ -178,9 +194,8 @@ class RewardModel(nn.Module):
         self.model = model
 
     def forward(self, input_ids, **inputs):
-        """(b, T), and as inputs attention_mask (b, T) or (b, 1, T, earlier + T), position_ids (b, T), a cache, which is
-        added to -> reward logits (b, T) in float32. Rows that are padded on the right alone need no mask: no token of
-        a causal model sees what comes after it."""
+        """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask: no token of a causal model sees
+        what comes after it."""
         hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
         return self.model.score(hidden).squeeze(-1)
 
@@ -193,9 +208,10 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
         config.pad_token_id = tokenizer.pad_token_id
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         model.score = ScalarHead(model.score.weight.shape[1], 1)
-        model.load_state_dict(
-            {key: x for file in Path(path).glob("*.safetensors") for key, x in load_file(file).items()}
-        )
+        weights = {}
+        for file in Path(path).glob("*.safetensors"):
+            weights |= load_file(file)
+        model.load_state_dict(weights)
     return RewardModel(model)
 
 
@@ -212,31 +228,39 @@ def gold_function(gold: str):
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
-def micro_batches(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Groups of `size` rows of similar length: less padding, the same batch. lengths (b,) -> row indices."""
-    return list(torch.argsort(lengths, descending=True, stable=True).split(size))
+def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Rows in groups of `size` of similar length: less padding, the same batch. lengths (b,) -> row indices."""
+    order = lengths.argsort(descending=True, stable=True)
+    return list(order.split(size))
 
 
 def noise_keys(seed: int, update: int, rows: list[int]) -> torch.Tensor:
     """Two 32-bit keys (b, 2) per row, a hash of (seed, update, row)."""
-    digests = [hashlib.blake2b(f"{seed} {update} {row}".encode(), digest_size=8).digest() for row in rows]
-    return torch.tensor([struct.unpack("<ii", digest) for digest in digests], dtype=torch.int32).reshape(-1, 2)
+    keys = []
+    for row in rows:
+        digest = hashlib.blake2b(f"{seed} {update} {row}".encode(), digest_size=8).digest()
+        keys.append(struct.unpack("<ii", digest))
+    return torch.tensor(keys, dtype=torch.int32).reshape(-1, 2)
+
+
+def mix(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A bijection of 32-bit integers in which each bit of x changes about half of all bits (the shifts and factors are
+    those of Wellons's lowbias32), the key xored in after each product. int32 products wrap; masks make >> unsigned."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D ^ key
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32) ^ key
+    return x ^ ((x >> 16) & 0xFFFF)
 
 
 def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Tensor:
     """Gumbel(0, 1) noise (b, V) that depends on (key, position, token) alone, not on batch, device or rank: a 32-bit
-    integer hash (int32 products wrap), read as a uniform with 32 bits near 0, where the largest noise comes from."""
-
-    def mix(x, key):
-        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
-            x = (x ^ ((x >> shift) & (2 ** (32 - shift) - 1))) * factor ^ key
-        return x ^ ((x >> 16) & 0xFFFF)
-
-    step = torch.tensor(position, dtype=torch.int32, device=keys.device)
-    key = [mix(keys[:, i, None] + step * 0x3C6EF35F, keys[:, 1 - i, None]) for i in (0, 1)]  # 2 x (b, 1)
-    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
-    bits = mix(token * (0x9E3779B9 - 2**32) + key[0], key[1])  # (b, V)
-    uniform = (torch.where(bits < 0, bits + 2.0**32, bits.float()) + 0.5) / 2**32
+    integer hash, read as a uniform with 32 bits near 0, where the largest noise comes from."""
+    step = torch.tensor(position, dtype=torch.int32, device=keys.device) * 0x3C6EF35F
+    key_0 = mix(keys[:, 0, None] + step, keys[:, 1, None])  # (b, 1)
+    key_1 = mix(keys[:, 1, None] + step, keys[:, 0, None])
+    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * (0x9E3779B9 - 2**32)  # golden ratio
+    bits = mix(token + key_0, key_1)  # (b, V)
+    unsigned = torch.where(bits < 0, bits + 2.0**32, bits.float())
+    uniform = (unsigned + 0.5) / 2**32
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
 
 
@@ -389,7 +413,7 @@ def main(args: Args):
             queries = [tokens[tokens != pad_id] for tokens in rows["query_token"]]
             task = bar.add_task(split, total=len(queries), rate="")
             pairs: list[list[dict]] = [[] for _ in queries]
-            for index in micro_batches(torch.tensor([len(query) for query in queries]), args.micro_batch_size):
+            for index in similar_lengths(torch.tensor([len(query) for query in queries]), args.micro_batch_size):
                 width = max(len(queries[i]) for i in index)
                 batch = torch.stack([F.pad(queries[i], (width - len(queries[i]), 0), value=pad_id) for i in index])
                 texts, mine = [rows["query"][i] for i in index], [queries[i] for i in index]

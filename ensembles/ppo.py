@@ -10,20 +10,29 @@ runs/ppo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoi
 args.json, members.json (mean and standard deviation of each reward model), TensorBoard files, with --gold
 gold_samples.csv and, with --save-every, checkpoints/.
 
-The file goes from the algorithm outwards: arguments, losses, rollout, main, evaluation, sampling, padding and forward
-passes, models, plumbing. What differs from the first paper's: `git diff --no-index ppo.py ensembles/ppo.py`.
+The file goes from the algorithm outwards: arguments, losses, main, rollout, forward passes, sampling, padding, models,
+evaluation, plumbing. What differs from the first paper's: `git diff --no-index ppo.py ensembles/ppo.py`.
 
-Deviations from the paper and its code, each on purpose:
-- the score is added one position past EOS, as in the authors' and OpenAI's code; the text of figure 9 says at EOS.
-- whitening and loss means are over the whole batch; the authors' code takes them per device and micro-batch, so that
-  their objective changes with the hardware. The policy loss is divided by the number of response tokens (through EOS),
-  the value loss by that of value positions (through one past EOS).
-- sampling is Gumbel-max with noise keyed by (seed, update, episode, position); a row stops at its EOS, which equals
-  sampling on and truncating. [PAD] and ids beyond the tokenizer have probability 0 in sampling and in every
-  log-probability.
-- old log-probabilities come from a forward pass over the finished response; the authors' are the generation's scores.
-- the value head's bias is decayed with all other weights, as torch's AdamW does by default.
-- validation samples are drawn at temperature 0.01, as in the authors' code.
+Shapes: B episodes of an update, b rows at hand, Q width of the queries, R response length, W width of a micro-batch's
+responses, T of query and response together, V vocabulary, D of a hidden state, k reward models. A batch is a dict
+of tensors:
+
+    queries (B, Q) left-padded; responses (B, R) right-padded; lengths and row_lengths (B,); member_scores (B, k)
+    response_mask (B, R) through EOS: logprobs, ref_logprobs, entropy and advantages are 0 outside of it
+    value_mask (B, R) through one past EOS, where the score lies: values are 0 outside of it, returns unused
+
+Details are those of the paper's list (README, "The 25 details"). Deviations from the paper (P) and the authors' code
+(C), each on purpose:
+- P: the score is added one position past EOS, as in C and OpenAI's code; the text of figure 9 says at EOS.
+- C: whitening and loss means are over the whole batch; C takes them per device and micro-batch, so that its objective
+  changes with the hardware. The policy loss is divided by the number of response tokens (through EOS), the value loss
+  by that of value positions (through one past EOS).
+- C: sampling is Gumbel-max with noise keyed by (seed, update, episode, position), not multinomial; a row stops at its
+  EOS, which equals sampling on and truncating. [PAD] and ids beyond the tokenizer have probability 0 in sampling and in
+  every log-probability.
+- C: old log-probabilities come from a forward pass over the finished response, not from the generation's scores.
+- P: validation samples are drawn at temperature 0.01, as in C. The value head's bias is decayed with all other weights,
+  as in C: torch's AdamW does so by default.
 - the ensemble paper's batches of 32 out of 256 rollouts (table 3) are --batch-size 256 --num-mini-batches 8; --gold
   samples as training does, and not with table 4's top-p 0.9.
 - uwo's variance is over k models, as in equation 5; the ensemble paper's code divides by k - 1 in PPO.
@@ -33,6 +42,7 @@ import csv
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import re
 import shlex
@@ -72,16 +82,18 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
 )
+from transformers.utils import logging as transformers_logging
 
 STAGE = "ppo"
-PRESETS = {"1b": 16, "2.8b": 8, "6.9b": 2}  # Pythia's sizes: episodes of a micro-batch that fit one 80 GB device
+MICRO_BATCH_SIZES = {"1b": 16, "2.8b": 8, "6.9b": 2}  # of Pythia's sizes: what fits one 80 GB device
+TEMPERATURE_EPS = 1e-7  # added to a temperature before it divides, as in the authors' code
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 
 
 @dataclass
 class Args:
     model: str = "1b"
-    """name of the run: 1b, 2.8b, 6.9b or any other; the weights come from the two paths below"""
+    """name of the run, its default paths and (1b, 2.8b, 6.9b) memory flags; weights come from the two paths below"""
     seed: int = 44413
     """seed of the query order and the sampling noise (paper: 44413, 55513, 66613, 77713)"""
     sft_model_path: str = "runs/sft/{model}/{seed}"
@@ -167,7 +179,7 @@ class Args:
     mixed_precision: Literal["no", "bf16"] | None = None
     """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
     offload: bool | None = None
-    """keep reference and reward models in the machine's memory except while they score; default at 6.9b"""
+    """keep reference and reward models in CPU memory except while they score; default at 6.9b"""
     save_every: int = 0
     """updates between checkpoints for --resume; 0: none"""
     keep_checkpoints: int = 2
@@ -181,23 +193,6 @@ class Args:
 # ==== the algorithm ===============================================================================
 
 
-class PolicyAndValue(nn.Module):
-    """Policy and value model, separate networks (Detail 22) in one module for DDP's and DeepSpeed's sake."""
-
-    def __init__(self, policy, value_model):
-        super().__init__()
-        self.policy, self.value_model = policy, value_model
-
-    def forward(self, queries, responses, pad_id: int, banned: torch.Tensor, temperature: float):
-        """queries (b, Q) left-padded, responses (b, W) -> log-probabilities (b, W) of the response tokens, values (b,
-        W) of the states before them, and, without gradient, the policy's entropy (b, W) there (nats; else None)."""
-        rows, before = episode_rows(queries, responses, pad_id)
-        logits = response_logits(self.policy, rows, before, banned)  # (b, W, V)
-        entropy = None if torch.is_grad_enabled() else token_entropy(logits, temperature)
-        values = self.value_model.model.score(states_at(self.value_model.model, rows, before)).squeeze(-1)  # (b, W)
-        return token_logprobs(logits, responses, temperature), values, entropy
-
-
 def combine(scores: torch.Tensor, method: str = "mean", uwo_lambda: float | None = None, safety=None) -> torch.Tensor:
     """Scores of k reward models (k, b) -> one score (b,): mean, worst case (wco), or mean - lambda x variance (uwo; the
     variance over k, not k - 1). Reward model ensembles, equations 3 to 5. safety_gate, of the scores of helpfulness and
@@ -208,31 +203,40 @@ def combine(scores: torch.Tensor, method: str = "mean", uwo_lambda: float | None
     if method == "safety_gate":
         return torch.where(safety | (scores[1].sigmoid() < 0.15), scores[1], scores[0])
     mean = scores.mean(0)
-    return mean if method == "mean" else mean - uwo_lambda * (scores - mean).square().mean(0)
+    if method == "uwo":
+        variance = (scores - mean).square().mean(0)
+        return mean - uwo_lambda * variance
+    return mean
 
 
-def safety_tags(batch: dict) -> torch.Tensor:
-    """Of which prompts of a batch the column `tag` says safety: (b,) bool."""
-    return torch.tensor([tag == "safety" for tag in batch.get("tag", [None] * len(batch["query_token"]))])
+def scheduled(args, done: float) -> float:
+    """The learning rate after this share (0 to 1) of the updates."""
+    remaining = 1 - done  # linear (table 7)
+    if args.lr_schedule == "cosine":
+        remaining = 0.5 * (1 + cos(pi * done))
+    return args.final_learning_rate + (args.learning_rate - args.final_learning_rate) * remaining
 
 
-def token_rewards(scores: torch.Tensor, logratio: torch.Tensor, lengths: torch.Tensor, kl_coef: float) -> torch.Tensor:
-    """Rewards (b, R): -kl_coef x (log pi - log pi_ref) at each token (k1, equation 3), and the score (b,) one position
-    past EOS, or on the last position where there is no room (Detail 23). logratio (b, R), 0 after a response's end;
+def token_rewards(scores: torch.Tensor, kl: torch.Tensor, lengths: torch.Tensor, kl_coef: float) -> torch.Tensor:
+    """Rewards (b, R): -kl_coef x kl at each token (equation 3), and the score (b,) one position past EOS, or on the
+    last position where there is no room (Detail 23). kl (b, R): log pi - log pi_ref (k1), 0 after a response's end;
     lengths (b,) of the responses in tokens, EOS counted."""
-    rewards = -kl_coef * logratio
-    place = lengths.clamp(max=logratio.shape[1] - 1)
-    return rewards.scatter_add(1, place[:, None], scores[:, None].to(rewards))
+    rewards = -kl_coef * kl
+    score_position = lengths.clamp(max=kl.shape[1] - 1)
+    return rewards.scatter_add(1, score_position[:, None], scores[:, None].to(rewards))
 
 
 def gae(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation: rewards and values (b, R), 0 outside the value mask -> advantages (b, R) and
     returns = advantages + values."""
-    advantages, last = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
+    advantages = torch.zeros_like(rewards)
+    advantage = torch.zeros_like(rewards[:, 0])
+    next_values = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
-        next_values = values[:, t + 1] if t + 1 < rewards.shape[1] else 0.0
-        last = rewards[:, t] + gamma * next_values - values[:, t] + gamma * lam * last
-        advantages[:, t] = last
+        delta = rewards[:, t] + gamma * next_values - values[:, t]
+        advantage = delta + gamma * lam * advantage
+        advantages[:, t] = advantage
+        next_values = values[:, t]
     return advantages, advantages + values
 
 
@@ -243,117 +247,47 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) ->
     mean = (values * mask).sum() / count
     variance = ((values - mean).square() * mask).sum() / count
     whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
-    return (whitened if shift_mean else whitened + mean) * mask
+    if not shift_mean:
+        whitened = whitened + mean
+    return whitened * mask
 
 
-def ppo_loss(
-    logprobs: torch.Tensor,
-    values: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    old_values: torch.Tensor,
-    advantages: torch.Tensor,
-    returns: torch.Tensor,
-    response_mask: torch.Tensor,
-    value_mask: torch.Tensor,
-    cliprange: float,
-    cliprange_value: float,
-) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """Clipped losses of a micro-batch, all arguments (b, W): the policy loss summed over the response mask, the value
-    loss (half the larger of the clipped and the unclipped square) summed over the value mask, and sums for the log:
-    over the value mask where the name has value in it, else over the response mask."""
-    logratio = (logprobs - old_logprobs).masked_fill(~response_mask, 0.0)
+def policy_loss(logprobs: torch.Tensor, mb: dict, cliprange: float) -> tuple[torch.Tensor, dict]:
+    """The clipped surrogate, summed over the response mask, and sums for the log. logprobs (b, W) with gradient; of the
+    micro-batch logprobs (the old ones), advantages and response_mask (b, W)."""
+    mask = mb["response_mask"]
+    logratio = (logprobs - mb["logprobs"]).masked_fill(~mask, 0.0)  # before exp: huge where a [PAD] is
     ratio = logratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    policy_loss = (torch.max(unclipped, clipped) * response_mask).sum()
-    near = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
-    square, clipped_square = (values - returns).square(), (near - returns).square()
-    value_loss = 0.5 * (torch.max(square, clipped_square) * value_mask).sum()
-    logs = {
-        "loss/policy": policy_loss,
-        "loss/value": value_loss,
-        "policy/clip_fraction": ((clipped > unclipped) & response_mask).sum(),
+    unclipped = -mb["advantages"] * ratio
+    clipped = -mb["advantages"] * ratio.clamp(1 - cliprange, 1 + cliprange)
+    loss = (torch.max(unclipped, clipped) * mask).sum()
+    sums = {
+        "loss/policy": loss,
+        "policy/clip_fraction": ((clipped > unclipped) & mask).sum(),
         "policy/approx_kl": 0.5 * logratio.square().sum(),
-        "policy/ratio": (ratio * response_mask).sum(),
-        "policy/ratio_square": (ratio.square() * response_mask).sum(),
-        "value/clip_fraction": ((clipped_square > square) & value_mask).sum(),
+        "policy/ratio": (ratio * mask).sum(),
+        "policy/ratio_square": (ratio.square() * mask).sum(),
     }
-    return policy_loss, value_loss, {key: value.detach().float() for key, value in logs.items()}
+    return loss, sums
 
 
-@torch.no_grad()
-def rollout(accelerator: Accelerator, model, ref_policy, reward_models, queries, keys, tokenizer, banned, args) -> dict:
-    """Sample a response to each left-padded query (b, Q) and look at it with every model. Returns responses, logprobs,
-    ref_logprobs, values, entropy (b, R), 0 where the position is outside its mask, scores (b, k), and sampling_seconds
-    (1,)."""
-    pad_id, R = tokenizer.pad_token_id, args.response_length
-    found = {"responses": torch.full((len(queries), R), pad_id, device=accelerator.device)}
-    for key in ("logprobs", "ref_logprobs", "values", "entropy"):
-        found[key] = torch.zeros(len(queries), R, device=accelerator.device)
-    found["scores"] = torch.zeros(len(queries), len(reward_models), device=accelerator.device)
-    query_lengths, start = (queries != pad_id).sum(1), time.time()
-    for index in micro_batches(query_lengths, args.forward_batch_size):
-        query = trim(queries[index].to(accelerator.device), pad_id, "left")
-        with accelerator.autocast():
-            response = generate(model.policy, query, tokenizer, R, args.temperature, keys[index])
-        found["responses"][index] = truncate_response(response, tokenizer.eos_token_id, pad_id)  # Detail 23
-    found["sampling_seconds"] = torch.full((1,), time.time() - start, device=accelerator.device)
-    response_lengths = (found["responses"] != pad_id).sum(1)
-    # grouped anew: rows that sampled alike are now of other lengths
-    batches = []
-    for index in micro_batches(query_lengths + response_lengths.cpu(), args.forward_batch_size):
-        lengths = response_lengths[index]
-        width = min(int(lengths.max()) + 1, R)  # through one past the longest response's EOS
-        query, response = trim(queries[index].to(accelerator.device), pad_id, "left"), found["responses"][index, :width]
-        batches.append((index, query, response, *episode_masks(lengths, width)))
-    for index, query, response, response_mask, value_mask in batches:
-        with accelerator.autocast():
-            logprobs, values, entropy = model(query, response, pad_id, banned, args.temperature)
-        width = response.shape[1]
-        found["logprobs"][index, :width] = logprobs * response_mask
-        found["entropy"][index, :width] = entropy * response_mask
-        found["values"][index, :width] = values * value_mask
-    home = "cpu" if args.offload else accelerator.device  # where a frozen model waits
-    ref_policy.to(accelerator.device)
-    for index, query, response, response_mask, _ in batches:
-        with accelerator.autocast():
-            logits = response_logits(ref_policy, *episode_rows(query, response, pad_id), banned)
-            logprobs = token_logprobs(logits, response, args.temperature)
-        found["ref_logprobs"][index, : response.shape[1]] = logprobs * response_mask
-    ref_policy.to(home)
-    for k, reward_model in enumerate(reward_models):
-        reward_model.to(accelerator.device)
-        for index, query, response, *_ in batches:
-            rows = right_padded(torch.cat([query, response], 1), pad_id)
-            with accelerator.autocast():
-                found["scores"][index, k] = response_rewards(reward_model, rows, 0, pad_id)
-        reward_model.to(home)
-    return found
+def value_loss(values: torch.Tensor, mb: dict, cliprange: float) -> tuple[torch.Tensor, dict]:
+    """Half the larger of the clipped and the unclipped square, summed over the value mask, and sums for the log. values
+    (b, W) with gradient; of the micro-batch values (the old ones), returns and value_mask (b, W)."""
+    mask = mb["value_mask"]
+    clipped_values = values.clamp(mb["values"] - cliprange, mb["values"] + cliprange)
+    unclipped = (values - mb["returns"]).square()
+    clipped = (clipped_values - mb["returns"]).square()
+    loss = 0.5 * (torch.max(unclipped, clipped) * mask).sum()
+    sums = {"loss/value": loss, "value/clip_fraction": ((clipped > unclipped) & mask).sum()}
+    return loss, sums
 
 
-def episode_masks(lengths: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Response mask (through EOS) and value mask (through one past EOS, where the score lies), both (b, width) bool,
-    of responses of `lengths` (b,) tokens, EOS counted."""
-    place = torch.arange(width, device=lengths.device)
-    return place < lengths[:, None], place <= lengths[:, None]
-
-
-def truncate_response(responses: torch.Tensor, eos_id: int, pad_id: int) -> torch.Tensor:
-    """Detail 23: everything after the first EOS becomes [PAD]; a row without EOS stays. (b, R) -> (b, R)."""
-    ended = (responses == eos_id).int().cumsum(1) - (responses == eos_id).int() > 0  # an EOS lies before
-    return responses.masked_fill(ended, pad_id)
-
-
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    """log softmax(logits / (temperature + 1e-7)) at the tokens (Detail 20): (b, R, V), (b, R) -> (b, R)."""
-    scaled = logits.float() / (temperature + 1e-7)
-    return -F.cross_entropy(scaled.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
-
-
-def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Entropy (nats) of softmax(logits / (temperature + 1e-7)) at each position: (b, R, V) -> (b, R)."""
-    logprobs = (logits.float() / (temperature + 1e-7)).log_softmax(2)
-    return -(logprobs.exp() * logprobs).sum(2)
+def explained_variance(returns: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """1 - Var(returns - values) / Var(returns) over the mask, all (b, R) -> (); 0 where the returns do not vary."""
+    variance = returns[mask].var(correction=0)
+    residual = (returns - values)[mask].var(correction=0)
+    return torch.where(variance > 0, 1 - residual / variance, 0.0)
 
 
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
@@ -361,9 +295,15 @@ def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     without replacement (Detail 21). A function of (seed, position) alone: every process can name every batch."""
     passes = []
     for epoch in range(start // n, (stop - 1) // n + 1):
-        shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        shuffled = permutation(n, seed, epoch)
         passes.append(shuffled[max(start - epoch * n, 0) : stop - epoch * n])
     return torch.cat(passes)
+
+
+def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
+    """The numbers 0..n-1 in a random order (n,) that depends on seed and epoch alone."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(n, generator=generator)
 
 
 # ==== main ========================================================================================
@@ -371,40 +311,34 @@ def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
 
 def main(args: Args):
     # ---- data and models -------------------------------------------------------------------------
+    fill_templates(args)
     accelerator = make_accelerator(args)
-    args.micro_batch_size = args.micro_batch_size or PRESETS.get(args.model, 8)
-    args.offload = args.model == "6.9b" if args.offload is None else args.offload
-    world, rank = accelerator.num_processes, accelerator.process_index
-    num_updates, mini_batch_size = args.total_episodes // args.batch_size, args.batch_size // args.num_mini_batches
-    if num_updates == 0 or args.batch_size % (args.num_mini_batches * world):
-        split = f"{args.num_mini_batches} mini-batches x {world} process(es)"
-        fail(f"--batch-size {args.batch_size} does not split into {split}, or is more than --total-episodes")
-    if (args.reward_combination == "uwo") != (args.uwo_lambda is not None) or (args.uwo_lambda or 0) < 0:
-        fail("--reward-combination uwo needs --uwo-lambda of at least 0 (the paper's PPO: 0.1); nothing else takes it")
-    if args.reward_combination == "safety_gate" and args.standardise_members:
-        fail("--reward-combination safety_gate needs --no-standardise-members: its threshold is a probability")
-    if not args.reward_model_paths or args.reward_combination == "safety_gate" and len(args.reward_model_paths) != 2:
-        fail("--reward-model-paths needs one or more; safety_gate needs two, helpfulness, then safety")
+    device = accelerator.device
+    rank = accelerator.process_index
+    world = accelerator.num_processes
+    args.micro_batch_size = args.micro_batch_size or MICRO_BATCH_SIZES.get(args.model, 8)
+    if args.offload is None:
+        args.offload = args.model == "6.9b"
+    num_updates = args.total_episodes // args.batch_size
+    if num_updates == 0:
+        fail(f"--total-episodes {args.total_episodes} are fewer than --batch-size {args.batch_size}")
+    if args.batch_size % (args.num_mini_batches * world):
+        fail(f"--batch-size {args.batch_size}: no multiple of {args.num_mini_batches} mini-batches x {world} processes")
+    check_combination(args)
+
     sft_folder = checkpoint_folder("--sft-model-path", args.sft_model_path)
     reward_folders = [checkpoint_folder("--reward-model-paths", path) for path in args.reward_model_paths]
-    gold_is_code = args.gold and re.fullmatch(r".+\.py:\w+", args.gold)
-    gold_folders = [checkpoint_folder("--gold", args.gold)] if args.gold and not gold_is_code else []
     tokenizer = load_tokenizer(sft_folder)
-    for path in reward_folders + gold_folders:
-        if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
-            fail(f"{path}: a reward model of another tokenizer than {sft_folder}")
-    pad_id, eos_id, R = tokenizer.pad_token_id, tokenizer.eos_token_id, args.response_length
-    data = load_splits("--dataset", args.dataset, ["query", "query_token", "reference_response_token"], tokenizer)
-    train = data["train"].select_columns([x for x in ("query_token", "tag") if x in data["train"].column_names])
-    fixed = data["validation"].select(range(min(args.eval_rows, len(data["validation"]))))
+    for path in reward_folders:
+        check_tokenizer(path, tokenizer, args)
+    pad_id = tokenizer.pad_token_id
+    columns = ["query", "query_token", "reference_response_token"]
+    data = load_splits("--dataset", args.dataset, columns, tokenizer)
+    train = data["train"].select_columns([key for key in ("query_token", "tag") if key in data["train"].column_names])
+    validation = data["validation"].take(min(args.eval_rows, len(data["validation"])))
+
     reward_models = [frozen(accelerator, load_reward_model(path, tokenizer), args.offload) for path in reward_folders]
-    gold = gold_function(args.gold) if gold_is_code else None
-    with or_fail(f"--gold {args.gold}: a post has no score"):  # told now, not in the run
-        [float(gold(post, "")) for post in fixed["query"] if gold]
-    for path in gold_folders:
-        gold = frozen(accelerator, load_reward_model(path, tokenizer), args.offload)
-        if Path(path).resolve() in [Path(folder).resolve() for folder in reward_folders]:
-            accelerator.print(f"warning: --gold {args.gold} is also trained against, as one of --reward-model-paths")
+    gold = load_gold(accelerator, validation, reward_folders, tokenizer, args)
     ref_policy = frozen(accelerator, load_policy(sft_folder, tokenizer), args.offload)
     policy = load_policy(sft_folder, tokenizer)
     if args.value_start == "reward":
@@ -413,202 +347,214 @@ def main(args: Args):
         value_model = new_reward_model(sft_folder, tokenizer)
         nn.init.zeros_(value_model.model.score.weight)
     check_head(policy, sft_folder)
-    banned = banned_ids(policy, tokenizer).to(accelerator.device)
-    kept, scales = Path(args.output_dir, "members.json"), {}
+    banned = banned_ids(policy, tokenizer).to(device)
+    scales = {}
     if args.standardise_members:
-        scales = json.loads(kept.read_text()) if kept.exists() else {}  # of the run that --resume continues
-        if scales.keys() != set(args.reward_model_paths):
-            posts = data["train"].select(range(min(args.standardise_posts, len(data["train"]))))
-            scales = member_scales(accelerator, ref_policy, reward_models, posts, tokenizer, args)
-        pairs = list(zip(args.reward_model_paths, reward_models, strict=True))
-        for path, model in pairs + [(args.reward_model_paths[0], value_model)] * (args.value_start == "reward"):
+        scales = kept_scales(args)
+        if scales is None:
+            scales = member_scales(accelerator, ref_policy, reward_models, data["train"], tokenizer, args)
+        for path, reward_model in zip(args.reward_model_paths, reward_models, strict=True):
             accelerator.print(f"{path}: mean {scales[path]['mean']:.4g}, standard deviation {scales[path]['sd']:.4g}")
-            standardise(model, **scales[path])
-    both = PolicyAndValue(policy, value_model)
-    model, optimizer = prepare(accelerator, both, args)
-    # state that an edit carries from update to update: accelerator.register_for_checkpointing(it) before this line
-    first = begin_run(accelerator, args)
+            standardise(reward_model, **scales[path])
+        if args.value_start == "reward":
+            standardise(value_model, **scales[args.reward_model_paths[0]])
+    unwrapped = PolicyAndValue(policy, value_model)
+    model, optimizer = prepare(accelerator, unwrapped, args)
+    # state of your own goes here: accelerator.register_for_checkpointing(it); it comes back on the CPU
+    finished_updates = begin_run(accelerator, args)
     if scales:
-        with writing(accelerator, kept) as partial:
-            if accelerator.is_main_process:
-                partial.write_text(json.dumps(scales, indent=2) + "\n")
+        write_text(accelerator, Path(args.output_dir, "members.json"), json.dumps(scales, indent=2) + "\n")
 
-    looked = accelerator, both, ref_policy, reward_models, gold, fixed, tokenizer, banned, args
-    if gold and first == 0:
-        write_metrics(accelerator, args, {"episode": 0} | gold_metrics(*looked, 0), 0, num_updates)
-    begin = time.time()
-    for update in updates(accelerator, args, first, num_updates):
-        # ---- rollout: sample, then score (no gradient) -------------------------------------------
-        start = time.time()
+    gold_inputs = accelerator, unwrapped, ref_policy, reward_models, gold, validation, tokenizer, banned, args
+    if gold and finished_updates == 0:
+        write_metrics(accelerator, args, {"episode": 0} | gold_metrics(*gold_inputs, 0), 0, num_updates)
+    run_start = time.time()
+    for update in updates(accelerator, args, finished_updates, num_updates):
+        # ---- 1. queries, the same on every process; each samples its share -----------------------
+        update_start = time.time()
         episodes = range((update - 1) * args.batch_size, update * args.batch_size)
         order = data_order(len(train), args.seed, episodes.start, episodes.stop)  # Detail 21
-        batch = train[order.tolist()]
-        queries, safety = batch["query_token"], safety_tags(batch).to(accelerator.device)  # (B, Q), the same everywhere
-        mine = slice(rank * args.batch_size // world, (rank + 1) * args.batch_size // world)
-        keys = noise_keys(args.seed, update, list(episodes[mine]))
-        found = rollout(accelerator, both, ref_policy, reward_models, queries[mine], keys, tokenizer, banned, args)
+        posts = train[order.tolist()]
+        queries = posts["query_token"].to(device)  # (B, Q)
+        share = slice(rank * args.batch_size // world, (rank + 1) * args.batch_size // world)
+        keys = noise_keys(args.seed, update, episodes[share])  # so that a sample does not depend on its process
+        responses = sample(accelerator, policy, queries[share], keys, tokenizer, args, args.temperature)
+        sampling_seconds = time.time() - update_start
+
+        # ---- 2. what the models say of the responses ---------------------------------------------
+        batch = make_batch(queries[share], responses, pad_id)
+        batch |= forward_passes(accelerator, unwrapped, ref_policy, batch, pad_id, banned, args)
+        batch["member_scores"] = member_scores(accelerator, reward_models, batch, pad_id, args)  # (B, k)
         # from here on every process holds the whole batch, so that no number depends on how it was split
-        found = {key: accelerator.gather(value) for key, value in found.items()}
-        responses, logprobs, values = found["responses"], found["logprobs"], found["values"]  # (B, R)
-        queries = queries.to(accelerator.device)
-        lengths = (responses != pad_id).sum(1)  # (B,)
-        response_mask, value_mask = episode_masks(lengths, R)  # (B, R)
-        named = [f"update {update}, episode {i} (query {row})" for i, row in zip(episodes, order.tolist(), strict=True)]
-        check_scores(found["scores"], args.reward_model_paths, named)
-        raw_scores = combine(found["scores"].T, args.reward_combination, args.uwo_lambda, safety)  # (B,)
-        scores, has_eos = raw_scores, (responses == eos_id).any(1)  # (B,)
+        batch = {key: accelerator.gather(value) for key, value in batch.items()}
+
+        # ---- 3. rewards --------------------------------------------------------------------------
+        has_eos = (batch["responses"] == tokenizer.eos_token_id).any(1)  # (B,)
+        where = [f"update {update}, episode {i} (query {j})" for i, j in zip(episodes, order.tolist(), strict=True)]
+        check_scores(batch["member_scores"], args.reward_model_paths, where)
+        safety = safety_tags(posts).to(device)
+        raw_scores = combine(batch["member_scores"].T, args.reward_combination, args.uwo_lambda, safety)  # (B,)
+        scores = raw_scores
         if args.reward_combination == "safety_gate":
             scores = whiten(scores, torch.ones_like(scores, dtype=torch.bool))
         if args.penalty_reward_value is not None:
-            scores = torch.where(has_eos, scores, args.penalty_reward_value)  # Detail 23
-
-        # ---- rewards and advantages --------------------------------------------------------------
-        logratio = logprobs - found["ref_logprobs"]
-        rewards = token_rewards(scores, logratio, lengths, args.kl_coef)
+            scores = scores.where(has_eos, args.penalty_reward_value)  # Detail 23
+        kl = batch["logprobs"] - batch["ref_logprobs"]  # (B, R)
+        rewards = token_rewards(scores, kl, batch["lengths"], args.kl_coef)
         if args.whiten_rewards:
-            rewards = whiten(rewards, value_mask, shift_mean=False)  # Detail 24
-        advantages, returns = gae(rewards, values, args.gamma, args.lam)
-        advantages = whiten(advantages, response_mask)  # Detail 25
-        rollout_seconds = time.time() - start
+            rewards = whiten(rewards, batch["value_mask"], shift_mean=False)  # Detail 24
 
-        # ---- K epochs of clipped updates ---------------------------------------------------------
-        linear, cosine = 1 - (update - 1) / num_updates, 0.5 * (1 + cos(pi * (update - 1) / num_updates))
-        fall = (args.learning_rate - args.final_learning_rate) * (linear if args.lr_schedule == "linear" else cosine)
-        learning_rate = args.final_learning_rate + fall
+        # ---- 4. advantages -----------------------------------------------------------------------
+        advantages, batch["returns"] = gae(rewards, batch["values"], args.gamma, args.lam)
+        batch["advantages"] = whiten(advantages, batch["response_mask"])  # Detail 25
+        rollout_seconds = time.time() - update_start
+
+        # ---- 5. K epochs of clipped updates ------------------------------------------------------
+        learning_rate = scheduled(args, (update - 1) / num_updates)
         for group in optimizer.param_groups:  # a resumed optimiser has those of its checkpoint
-            group |= {"lr": learning_rate, "eps": args.adam_eps, "weight_decay": args.weight_decay}
-        logs, grad_norms, deviations = defaultdict(float), [], []
-        per_rank, size, row_lengths = mini_batch_size // world, args.batch_size, (queries != pad_id).sum(1) + lengths
+            group.update(lr=learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
+        means = defaultdict(float)  # over the tokens of a mini-batch, summed over the optimiser steps
+        grad_norms = []
+        deviations = []
         for epoch in range(args.num_ppo_epochs):
-            # a shuffle of the whole batch per epoch, the same on every process
-            shuffled = data_order(size, args.seed + update, epoch * size, (epoch + 1) * size)
-            for mini_batch in shuffled.to(accelerator.device).split(mini_batch_size):
-                policy_count, value_count = response_mask[mini_batch].sum(), value_mask[mini_batch].sum()
-                rows = mini_batch[rank * per_rank : (rank + 1) * per_rank]
-                groups = [rows[index] for index in micro_batches(row_lengths[rows], args.micro_batch_size)]
-                for i, row in enumerate(groups):
-                    query = trim(queries[row], pad_id, "left")
-                    width = min(int(lengths[row].max()) + 1, R)
-                    old, values_old, advantage, target, counted, value_counted = (
-                        x[row, :width] for x in (logprobs, values, advantages, returns, response_mask, value_mask)
-                    )
-                    # gradients are exchanged with the last micro-batch
-                    accelerator.sync_gradients = model.require_backward_grad_sync = i == len(groups) - 1
-                    new, values_new, _ = model(query, responses[row, :width], pad_id, banned, args.temperature)
-                    policy_sum, value_sum, sums = ppo_loss(
-                        new, values_new, old, values_old, advantage, target, counted, value_counted,
-                        args.cliprange, args.cliprange_value,
-                    )  # fmt: skip
+            shuffled = permutation(args.batch_size, args.seed + update, epoch)  # the same on every process
+            for mini_batch in shuffled.to(device).chunk(args.num_mini_batches):
+                policy_count = batch["response_mask"][mini_batch].sum()
+                value_count = batch["value_mask"][mini_batch].sum()
+                mbs = micro_batches(batch, mini_batch.chunk(world)[rank], args.micro_batch_size, pad_id)
+                for mb in mbs:
+                    last = mb is mbs[-1]  # gradients are exchanged between devices with the last micro-batch
+                    accelerator.sync_gradients = last  # for DeepSpeed
+                    model.require_backward_grad_sync = last  # for DDP
+                    logits, values = model(mb["queries"], mb["responses"], pad_id, banned)
+                    logprobs = token_logprobs(logits, mb["responses"], args.temperature)
+                    policy_sum, policy_sums = policy_loss(logprobs, mb, args.cliprange)
+                    value_sum, value_sums = value_loss(values, mb, args.cliprange_value)
                     loss = policy_sum / policy_count + args.vf_coef * value_sum / value_count
                     accelerator.backward(loss * world)  # x world: DDP and DeepSpeed average over devices
-                    for key, value in sums.items():
-                        logs[key] += value / (value_count if "value" in key else policy_count)
-                    if not grad_norms:  # before the first step every ratio is 1
-                        deviations.append((new.detach() - old).exp().sub(1).abs()[counted].max())
+                    for key, value in policy_sums.items():
+                        means[key] += value.detach() / policy_count
+                    for key, value in value_sums.items():
+                        means[key] += value.detach() / value_count
+                    if not grad_norms:  # before the first step every ratio is 1: the two passes are one function
+                        ratio = (logprobs.detach() - mb["logprobs"]).exp()
+                        deviations.append((ratio - 1).abs()[mb["response_mask"]].max())
                 grad_norms.append(optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}"))
 
-        # ---- log, samples ------------------------------------------------------------------------
-        kl = logratio.sum(1)
-        logs = {key: (accelerator.reduce(value, "sum") / len(grad_norms)).item() for key, value in logs.items()}
+        # ---- 6. log, samples ---------------------------------------------------------------------
+        steps = len(grad_norms)
+        means = {key: accelerator.reduce(value, "sum").item() / steps for key, value in means.items()}
+        ratio_square = means.pop("policy/ratio_square")
         metrics = {
-            "objective/rlhf_reward": (scores - args.kl_coef * kl).mean(),
             "objective/score": scores.mean(),
-            "objective/score_without_penalty": raw_scores.mean(),
-            "objective/kl": kl.mean(),
-            "objective/kl_k2": (0.5 * logratio.square()).sum(1).mean(),
-            "objective/kl_k3": ((-logratio).exp() - 1 + logratio).sum(1).mean(),
-            "objective/entropy": found["entropy"].sum(1).mean(),
-            "objective/reward_model_spread": found["scores"].std(1, unbiased=False).mean(),
-            "objective/reward_model_variance": found["scores"].var(1, unbiased=False).mean(),
+            "objective/kl": kl.sum(1).mean(),
+            "response/length": batch["lengths"].float().mean(),
             "response/eos_rate": has_eos.float().mean(),
-            "response/length": lengths.float().mean(),
-            "policy/ratio_variance": logs.pop("policy/ratio_square") - logs["policy/ratio"] ** 2,
+            "objective/entropy": batch["entropy"].sum(1).mean(),
+            "objective/rlhf_reward": (scores - args.kl_coef * kl.sum(1)).mean(),
+            "objective/score_without_penalty": raw_scores.mean(),
+            "objective/reward_model_spread": batch["member_scores"].std(1, unbiased=False).mean(),
+            "objective/reward_model_variance": batch["member_scores"].var(1, unbiased=False).mean(),
+            "objective/kl_k2": (0.5 * kl.square()).sum(1).mean(),
+            "objective/kl_k3": ((-kl).exp() - 1 + kl).sum(1).mean(),
+            "policy/ratio_variance": ratio_square - means["policy/ratio"] ** 2,
             "policy/first_ratio_deviation": accelerator.gather(torch.stack(deviations).max()).max(),
-            "value/mean": values.sum() / value_mask.sum(),
-            **logs,  # means over the update's optimiser steps
-            "grad_norm": sum(grad_norms) / len(grad_norms),
+            "value/mean": batch["values"].sum() / batch["value_mask"].sum(),
+            "value/explained_variance": explained_variance(batch["returns"], batch["values"], batch["value_mask"]),
+            **means,  # over the update's optimiser steps
+            "grad_norm": sum(grad_norms) / steps,
             "learning_rate": learning_rate,
             "episode": episodes.stop,
+            "time/sampling": sampling_seconds,
+            "time/rollout": rollout_seconds,
+            "time/update": time.time() - update_start,
+            "time/total": time.time() - run_start,
         }
-        names = [f"objective/reward_model_{i + 1}" for i in range(len(reward_models))]
-        metrics |= dict(zip(names, found["scores"].mean(0), strict=True))
+        for i, mean in enumerate(batch["member_scores"].mean(0)):
+            metrics[f"objective/reward_model_{i + 1}"] = mean
         if args.reward_combination == "safety_gate":
-            metrics["objective/safety_share"] = (raw_scores == found["scores"][:, 1]).float().mean()
-        metrics |= {"time/sampling": found["sampling_seconds"].max(), "time/rollout": rollout_seconds}
-        metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
+            metrics["objective/safety_share"] = (raw_scores == batch["member_scores"][:, 1]).float().mean()
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
-            metrics["eval/score"] = validation_score(accelerator, policy, reward_models, fixed, tokenizer, args)
+            metrics["eval/score"] = combined_score(accelerator, policy, reward_models, validation, tokenizer, args)
         if gold and (update == num_updates or (args.gold_every and update % args.gold_every == 0)):
-            metrics |= gold_metrics(*looked, update)
+            metrics |= gold_metrics(*gold_inputs, update)
         write_metrics(accelerator, args, metrics, update, num_updates)
-        if args.sample_every and update % args.sample_every == 0 and accelerator.is_main_process:
-            texts = [[tokenizer.decode(row[row != pad_id]) for row in rows[:4]] for rows in (queries, responses)]
-            columns = zip(*texts, scores.tolist(), kl.tolist(), strict=False)
-            samples = [{"query (end)": q[-200:], "response": r, "score": s, "kl": k} for q, r, s, k in columns]
-            show_samples(accelerator, samples, update)
+        if args.sample_every and update % args.sample_every == 0:
+            show_samples(accelerator, batch, scores, kl.sum(1), tokenizer, update)
 
     # ---- save ------------------------------------------------------------------------------------
     state = accelerator.get_state_dict(model)
     save_model(accelerator, args, "model", policy, state, "policy.", tokenizer)
     save_model(accelerator, args, "value_model", value_model.model, state, "value_model.model.", tokenizer)
-    accelerator.print(f"done in {time.time() - begin:.0f} s: {args.output_dir}", flush=True)
+    accelerator.print(f"done in {time.time() - run_start:.0f} s: {args.output_dir}", flush=True)
     accelerator.end_training()
 
 
-# ==== evaluation ==================================================================================
+# ==== rollout =====================================================================================
 
 
 @torch.no_grad()
-def validation_score(accelerator: Accelerator, policy, reward_models, data, tokenizer, args) -> float:
-    """Mean score of a summary sampled to each post of `data`, at temperature 0.01, with no penalty for no EOS."""
-    pad_id, found = tokenizer.pad_token_id, []
-    for index, batch in shares(accelerator, data, args.forward_batch_size, "validation score"):
-        query, keys = batch["query_token"].to(accelerator.device), noise_keys(args.seed, 0, index)
+def sample(accelerator: Accelerator, policy, queries, keys, tokenizer, args, temperature: float) -> torch.Tensor:
+    """A response (b, R) to each left-padded query (b, Q), [PAD] after its EOS (Detail 23); keys (b, 2): noise_keys."""
+    pad_id = tokenizer.pad_token_id
+    response_length = args.response_length
+    responses = queries.new_full((len(queries), response_length), pad_id)
+    for index in similar_lengths((queries != pad_id).sum(1), args.forward_batch_size):
         with accelerator.autocast():
-            responses = generate(policy, query, tokenizer, args.response_length, 0.01, keys)
-            rows, scores = trim(torch.cat([query, responses], 1), pad_id, "left"), []
-            for reward_model in reward_models:
-                reward_model.to(accelerator.device)
-                scores.append(response_rewards(reward_model, rows, rows.shape[1] - responses.shape[1], pad_id).cpu())
-                reward_model.to("cpu" if args.offload else accelerator.device)
-        check_scores(torch.stack(scores, 1), args.reward_model_paths, [f"validation post {i}" for i in index])
-        found += combine(torch.stack(scores), args.reward_combination, args.uwo_lambda, safety_tags(batch)).tolist()
-    return sum(gather_object(found)) / len(data)
+            responses[index] = generate(policy, queries[index], tokenizer, response_length, temperature, keys[index])
+    return truncate_response(responses, tokenizer.eos_token_id, pad_id)
 
 
 @torch.no_grad()
-def member_scales(accelerator: Accelerator, policy, reward_models, posts, tokenizer, args) -> dict:
-    """{path of a reward model: mean and standard deviation (/ n) of its scores of a sample of the policy to each post},
-    drawn as in training with noise of its own. An error where one says the same of all."""
-    pad_id, found = tokenizer.pad_token_id, []
-    for index, batch in shares(accelerator, posts, args.forward_batch_size, "scale of the reward models"):
-        queries = trim(batch["query_token"].to(accelerator.device), pad_id, "left")
-        policy.to(accelerator.device)
+def forward_passes(accelerator: Accelerator, model, ref_policy, batch: dict, pad_id: int, banned, args) -> dict:
+    """What policy, value model and reference say of the responses in a batch (make_batch): logprobs, ref_logprobs,
+    values and entropy (b, R), 0 outside their masks."""
+    outputs = {}
+    for key in ("logprobs", "ref_logprobs", "values", "entropy"):
+        outputs[key] = torch.zeros(batch["responses"].shape, device=accelerator.device)
+    mbs = micro_batches(batch, torch.arange(len(batch["responses"])), args.forward_batch_size, pad_id)
+    for mb in mbs:
         with accelerator.autocast():
-            keys = noise_keys(args.seed, -2, index)
-            responses = generate(policy, queries, tokenizer, args.response_length, args.temperature, keys)
-            rows, scores = right_padded(torch.cat([queries, responses], 1), pad_id), []
-            for reward_model in reward_models:
-                reward_model.to(accelerator.device)
-                scores.append(response_rewards(reward_model, rows, 0, pad_id).cpu())
-                reward_model.to("cpu" if args.offload else accelerator.device)
-        check_scores(torch.stack(scores, 1), args.reward_model_paths, [f"training post {i}" for i in index])
-        found += torch.stack(scores, 1).tolist()
-    policy.to("cpu" if args.offload else accelerator.device)
-    scores = torch.tensor(gather_object(found), dtype=torch.float64)  # (n, k)
-    scales = torch.stack([scores.mean(0), scores.std(0, unbiased=False)], 1).tolist()
-    for path, (mean, sd) in zip(args.reward_model_paths, scales, strict=True):
-        if sd < 1e-6 * max(1, abs(mean)):
-            fail(f"{path} scores all samples {mean:.4g}: it cannot be standardised; mend that model or leave it out")
-    return {path: {"mean": m, "sd": s} for path, (m, s) in zip(args.reward_model_paths, scales, strict=True)}
+            logits, values = model(mb["queries"], mb["responses"], pad_id, banned)
+            logprobs = token_logprobs(logits, mb["responses"], args.temperature)
+            entropy = token_entropy(logits, args.temperature)
+        outputs["logprobs"][mb["index"]] = logprobs * mb["response_mask"]
+        outputs["entropy"][mb["index"]] = entropy * mb["response_mask"]
+        outputs["values"][mb["index"]] = values * mb["value_mask"]
+    with on_device(accelerator, ref_policy, args.offload):
+        for mb in mbs:
+            tokens, columns = episode_rows(mb["queries"], mb["responses"], pad_id)
+            with accelerator.autocast():
+                logits = response_logits(ref_policy, tokens, columns, banned)
+                logprobs = token_logprobs(logits, mb["responses"], args.temperature)
+            outputs["ref_logprobs"][mb["index"]] = logprobs * mb["response_mask"]
+    return outputs
 
 
 @torch.no_grad()
-def standardise(model, mean: float, sd: float):
-    """Make a reward model say (score - mean) / sd: its head w, b becomes w / sd, (b - mean) / sd."""
-    head = model.model.score
-    head.weight.div_(sd)
-    head.bias.sub_(mean).div_(sd)
+def reward_scores(accelerator: Accelerator, reward_model, batch: dict, pad_id: int, args) -> torch.Tensor:
+    """The reward model's score (b,) of each response in a batch (make_batch), read at its last token (Detail 12)."""
+    scores = torch.zeros(len(batch["responses"]), device=accelerator.device)
+    with on_device(accelerator, reward_model, args.offload):
+        for mb in micro_batches(batch, torch.arange(len(scores)), args.forward_batch_size, pad_id):
+            tokens = right_padded(torch.cat([mb["queries"], mb["responses"]], 1), pad_id)
+            last = mb["row_lengths"] - 1
+            with accelerator.autocast():
+                rewards = reward_model(tokens)  # (b, T)
+            scores[mb["rows"]] = rewards.gather(1, last[:, None]).squeeze(1)
+    return scores
+
+
+def member_scores(accelerator: Accelerator, reward_models, batch: dict, pad_id: int, args) -> torch.Tensor:
+    """The scores (b, k) of all reward models."""
+    scores = [reward_scores(accelerator, reward_model, batch, pad_id, args) for reward_model in reward_models]
+    return torch.stack(scores, 1)
+
+
+def safety_tags(posts: dict) -> torch.Tensor:
+    """Of which posts the column `tag` says safety: (b,) bool."""
+    tags = posts.get("tag", [None] * len(posts["query_token"]))
+    return torch.tensor([tag == "safety" for tag in tags])
 
 
 def check_scores(scores: torch.Tensor, names: list[str], where: list[str]):
@@ -617,69 +563,112 @@ def check_scores(scores: torch.Tensor, names: list[str], where: list[str]):
         fail(f"{where[row]}: the score of {names[k]} is {scores[row, k].item()}; mend that model or leave it out")
 
 
-def gold_function(gold: str):
-    """The function that path.py:function names."""
-    path, _, name = gold.rpartition(":")
-    with or_fail(f"--gold {gold}: no function there"):
-        spec = importlib.util.spec_from_file_location("gold_function", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return getattr(module, name)
+@contextmanager
+def on_device(accelerator: Accelerator, model, offload: bool):
+    """Bring a frozen model to the device while it is used, and with offload back to CPU memory (Detail 8)."""
+    model.to(accelerator.device)
+    yield
+    if offload:
+        model.to("cpu")
 
 
-def gold_metrics(accelerator, model, ref_policy, reward_models, gold, posts, tokenizer, banned, args, update) -> dict:
-    """How far the policy is from the reference and what that is worth: a response to each of the first --eval-rows
-    posts, sampled as in training with noise of its own, the same at every update, and scored by the reward models and
-    by `gold`, a reward model or a function of (post, summary). Returns the metrics gold/..., means over the posts, and
-    leaves the responses, texts and numbers, in the run folder's gold_samples.csv, in place of those before."""
-    scorers, found = [*reward_models, gold] if isinstance(gold, nn.Module) else reward_models, []
-    for index, batch in shares(accelerator, posts, len(posts), "gold"):  # there may be more processes than posts
-        keys, queries = noise_keys(args.seed, -1, index), batch["query_token"]
-        seen = rollout(accelerator, model, ref_policy, scorers, queries, keys, tokenizer, banned, args)
-        kl = (0.5 * (seen["logprobs"] - seen["ref_logprobs"]).square()).sum(1)  # k2: the ensemble paper's eq. 10
-        lengths = (seen["responses"] != tokenizer.pad_token_id).sum(1)
-        rows = torch.cat([torch.stack([kl, lengths], 1), seen["scores"]], 1).tolist()
-        texts = tokenizer.batch_decode(seen["responses"], skip_special_tokens=True)
-        if scorers is reward_models:
-            with or_fail(f"--gold {args.gold}: no score"):
-                rows = [[*r, float(gold(q, t))] for r, q, t in zip(rows, batch["query"], texts, strict=True)]
-        found += zip(texts, rows, strict=True)
-    texts, rows = zip(*gather_object(found), strict=True)
-    rows = torch.tensor(rows)  # (n, 2 + k + 1)
-    members, score, kl = rows[:, 2:-1], rows[:, -1], rows[:, 0].mean()
-    where = [f"update {update}, gold samples, post {name}" for name in posts["id"]]
-    check_scores(rows[:, 2:], [*args.reward_model_paths, args.gold], where)
-    names = ["kl_k2", "tokens", *(f"score_{i + 1}" for i in range(members.shape[1])), "gold"]
-    samples = pandas.DataFrame(
-        {"id": posts["id"][:], "response": texts} | dict(zip(names, rows.T.tolist(), strict=True))
-    )
-    with writing(accelerator, Path(args.output_dir, "gold_samples.csv")) as partial:
-        if accelerator.is_main_process:
-            samples.to_csv(partial, index=False, quoting=csv.QUOTE_NONNUMERIC)  # a text may hold a carriage return
-    proxy = combine(members.T, args.reward_combination, args.uwo_lambda, safety_tags(posts[:])).mean()
-    error = score.std(unbiased=len(rows) > 1) / len(rows) ** 0.5
-    found = {"score": score.mean(), "se": error, "proxy": proxy, "kl_k2": kl, "sqrt_kl": kl.sqrt()}
-    found |= {"reward_model_spread": members.std(1, unbiased=False).mean(), "length": rows[:, 1].mean()}
-    return {f"gold/{key}": value for key, value in found.items()}
+def make_batch(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> dict:
+    """A batch, as far as the tokens say: queries (b, Q), responses (b, R), lengths (b,) of the responses in tokens, EOS
+    counted, row_lengths (b,) of query and response, response_mask (through EOS) and value_mask (through one past EOS,
+    where the score lies), both (b, R) bool."""
+    lengths = (responses != pad_id).sum(1)
+    positions = torch.arange(responses.shape[1], device=responses.device)
+    return {
+        "queries": queries,
+        "responses": responses,
+        "lengths": lengths,
+        "row_lengths": (queries != pad_id).sum(1) + lengths,
+        "response_mask": positions < lengths[:, None],
+        "value_mask": positions <= lengths[:, None],
+    }
 
 
-def show_samples(accelerator: Accelerator, rows: list[dict], update: int):
-    """Print samples (dicts of equal keys) as a table that wraps long texts, and give them to W&B; main process only."""
-    table = Table(*rows[0], title=f"samples of update {update}", show_lines=True)
-    for row in rows:
-        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else value for value in row.values()))
-    Console(width=160, markup=False, emoji=False).print(table)
-    for tracker in [tracker for tracker in accelerator.trackers if tracker.name == "wandb"]:
-        tracker.log_table("samples/training", list(rows[0]), [list(row.values()) for row in rows], step=update)
+def micro_batches(batch: dict, rows: torch.Tensor, size: int, pad_id: int) -> list[dict]:
+    """These rows (b,) of a batch, `size` at a time, rows of similar length together: less padding, the same sums. What
+    is (B, R) in the batch is (b, W) in a micro-batch, through one past its longest response. With them come `rows`, a
+    micro-batch's rows in the batch, and `index`, which picks its (b, W) out of a (B, R)."""
+    mbs = []
+    for group in similar_lengths(batch["row_lengths"][rows], size):
+        mb_rows = rows[group]
+        width = int(batch["lengths"][mb_rows].max()) + 1
+        mb = {"rows": mb_rows, "index": (mb_rows, slice(width))}
+        for key, value in batch.items():
+            per_token = value.ndim == 2 and key != "queries"
+            mb[key] = value[mb["index"]] if per_token else value[mb_rows]
+        mb["queries"] = trim_left(mb["queries"], pad_id)
+        mbs.append(mb)
+    return mbs
 
 
-def shares(accelerator: Accelerator, data, size: int, description: str):
-    """Yield (row indices, rows) of this process's share of a split, up to `size` rows at a time; gather_object puts
-    what the processes find into the order of the rows."""
-    first, last = (len(data) * (accelerator.process_index + i) // accelerator.num_processes for i in (0, 1))
-    for start in progress(accelerator, range(first, last, size), description):
-        index = list(range(start, min(start + size, last)))
-        yield index, data[index]
+# ==== forward passes ==============================================================================
+
+
+class PolicyAndValue(nn.Module):
+    """Policy and value model, separate networks (Detail 22) in one module for DDP's and DeepSpeed's sake."""
+
+    def __init__(self, policy, value_model):
+        super().__init__()
+        self.policy = policy
+        self.value_model = value_model
+
+    def forward(self, queries, responses, pad_id: int, banned: torch.Tensor):
+        """queries (b, Q) left-padded, responses (b, W) -> logits (b, W, V) of the response tokens, those of banned ids
+        at -1e9, so that the log-probability of a [PAD] after the end is huge: mask it before exp; and the values (b, W)
+        of the states before them."""
+        tokens, columns = episode_rows(queries, responses, pad_id)
+        logits = response_logits(self.policy, tokens, columns, banned)
+        states = states_at(self.value_model.model, tokens, columns)
+        values = self.value_model.model.score(states).squeeze(-1)  # `score` is transformers' name of the scalar head
+        return logits, values
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    """log softmax(logits / (temperature + 1e-7)) at the tokens (Detail 20): (b, R, V), (b, R) -> (b, R)."""
+    scaled = logits.float() / (temperature + TEMPERATURE_EPS)
+    return -F.cross_entropy(scaled.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
+
+
+def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Entropy (nats) of softmax(logits / (temperature + 1e-7)) at each position: (b, R, V) -> (b, R)."""
+    scaled = logits.float() / (temperature + TEMPERATURE_EPS)
+    logprobs = scaled.log_softmax(2)
+    return -(logprobs.exp() * logprobs).sum(2)
+
+
+def response_logits(policy, tokens: torch.Tensor, columns: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
+    """Logits (b, W, V) at the columns (b, W) of right-padded rows (b, T), as made by episode_rows; those of banned ids
+    at -1e9. The head sees these columns alone."""
+    states = states_at(policy, tokens, columns)
+    return policy.get_output_embeddings()(states).masked_fill_(banned, -1e9)
+
+
+def states_at(model, tokens: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """The last hidden states (b, W, D) of a transformers model at the columns (b, W) of right-padded rows (b, T).
+
+    For speed, in two passes: what comes before all of the columns goes first, as keys and values for the rest. Nobody
+    reads its last layer's output, so that no gradient passes through that layer there."""
+    cache = DynamicCache()
+    split = int(columns.min())
+    if split:
+        model.base_model(tokens[:, :split], past_key_values=cache, use_cache=True)
+    hidden = model.base_model(tokens[:, split:], past_key_values=cache, use_cache=True).last_hidden_state
+    index = (columns - split)[:, :, None]
+    return hidden.gather(1, index.expand(-1, -1, hidden.shape[2]))
+
+
+def episode_rows(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left-padded queries (b, Q) and responses (b, W) -> right-padded rows (b, T), and the columns (b, W) of the token
+    before each response token, where its log-probability and its value are read (past a response's end: any)."""
+    inputs = torch.cat([queries, responses[:, :-1]], 1)  # nothing is asked of the last token
+    tokens = right_padded(inputs, pad_id)
+    last_of_query = (queries != pad_id).sum(1, keepdim=True) - 1
+    columns = last_of_query + torch.arange(responses.shape[1], device=tokens.device)
+    return tokens, columns.clamp(max=tokens.shape[1] - 1)
 
 
 # ==== sampling ====================================================================================
@@ -687,24 +676,31 @@ def shares(accelerator: Accelerator, data, size: int, description: str):
 
 def noise_keys(seed: int, update: int, rows: list[int]) -> torch.Tensor:
     """Two 32-bit keys (b, 2) per row, a hash of (seed, update, row)."""
-    digests = [hashlib.blake2b(f"{seed} {update} {row}".encode(), digest_size=8).digest() for row in rows]
-    return torch.tensor([struct.unpack("<ii", digest) for digest in digests], dtype=torch.int32).reshape(-1, 2)
+    keys = []
+    for row in rows:
+        digest = hashlib.blake2b(f"{seed} {update} {row}".encode(), digest_size=8).digest()
+        keys.append(struct.unpack("<ii", digest))
+    return torch.tensor(keys, dtype=torch.int32).reshape(-1, 2)
+
+
+def mix(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A bijection of 32-bit integers in which each bit of x changes about half of all bits (the shifts and factors are
+    those of Wellons's lowbias32), the key xored in after each product. int32 products wrap; masks make >> unsigned."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D ^ key
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32) ^ key
+    return x ^ ((x >> 16) & 0xFFFF)
 
 
 def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Tensor:
     """Gumbel(0, 1) noise (b, V) that depends on (key, position, token) alone, not on batch, device or rank: a 32-bit
-    integer hash (int32 products wrap), read as a uniform with 32 bits near 0, where the largest noise comes from."""
-
-    def mix(x, key):
-        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
-            x = (x ^ ((x >> shift) & (2 ** (32 - shift) - 1))) * factor ^ key
-        return x ^ ((x >> 16) & 0xFFFF)
-
-    step = torch.tensor(position, dtype=torch.int32, device=keys.device)
-    key = [mix(keys[:, i, None] + step * 0x3C6EF35F, keys[:, 1 - i, None]) for i in (0, 1)]  # 2 x (b, 1)
-    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
-    bits = mix(token * (0x9E3779B9 - 2**32) + key[0], key[1])  # (b, V)
-    uniform = (torch.where(bits < 0, bits + 2.0**32, bits.float()) + 0.5) / 2**32
+    integer hash, read as a uniform with 32 bits near 0, where the largest noise comes from."""
+    step = torch.tensor(position, dtype=torch.int32, device=keys.device) * 0x3C6EF35F
+    key_0 = mix(keys[:, 0, None] + step, keys[:, 1, None])  # (b, 1)
+    key_1 = mix(keys[:, 1, None] + step, keys[:, 0, None])
+    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * (0x9E3779B9 - 2**32)  # golden ratio
+    bits = mix(token + key_0, key_1)  # (b, V)
+    unsigned = torch.where(bits < 0, bits + 2.0**32, bits.float())
+    uniform = (unsigned + 0.5) / 2**32
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
 
 
@@ -717,7 +713,7 @@ class GumbelMax(LogitsProcessor):
 
     def __call__(self, input_ids, scores):
         noise = gumbel_noise(self.keys, input_ids.shape[1] - self.query_width, scores.shape[1])
-        return (scores / (self.temperature + 1e-7) + noise).masked_fill(self.banned, -torch.inf)
+        return (scores / (self.temperature + TEMPERATURE_EPS) + noise).masked_fill(self.banned, -torch.inf)
 
 
 def banned_ids(model, tokenizer) -> torch.Tensor:
@@ -726,104 +722,75 @@ def banned_ids(model, tokenizer) -> torch.Tensor:
     return (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer))
 
 
+def truncate_response(responses: torch.Tensor, eos_id: int, pad_id: int) -> torch.Tensor:
+    """Detail 23: everything after the first EOS becomes [PAD]; a row without EOS stays. (b, R) -> (b, R)."""
+    is_eos = (responses == eos_id).int()
+    eos_before = is_eos.cumsum(1) - is_eos
+    return responses.masked_fill(eos_before > 0, pad_id)
+
+
 @torch.no_grad()
 def generate(model, queries, tokenizer, response_length: int, temperature: float, keys: torch.Tensor) -> torch.Tensor:
     """Sample responses (b, response_length) to left-padded queries (b, Q); a row that reached EOS is filled with [PAD],
     which equals sampling on and truncating after the first EOS (Detail 23)."""
-    pad_id, device = tokenizer.pad_token_id, queries.device
-    queries = trim(queries, pad_id, "left")
-    sampler = GumbelMax(keys.to(device), queries.shape[1], temperature, banned_ids(model, tokenizer).to(device))
+    pad_id = tokenizer.pad_token_id
+    queries = trim_left(queries, pad_id)
+    width = queries.shape[1]
+    banned = banned_ids(model, tokenizer).to(queries.device)
+    sampler = GumbelMax(keys.to(queries.device), width, temperature, banned)
     config = GenerationConfig(
         max_new_tokens=response_length, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=pad_id
     )
-    was_training, defaults = model.training, model.generation_config
+    checkpoint_config = model.generation_config
+    was_training = model.training
     model.generation_config = config  # else generate() fills what ours leaves open from the checkpoint's own
     model.eval()  # in train mode, gradient checkpointing would switch the cache off
-    tokens = model.generate(
-        queries, attention_mask=(queries != pad_id).long(), generation_config=config, logits_processor=[sampler]
-    )
+    mask = (queries != pad_id).long()
+    tokens = model.generate(queries, attention_mask=mask, generation_config=config, logits_processor=[sampler])
     model.train(was_training)
-    model.generation_config = defaults
-    responses = tokens[:, queries.shape[1] :]
+    model.generation_config = checkpoint_config
+    responses = tokens[:, width:]
     return F.pad(responses, (0, response_length - responses.shape[1]), value=pad_id)
 
 
-# ==== padding and forward passes ==================================================================
+# ==== padding =====================================================================================
 
 
-def trim(tokens: torch.Tensor, pad_id: int, side: Literal["left", "right"]) -> torch.Tensor:
-    """Cut the columns that are padding in every row, but for a width of a multiple of 16 (or all): widths that differ
-    at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
+def trim_left(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Cut the columns on the left that are padding in every row, but for a width of a multiple of 16 (or all): widths
+    that differ at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
     columns = (tokens != pad_id).any(0).nonzero().flatten()
     if len(columns) == 0:
         return tokens[:, :0]
-    used = int(tokens.shape[1] - columns[0] if side == "left" else columns[-1] + 1)
-    width = -(-used // 16) * 16
-    return tokens[:, -width:] if side == "left" else tokens[:, :width]
+    used = tokens.shape[1] - int(columns[0])
+    return tokens[:, -round_up(used, 16) :]
 
 
-def micro_batches(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Groups of `size` rows of similar length: less padding, the same batch. lengths (b,) -> row indices."""
-    return list(torch.argsort(lengths, descending=True, stable=True).split(size))
+def trim_right(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Cut the columns on the right that are padding in every row, but for a width of a multiple of 16 (or all): widths
+    that differ at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
+    columns = (tokens != pad_id).any(0).nonzero().flatten()
+    if len(columns) == 0:
+        return tokens[:, :0]
+    used = int(columns[-1]) + 1
+    return tokens[:, : round_up(used, 16)]
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below the number."""
+    return -(-number // multiple) * multiple
+
+
+def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Rows in groups of `size` of similar length: less padding, the same batch. lengths (b,) -> row indices."""
+    order = lengths.argsort(descending=True, stable=True)
+    return list(order.split(size))
 
 
 def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
     """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
-    return trim(tokens.gather(1, (tokens == pad_id).int().argsort(dim=1, stable=True)), pad_id, "right")
-
-
-def episode_rows(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Left-padded queries (b, Q) and responses (b, W) -> right-padded rows (b, T), and the columns (b, W) of the token
-    before each response token, where its log-probability and its value are read (past a response's end: any)."""
-    rows = right_padded(torch.cat([queries, responses[:, :-1]], 1), pad_id)  # nothing is asked of the last token
-    before = (queries != pad_id).sum(1, keepdim=True) - 1 + torch.arange(responses.shape[1], device=rows.device)
-    return rows, before.clamp(max=rows.shape[1] - 1)
-
-
-def states_at(model, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """A transformers model's last hidden states (b, W, D) at the `columns` (b, W) of right-padded rows (b, T). The
-    columns before all of these go first, as keys and values for the rest: nobody reads their last layer's output, so
-    that no gradient passes through it."""
-    cache, split = DynamicCache(), int(columns.min())
-    if split:
-        model.base_model(rows[:, :split], past_key_values=cache, use_cache=True)
-    hidden = model.base_model(rows[:, split:], past_key_values=cache, use_cache=True).last_hidden_state
-    return hidden.gather(1, (columns - split)[:, :, None].expand(-1, -1, hidden.shape[2]))
-
-
-def response_logits(policy, rows: torch.Tensor, before: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
-    """Logits (b, W, V) at the columns `before` (b, W) of rows (b, T), as made by episode_rows; impossible ids at -1e9.
-    The head sees these columns alone."""
-    return policy.get_output_embeddings()(states_at(policy, rows, before)).masked_fill_(banned, -1e9)
-
-
-@torch.no_grad()
-def check_head(policy, path: str):
-    """An error where a model does more to its logits (a soft cap, a scale) than its head, which alone we take."""
-    tokens = torch.arange(4)[None]
-    own = response_logits(policy, tokens, tokens, torch.zeros(1, dtype=torch.bool))
-    if not torch.allclose(own, policy(tokens).logits, atol=1e-4):
-        fail(f"{path}: the logits of {type(policy).__name__} are not those of its head; ppo.py cannot train it")
-
-
-def position_ids(mask: torch.Tensor) -> torch.Tensor:
-    """Positions that count real tokens only, whatever the padding (Detail 14): mask (b, T) -> (b, T)."""
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)
-
-
-def last_token(tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
-    """Index (b,) of the last token before the first [PAD] at or after column `query_width`; the last column where there
-    is none (Detail 12). Padding to the left of the query does not count. tokens (b, T)."""
-    return query_width - 1 + (tokens[:, query_width:] != pad_id).long().cumprod(1).sum(1)
-
-
-def response_rewards(model, tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
-    """Rewards (b,) of rows `query + response` (b, T): query padded on either side to `query_width` columns (0 where the
-    whole row is right-padded), response on the right."""
-    mask = tokens != pad_id
-    inputs = {"attention_mask": mask.long(), "position_ids": position_ids(mask)} if query_width else {}
-    logits = model(tokens, **inputs)  # (b, T)
-    return logits.gather(1, last_token(tokens, query_width, pad_id)[:, None]).squeeze(1)
+    real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
+    return trim_right(tokens.gather(1, real_first), pad_id)
 
 
 # ==== models ======================================================================================
@@ -845,9 +812,8 @@ class RewardModel(nn.Module):
         self.model = model
 
     def forward(self, input_ids, **inputs):
-        """(b, T), and as inputs attention_mask (b, T) or (b, 1, T, earlier + T), position_ids (b, T), a cache, which is
-        added to -> reward logits (b, T) in float32. Rows that are padded on the right alone need no mask: no token of
-        a causal model sees what comes after it."""
+        """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask: no token of a causal model sees
+        what comes after it."""
         hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
         return self.model.score(hidden).squeeze(-1)
 
@@ -860,9 +826,10 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
         config.pad_token_id = tokenizer.pad_token_id
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         model.score = ScalarHead(model.score.weight.shape[1], 1)
-        model.load_state_dict(
-            {key: x for file in Path(path).glob("*.safetensors") for key, x in load_file(file).items()}
-        )
+        weights = {}
+        for file in Path(path).glob("*.safetensors"):
+            weights |= load_file(file)
+        model.load_state_dict(weights)
     return RewardModel(model)
 
 
@@ -874,13 +841,24 @@ def new_reward_model(path: str, tokenizer) -> RewardModel:
         config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
         config.pad_token_id = tokenizer.pad_token_id
         model = AutoModelForSequenceClassification.from_pretrained(path, config=config, **settings)
-    if (rows := model.get_input_embeddings().num_embeddings) < len(tokenizer) - 1:
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer) - 1:
         fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
-    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
-    model.score = ScalarHead(model.score.in_features, 1)
-    nn.init.normal_(model.score.weight, std=1 / (model.score.in_features + 1) ** 0.5)
+    if rows < len(tokenizer):
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    width = model.score.in_features
+    model.score = ScalarHead(width, 1)
+    nn.init.normal_(model.score.weight, std=1 / (width + 1) ** 0.5)
     nn.init.zeros_(model.score.bias)
     return RewardModel(model)
+
+
+def standardise(model, mean: float, sd: float):
+    """Make a reward model say (score - mean) / sd: its head w, b becomes w / sd, (b - mean) / sd."""
+    head = model.model.score
+    with torch.no_grad():
+        head.weight.div_(sd)
+        head.bias.sub_(mean).div_(sd)
 
 
 def load_policy(path: str, tokenizer):
@@ -899,18 +877,216 @@ def load_policy(path: str, tokenizer):
 
 def without_dropout(config):
     """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
-    config.update({k: 0.0 for k, v in config.to_dict().items() if "drop" in k and isinstance(v, int | float)})
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, int | float):
+            setattr(config, key, 0.0)
     return config
 
 
 def frozen(accelerator: Accelerator, model, offload: bool = False):
-    """A model that is never trained, on the device (offload: in the machine's memory), with weights as those of the
-    trained model: under DeepSpeed's bf16 in bfloat16, but for a reward's head; else in float32 (under autocast)."""
+    """Make a model one that is never trained, on the device (offload: in CPU memory). Its weights get the type of the
+    trained model's: bfloat16 under DeepSpeed's bf16, but for a reward's head; else float32, under autocast."""
     model.to("cpu" if offload else accelerator.device).eval().requires_grad_(False)
     if accelerator.state.deepspeed_plugin and accelerator.mixed_precision == "bf16":
         for name, parameter in model.named_parameters():  # and no buffer: rotary frequencies need their digits
-            parameter.data = parameter.data if "score." in name else parameter.data.bfloat16()
+            if "score." not in name:
+                parameter.data = parameter.data.bfloat16()
     return model
+
+
+def check_combination(args):
+    """An error where --reward-combination does not go with the other arguments."""
+    if (args.reward_combination == "uwo") != (args.uwo_lambda is not None) or (args.uwo_lambda or 0) < 0:
+        fail("--reward-combination uwo needs --uwo-lambda of at least 0 (the paper's PPO: 0.1); nothing else takes it")
+    if args.reward_combination == "safety_gate" and args.standardise_members:
+        fail("--reward-combination safety_gate needs --no-standardise-members: its threshold is a probability")
+    if not args.reward_model_paths or (args.reward_combination == "safety_gate" and len(args.reward_model_paths) != 2):
+        fail("--reward-model-paths needs one or more; safety_gate needs two, helpfulness, then safety")
+
+
+def check_tokenizer(path: str, tokenizer, args):
+    """An error where a reward model has another tokenizer than the policy."""
+    if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+        fail(f"{path}: a reward model of another tokenizer than {args.sft_model_path}")
+
+
+def load_gold(accelerator: Accelerator, posts, reward_folders: list[str], tokenizer, args):
+    """What --gold names: a frozen reward model, a function of (post, summary) that has a score for every post, or
+    None."""
+    if args.gold is None:
+        return None
+    if re.fullmatch(r".+\.py:\w+", args.gold):
+        function = load_function("--gold", args.gold)
+        with or_fail(f"--gold {args.gold}: a post has no score"):  # told now, not in the run
+            for post in posts["query"]:
+                float(function(post, ""))
+        return function
+    path = checkpoint_folder("--gold", args.gold)
+    check_tokenizer(path, tokenizer, args)
+    if Path(path).resolve() in [Path(folder).resolve() for folder in reward_folders]:
+        accelerator.print(f"warning: --gold {args.gold} is also trained against, as one of --reward-model-paths")
+    return frozen(accelerator, load_reward_model(path, tokenizer), args.offload)
+
+
+def load_function(flag: str, value: str):
+    """The function that a flag's value path.py:function names."""
+    path, _, name = value.rpartition(":")
+    with or_fail(f"{flag} {value}: no function there"):
+        spec = importlib.util.spec_from_file_location("named_function", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return getattr(module, name)
+
+
+@torch.no_grad()
+def check_head(policy, path: str):
+    """An error where a model does more to its logits (a soft cap, a scale) than its head, which alone we take."""
+    tokens = torch.arange(4)[None]
+    own = response_logits(policy, tokens, tokens, torch.zeros(1, dtype=torch.bool))
+    if not torch.allclose(own, policy(tokens).logits, atol=1e-4):
+        fail(f"{path}: the logits of {type(policy).__name__} are not those of its head; ppo.py cannot train it")
+
+
+# ==== evaluation ==================================================================================
+
+
+@torch.no_grad()
+def combined_score(accelerator: Accelerator, policy, reward_models, data, tokenizer, args) -> float:
+    """Mean combined score of a summary sampled to each post of `data`, at temperature 0.01, with no penalty for no
+    EOS."""
+    pad_id = tokenizer.pad_token_id
+    combined = []
+    for index, posts in shares(accelerator, data, args.forward_batch_size, "validation score"):
+        queries = posts["query_token"].to(accelerator.device)
+        keys = noise_keys(args.seed, 0, index)  # update 0, which no training has
+        responses = sample(accelerator, policy, queries, keys, tokenizer, args, 0.01)
+        scores = member_scores(accelerator, reward_models, make_batch(queries, responses, pad_id), pad_id, args).cpu()
+        check_scores(scores, args.reward_model_paths, [f"validation post {i}" for i in index])
+        combined += combine(scores.T, args.reward_combination, args.uwo_lambda, safety_tags(posts)).tolist()
+    return sum(gather_object(combined)) / len(data)
+
+
+def kept_scales(args) -> dict | None:
+    """What member_scales has measured in the run that --resume continues."""
+    kept = Path(args.output_dir, "members.json")
+    if kept.exists():
+        scales = json.loads(kept.read_text())
+        if scales.keys() == set(args.reward_model_paths):
+            return scales
+    return None
+
+
+@torch.no_grad()
+def member_scales(accelerator: Accelerator, policy, reward_models, data, tokenizer, args) -> dict:
+    """{path of a reward model: mean and standard deviation (/ n) of its scores of a sample of the SFT policy to each of
+    the first --standardise-posts posts}, drawn as in training with noise of its own. An error where one says the same
+    of all."""
+    pad_id = tokenizer.pad_token_id
+    data = data.take(min(args.standardise_posts, len(data)))
+    scores = []
+    policy.to(accelerator.device)
+    for index, posts in shares(accelerator, data, args.forward_batch_size, "scale of the reward models"):
+        queries = posts["query_token"].to(accelerator.device)
+        keys = noise_keys(args.seed, -2, index)
+        responses = sample(accelerator, policy, queries, keys, tokenizer, args, args.temperature)
+        found = member_scores(accelerator, reward_models, make_batch(queries, responses, pad_id), pad_id, args)
+        check_scores(found, args.reward_model_paths, [f"training post {i}" for i in index])
+        scores += found.tolist()
+    if args.offload:
+        policy.to("cpu")
+    scores = torch.tensor(gather_object(scores), dtype=torch.float64)  # (n, k)
+    scales = {}
+    for k, path in enumerate(args.reward_model_paths):
+        mean = scores[:, k].mean().item()
+        sd = scores[:, k].std(unbiased=False).item()
+        if sd < 1e-6 * max(1, abs(mean)):
+            fail(f"{path} scores all samples {mean:.4g}: it cannot be standardised; mend that model or leave it out")
+        scales[path] = {"mean": mean, "sd": sd}
+    return scales
+
+
+def gold_samples(accelerator, model, ref_policy, reward_models, gold, posts, tokenizer, banned, args):
+    """A response to each of the first --eval-rows posts, sampled as in training with noise of its own, the same at
+    every update. Returns their texts and (n, 2 + k + 1): KL to the reference, length in tokens, the reward models'
+    scores, and that of `gold`, a reward model or a function of (post, summary)."""
+    pad_id = tokenizer.pad_token_id
+    samples = []
+    for index, rows in shares(accelerator, posts, len(posts), "gold"):  # there may be more processes than posts
+        queries = rows["query_token"].to(accelerator.device)
+        keys = noise_keys(args.seed, -1, index)
+        responses = sample(accelerator, model.policy, queries, keys, tokenizer, args, args.temperature)
+        batch = make_batch(queries, responses, pad_id)
+        batch |= forward_passes(accelerator, model, ref_policy, batch, pad_id, banned, args)
+        kl = (0.5 * (batch["logprobs"] - batch["ref_logprobs"]).square()).sum(1)  # k2: the ensemble paper's eq. 10
+        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        if isinstance(gold, nn.Module):
+            gold_scores = reward_scores(accelerator, gold, batch, pad_id, args)
+        else:
+            with or_fail(f"--gold {args.gold}: no score"):
+                values = [float(gold(post, text)) for post, text in zip(rows["query"], texts, strict=True)]
+                gold_scores = torch.tensor(values, device=accelerator.device)
+        members = member_scores(accelerator, reward_models, batch, pad_id, args)
+        numbers = torch.cat([torch.stack([kl, batch["lengths"]], 1), members, gold_scores[:, None]], 1)
+        samples += zip(texts, numbers.tolist(), strict=True)
+    texts, numbers = zip(*gather_object(samples), strict=True)
+    return texts, torch.tensor(numbers)
+
+
+def gold_metrics(accelerator, model, ref_policy, reward_models, gold, posts, tokenizer, banned, args, update) -> dict:
+    """How far the policy is from the reference and what that is worth. Returns the metrics gold/..., means over the
+    posts, and leaves gold_samples in the run folder's gold_samples.csv, in place of those before."""
+    texts, numbers = gold_samples(accelerator, model, ref_policy, reward_models, gold, posts, tokenizer, banned, args)
+    kl = numbers[:, 0]
+    members = numbers[:, 2:-1]
+    score = numbers[:, -1]
+    where = [f"update {update}, gold samples, post {name}" for name in posts["id"]]
+    check_scores(numbers[:, 2:], [*args.reward_model_paths, args.gold], where)
+    names = ["kl_k2", "tokens", *(f"score_{i + 1}" for i in range(len(reward_models))), "gold"]
+    table = pandas.DataFrame(numbers.tolist(), columns=names)
+    table.insert(0, "id", posts["id"][:])
+    table.insert(1, "response", texts)
+    with writing(accelerator, Path(args.output_dir, "gold_samples.csv")) as partial:
+        if accelerator.is_main_process:
+            table.to_csv(partial, index=False, quoting=csv.QUOTE_NONNUMERIC)  # a text may hold a carriage return
+    proxy = combine(members.T, args.reward_combination, args.uwo_lambda, safety_tags(posts[:]))
+    return {
+        "gold/score": score.mean(),
+        "gold/se": score.std(unbiased=len(score) > 1) / len(score) ** 0.5,
+        "gold/proxy": proxy.mean(),
+        "gold/kl_k2": kl.mean(),
+        "gold/sqrt_kl": kl.mean().sqrt(),
+        "gold/reward_model_spread": members.std(1, unbiased=False).mean(),
+        "gold/length": numbers[:, 1].mean(),
+    }
+
+
+def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, update: int):
+    """Print the first four episodes as a table that wraps long texts, and give them to W&B; main process only. scores
+    and kl (B,) are of the batch's episodes."""
+    if not accelerator.is_main_process:
+        return
+    columns = ["query (end)", "response", "score", "kl"]
+    table = Table(*columns, title=f"samples of update {update}", show_lines=True)
+    samples = []
+    for i in range(min(4, len(scores))):
+        query = tokenizer.decode(batch["queries"][i]).replace(tokenizer.pad_token, "")
+        response = tokenizer.decode(batch["responses"][i]).replace(tokenizer.pad_token, "")
+        samples.append([query[-200:], response, f"{scores[i]:.3f}", f"{kl[i]:.3f}"])
+        table.add_row(*samples[-1])
+    Console(width=160, markup=False, emoji=False).print(table)
+    for tracker in accelerator.trackers:
+        if tracker.name == "wandb":
+            tracker.log_table("samples/training", columns, samples, step=update)
+
+
+def shares(accelerator: Accelerator, data, size: int, description: str):
+    """Yield (row indices, rows) of this process's share of a split, up to `size` rows at a time; gather_object puts
+    what the processes find into the order of the rows."""
+    first = len(data) * accelerator.process_index // accelerator.num_processes
+    last = len(data) * (accelerator.process_index + 1) // accelerator.num_processes
+    for start in progress(accelerator, range(first, last, size), description):
+        index = list(range(start, min(start + size, last)))
+        yield index, data[index]
 
 
 # ==== plumbing: one text in every stage script; read it once, then skip it ========================
@@ -931,26 +1107,34 @@ def or_fail(message: str):
         fail(f"{message} ({error!r:.300})")
 
 
-def make_accelerator(args) -> Accelerator:
-    """Fill {model} and {seed} into the arguments' templates. Returns the Accelerator that the launcher asked for, or an
-    error where accelerate would silently run something else."""
+def fill_templates(args):
+    """Put the run's name and seed for {model} and {seed} in the arguments. An error where its folder holds a run."""
+    name = Path(args.model.partition("@")[0]).name
     for key, value in vars(args).items():
         if isinstance(value, str):
-            name = Path(args.model.partition("@")[0]).name
             setattr(args, key, value.replace("{model}", name).replace("{seed}", str(args.seed)))
     if Path(args.output_dir, "args.json").exists() and not args.resume:
         fail(f"{args.output_dir} already holds a run: another --output-dir, delete it, or continue it with --resume")
+
+
+def make_accelerator(args) -> Accelerator:
+    """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
+    transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    gloo = world > 1 and not torch.accelerator.is_available()  # what accelerate must be told, in one of two ways
-    accelerator = Accelerator(
-        cpu=gloo and not deepspeed,
-        mixed_precision=args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no"),
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo and deepspeed else [],
-        log_with="tensorboard",
-        project_dir=args.output_dir,
-    )
-    if (accelerator.num_processes, accelerator.state.deepspeed_plugin is not None) != (world, deepspeed):
+    settings = {"mixed_precision": args.mixed_precision, "log_with": "tensorboard", "project_dir": args.output_dir}
+    if args.mixed_precision is None:
+        settings["mixed_precision"] = "bf16" if torch.cuda.is_available() else "no"
+    if world > 1 and not torch.accelerator.is_available():  # accelerate must be told, in one of two ways
+        if deepspeed:
+            settings["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
+        else:
+            settings["cpu"] = True
+    accelerator = Accelerator(**settings)
+    runs_deepspeed = accelerator.state.deepspeed_plugin is not None
+    if accelerator.num_processes != world or runs_deepspeed != deepspeed:
         fail(f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch by benchmark/accelerate/*.yaml")
     set_seed(args.seed)
     return accelerator
@@ -963,12 +1147,16 @@ def checkpoint_folder(flag: str, path: str) -> str:
             return str(folder)
     name, _, revision = path.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
-        stage, model, seed = ["sft", "MODEL", "SEED", *path.split("/") * path.startswith("runs/")][-3:]
+        stage, model, seed = "sft", "MODEL", "SEED"
+        if path.startswith("runs/") and path.count("/") >= 3:
+            stage, model, seed = path.split("/")[-3:]
         fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
     wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
     with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
         folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
-        return folder if [*Path(folder).glob("*.safetensors")] else snapshot_download(**wanted)
+        if not list(Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(**wanted)  # pytorch_model.bin
+        return folder
 
 
 def load_tokenizer(path: str):
@@ -987,17 +1175,27 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
         for split in ("train", "validation", *data):
             data[split].select_columns(columns)[0]
-    keys, eos_id = [column for column in columns if "_token" in column], tokenizer.eos_token_id
+    keys = [column for column in columns if "_token" in column]
     for split, rows in data.items():
-        same, largest = [], max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
-        for row in rows.select(range(0, len(rows), -(-len(rows) // 16))):
-            query = tokenizer(row["query"], add_special_tokens=False).input_ids
-            real = {key: [x for x in row[key] if x != tokenizer.pad_token_id] for key in keys}
-            same.append(all(x == query if key == "query_token" else x[-1:] == [eos_id] for key, x in real.items()))
-        if 2 * sum(same) <= len(same) or largest >= len(tokenizer):
-            found = f"{sum(same)} of {len(same)} rows are as the model's tokenizer makes them; largest id {largest}"
+        largest = max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
+        looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
+        same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
+        if 2 * same <= len(looked_at) or largest >= len(tokenizer):
+            found = f"{same} of {len(looked_at)} rows are as the model's tokenizer makes them; largest id {largest}"
             fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py --tokenizer MODEL; --check finds more")
     return data.with_format("torch")
+
+
+def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
+    """Whether a row's query is the tokens that the tokenizer makes of its text, and the rest end in its EOS."""
+    for key in keys:
+        tokens = [token for token in row[key] if token != tokenizer.pad_token_id]
+        if key == "query_token":
+            if tokens != tokenizer(row["query"], add_special_tokens=False).input_ids:
+                return False
+        elif tokens[-1:] != [tokenizer.eos_token_id]:
+            return False
+    return True
 
 
 @contextmanager
@@ -1025,43 +1223,76 @@ def writing(accelerator: Accelerator, path: Path):
 def begin_run(accelerator: Accelerator, args) -> int:
     """Make the run folder or, with --resume, load its newest checkpoint that can be loaded, and start the trackers.
     Returns the update to go on from. Comes last before the training: a bad command leaves nothing behind."""
-    folder, first, lines, old = Path(args.output_dir), 0, "", {}
+    folder = Path(args.output_dir)
+    old = {}
     if (folder / "args.json").exists():
         old = json.loads((folder / "args.json").read_text())
         changed = [f"{key} {old.get(key)} -> {value}" for key, value in vars(args).items() if value != old.get(key)]
         accelerator.print(f"--resume {folder}, changed: {', '.join(changed) or 'nothing'}")
-    for checkpoint in sorted(folder.glob("checkpoints/update_??????"), reverse=True):
+    finished, metrics = load_newest(accelerator, folder)
+    about = {
+        "stage": STAGE,
+        "command": shlex.join(["python", *sys.argv]),
+        "processes": accelerator.num_processes,
+        "wandb_id": old.get("wandb_id", os.urandom(8).hex()),
+    }
+    start_trackers(accelerator, args, about["wandb_id"], finished)
+    write_text(accelerator, folder / "args.json", json.dumps(about | asdict(args), indent=2) + "\n")
+    write_text(accelerator, folder / "metrics.jsonl", metrics)
+    return finished
+
+
+def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
+    """Load the newest checkpoint that every process can load. Returns its update and its metrics.jsonl; 0 and "" where
+    there is no checkpoint."""
+    checkpoints = sorted(folder.glob("checkpoints/update_??????"), reverse=True)
+    for checkpoint in checkpoints:
+        problem = None
         try:
-            lines, problem = (checkpoint / "metrics.jsonl").read_text(), None
+            metrics = (checkpoint / "metrics.jsonl").read_text()
             accelerator.load_state(str(checkpoint))
         except Exception as error:
             problem = f"{error!r:.300}"
         problems = [problem for problem in gather_object([problem]) if problem]
-        accelerator.print(f"--resume: {checkpoint} {f'cannot be loaded: {problems}' if problems else 'is loaded'}")
         if not problems:
-            first = int(checkpoint.name.removeprefix("update_"))
-            break
-    if lines and not first:
+            accelerator.print(f"--resume: {checkpoint} is loaded")
+            return int(checkpoint.name.removeprefix("update_")), metrics
+        accelerator.print(f"--resume: {checkpoint} cannot be loaded: {problems}")
+    if checkpoints:
         fail(f"--resume: no checkpoint in {folder} can be loaded; launch it as before, or delete it")
-    about = {"stage": STAGE, "command": shlex.join(["python", *sys.argv]), "processes": accelerator.num_processes}
-    about["wandb_id"] = old.get("wandb_id", os.urandom(8).hex())
+    return 0, ""
+
+
+def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int):
+    """TensorBoard, and W&B with --track; a resumed run goes on in the same curves."""
     if args.track:
-        run = {"dir": args.output_dir, "name": "__".join(folder.parts[-3:]), "id": about["wandb_id"], "resume": "allow"}
-        run["settings"] = {"finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))}  # seconds
-        accelerator.log_with.append(WandBTracker(None, config=asdict(args), **run))
+        tracker = WandBTracker(
+            None,
+            config=asdict(args),
+            dir=args.output_dir,
+            name="__".join(Path(args.output_dir).parts[-3:]),
+            id=wandb_id,
+            resume="allow",
+            settings={"finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))},  # seconds
+        )
+        accelerator.log_with.append(tracker)
+    purge_step = finished + 1 if finished else 0
     with or_fail("the trackers do not start (WANDB_MODE=offline keeps what W&B gets in the run folder)"):
-        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first + 1 if first else 0}})
-    for name, text in (("args.json", json.dumps(about | asdict(args), indent=2) + "\n"), ("metrics.jsonl", lines)):
-        with writing(accelerator, folder / name) as partial:
-            if accelerator.is_main_process:
-                partial.write_text(text)
-    return first
+        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": purge_step}})
+
+
+def write_text(accelerator: Accelerator, path: Path, text: str):
+    """Write a file whole or not at all."""
+    with writing(accelerator, path) as partial:
+        if accelerator.is_main_process:
+            partial.write_text(text)
 
 
 def updates(accelerator: Accelerator, args, first: int, last: int):
     """Yield the updates first + 1 to last under a progress bar. After each comes a checkpoint where one is due, or
     where SIGTERM or SIGUSR1, a scheduler's notice, has come: then the run ends there, with exit code 75."""
-    caught, folder, left_over = [], Path(args.output_dir), args.total_episodes - last * args.batch_size
+    caught = []
+    left_over = args.total_episodes - last * args.batch_size
     accelerator.print(f"{STAGE}: {last:,} updates of {args.batch_size}, {left_over} left over, on {accelerator.device}")
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: caught.append(number))  # and no more: it ends between two updates
@@ -1069,61 +1300,78 @@ def updates(accelerator: Accelerator, args, first: int, last: int):
         yield update
         stop = accelerator.reduce(torch.tensor(len(caught), device=accelerator.device), "sum") > 0
         if stop or (args.save_every and update % args.save_every == 0):
-            path = folder / "checkpoints" / f"update_{update:06d}"
-            with writing(accelerator, path) as partial:
-                accelerator.save_state(str(partial))
-                if accelerator.is_main_process:
-                    shutil.copy(folder / "metrics.jsonl", partial)
-            written = sorted(old for old in path.parent.glob("update_??????") if old <= path)
-            for old in written[: -max(args.keep_checkpoints, 1)]:
-                shutil.rmtree(old, ignore_errors=True)  # every process may
+            save_checkpoint(accelerator, args, update)
         if stop:
-            accelerator.print(f"stopped by a signal after update {update}; {folder} continues with --resume")
+            accelerator.print(f"stopped by a signal after update {update}; {args.output_dir} continues with --resume")
             accelerator.end_training()
             raise SystemExit(75)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
 
 
+def save_checkpoint(accelerator: Accelerator, args, update: int):
+    """Write checkpoints/update_NNNNNN and delete all but the newest --keep-checkpoints."""
+    folder = Path(args.output_dir)
+    path = folder / "checkpoints" / f"update_{update:06d}"
+    with writing(accelerator, path) as partial:
+        accelerator.save_state(str(partial))
+        if accelerator.is_main_process:
+            shutil.copy(folder / "metrics.jsonl", partial)
+    written = sorted(old for old in path.parent.glob("update_??????") if old <= path)
+    for old in written[: -max(args.keep_checkpoints, 1)]:
+        shutil.rmtree(old, ignore_errors=True)  # every process may
+
+
 def progress(accelerator: Accelerator, items, description: str):
     """Yield `items` under a rich progress bar with the rate and the time left, shown by the main process only."""
-    columns = *Progress.get_default_columns(), TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
+    rate = TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
+    columns = [*Progress.get_default_columns(), rate]
     with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
         yield from bar.track(items, len(items), description=description)
 
 
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
     """One line of metrics.jsonl, the same to the trackers; at each twentieth of the run the first five are printed."""
-    metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
+    metrics = {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
+    line = json.dumps({"update": update, **metrics})
     if accelerator.is_main_process:
-        with or_fail("metrics.jsonl could not be written"), Path(args.output_dir, "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"update": update, **metrics}) + "\n")
+        with or_fail("metrics.jsonl could not be written"):
+            with Path(args.output_dir, "metrics.jsonl").open("a") as file:
+                file.write(line + "\n")
     accelerator.log(metrics, step=update)
     if update % max(1, last // 20) == 0:
-        accelerator.print(f"update {update}/{last}", *(f" {key} {metrics[key]:.4g}" for key in list(metrics)[:5]))
+        numbers = [f" {key} {metrics[key]:.4g}" for key in list(metrics)[:5]]
+        accelerator.print(f"update {update}/{last}", *numbers)
 
 
 def save_model(accelerator: Accelerator, args, name: str, model, state: dict, prefix: str, tokenizer):
     """Write a transformers checkpoint into the run folder: the weights in `state` whose names begin with `prefix`."""
     with writing(accelerator, Path(args.output_dir, name)) as partial:
         if accelerator.is_main_process:
-            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            model.save_pretrained(partial, state_dict=own)
+            weights = {}
+            for key, value in state.items():
+                if key.startswith(prefix):
+                    weights[key.removeprefix(prefix)] = value
+            model.save_pretrained(partial, state_dict=weights)
             tokenizer.save_pretrained(partial)
 
 
 def prepare(accelerator: Accelerator, model, args):
     """Model and AdamW as the launcher asked for them (plain, DDP, DeepSpeed)."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    settings = {"lr": args.learning_rate, "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(
+        parameters, lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
+    )
     if accelerator.state.deepspeed_plugin:  # what DeepSpeed would else default to, or take from a data loader
         config = accelerator.state.deepspeed_plugin.deepspeed_config
-        config |= {"train_micro_batch_size_per_gpu": args.micro_batch_size, "gradient_clipping": args.max_grad_norm}
-        config |= {"gradient_accumulation_steps": 1, "zero_force_ds_cpu_optimizer": False}  # offloaded, it is torch's
+        config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+        config["gradient_clipping"] = args.max_grad_norm
+        config["gradient_accumulation_steps"] = 1
+        config["zero_force_ds_cpu_optimizer"] = False  # offloaded, it is torch's
         config["data_types"] = {"grad_accum_dtype": "fp32"}  # else the micro-batches' gradients are summed in bfloat16
         if config["zero_optimization"]["stage"] == 3:
             fail("ZeRO-3 is not supported: benchmark/accelerate/zero2_offload.yaml takes every size")
-    return accelerator.prepare(model, torch.optim.AdamW(parameters, **settings))
+    return accelerator.prepare(model, optimizer)
 
 
 def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:

@@ -25,7 +25,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Literal
 
 import pandas
 import pyarrow.compute as pc
@@ -51,6 +50,7 @@ from transformers import (
 )
 
 COLUMNS = ["id", "query", "query_token", "reference_response", "reference_response_token"]
+TEMPERATURE_EPS = 1e-7  # added to a temperature before it divides, as in the authors' code
 TITLES = {"base": "Base", "sft": "SFT", "ppo": "PPO", "dpo": "DPO", "reference": "Reference"}  # in the order shown
 # colour is never the only sign: terminal styles here, underlines and tooltips on the page
 KINDS = {"unshifted": "blue", "marginal": "yellow underline", "shifted": "bold red underline2"}
@@ -123,12 +123,16 @@ def checkpoint_folder(flag: str, path: str) -> str:
             return str(folder)
     name, _, revision = path.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
-        stage, model, seed = ["sft", "MODEL", "SEED", *path.split("/") * path.startswith("runs/")][-3:]
+        stage, model, seed = "sft", "MODEL", "SEED"
+        if path.startswith("runs/") and path.count("/") >= 3:
+            stage, model, seed = path.split("/")[-3:]
         fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
     wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
     with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
         folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
-        return folder if [*Path(folder).glob("*.safetensors")] else snapshot_download(**wanted)
+        if not list(Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(**wanted)  # pytorch_model.bin
+        return folder
 
 
 def load_tokenizer(path: str):
@@ -147,28 +151,42 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
         for split in ("train", "validation", *data):
             data[split].select_columns(columns)[0]
-    keys, eos_id = [column for column in columns if "_token" in column], tokenizer.eos_token_id
+    keys = [column for column in columns if "_token" in column]
     for split, rows in data.items():
-        same, largest = [], max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
-        for row in rows.select(range(0, len(rows), -(-len(rows) // 16))):
-            query = tokenizer(row["query"], add_special_tokens=False).input_ids
-            real = {key: [x for x in row[key] if x != tokenizer.pad_token_id] for key in keys}
-            same.append(all(x == query if key == "query_token" else x[-1:] == [eos_id] for key, x in real.items()))
-        if 2 * sum(same) <= len(same) or largest >= len(tokenizer):
-            found = f"{sum(same)} of {len(same)} rows are as the model's tokenizer makes them; largest id {largest}"
+        largest = max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
+        looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
+        same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
+        if 2 * same <= len(looked_at) or largest >= len(tokenizer):
+            found = f"{same} of {len(looked_at)} rows are as the model's tokenizer makes them; largest id {largest}"
             fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py --tokenizer MODEL; --check finds more")
     return data.with_format("torch")
 
 
-def trim(tokens: torch.Tensor, pad_id: int, side: Literal["left", "right"]) -> torch.Tensor:
-    """Cut the columns that are padding in every row, but for a width of a multiple of 16 (or all): widths that differ
-    at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
+def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
+    """Whether a row's query is the tokens that the tokenizer makes of its text, and the rest end in its EOS."""
+    for key in keys:
+        tokens = [token for token in row[key] if token != tokenizer.pad_token_id]
+        if key == "query_token":
+            if tokens != tokenizer(row["query"], add_special_tokens=False).input_ids:
+                return False
+        elif tokens[-1:] != [tokenizer.eos_token_id]:
+            return False
+    return True
+
+
+def trim_left(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Cut the columns on the left that are padding in every row, but for a width of a multiple of 16 (or all): widths
+    that differ at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
     columns = (tokens != pad_id).any(0).nonzero().flatten()
     if len(columns) == 0:
         return tokens[:, :0]
-    used = int(tokens.shape[1] - columns[0] if side == "left" else columns[-1] + 1)
-    width = -(-used // 16) * 16
-    return tokens[:, -width:] if side == "left" else tokens[:, :width]
+    used = tokens.shape[1] - int(columns[0])
+    return tokens[:, -round_up(used, 16) :]
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below the number."""
+    return -(-number // multiple) * multiple
 
 
 def position_ids(mask: torch.Tensor) -> torch.Tensor:
@@ -178,7 +196,9 @@ def position_ids(mask: torch.Tensor) -> torch.Tensor:
 
 def without_dropout(config):
     """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
-    config.update({k: 0.0 for k, v in config.to_dict().items() if "drop" in k and isinstance(v, int | float)})
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, int | float):
+            setattr(config, key, 0.0)
     return config
 
 
@@ -227,9 +247,10 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
         config.pad_token_id = tokenizer.pad_token_id
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         model.score = ScalarHead(model.score.weight.shape[1], 1)
-        model.load_state_dict(
-            {key: x for file in Path(path).glob("*.safetensors") for key, x in load_file(file).items()}
-        )
+        weights = {}
+        for file in Path(path).glob("*.safetensors"):
+            weights |= load_file(file)
+        model.load_state_dict(weights)
     return RewardModel(model)
 
 
@@ -241,17 +262,17 @@ def banned_ids(model, tokenizer) -> torch.Tensor:
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
     """log softmax(logits / (temperature + 1e-7)) at the tokens (Detail 20): (b, R, V), (b, R) -> (b, R)."""
-    scaled = logits.float() / (temperature + 1e-7)
+    scaled = logits.float() / (temperature + TEMPERATURE_EPS)
     return -F.cross_entropy(scaled.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
 
 
-def token_rewards(scores: torch.Tensor, logratio: torch.Tensor, lengths: torch.Tensor, kl_coef: float) -> torch.Tensor:
-    """Rewards (b, R): -kl_coef x (log pi - log pi_ref) at each token (k1, equation 3), and the score (b,) one position
-    past EOS, or on the last position where there is no room (Detail 23). logratio (b, R), 0 after a response's end;
+def token_rewards(scores: torch.Tensor, kl: torch.Tensor, lengths: torch.Tensor, kl_coef: float) -> torch.Tensor:
+    """Rewards (b, R): -kl_coef x kl at each token (equation 3), and the score (b,) one position past EOS, or on the
+    last position where there is no room (Detail 23). kl (b, R): log pi - log pi_ref (k1), 0 after a response's end;
     lengths (b,) of the responses in tokens, EOS counted."""
-    rewards = -kl_coef * logratio
-    place = lengths.clamp(max=logratio.shape[1] - 1)
-    return rewards.scatter_add(1, place[:, None], scores[:, None].to(rewards))
+    rewards = -kl_coef * kl
+    score_position = lengths.clamp(max=kl.shape[1] - 1)
+    return rewards.scatter_add(1, score_position[:, None], scores[:, None].to(rewards))
 
 
 # ---- what the models say and think of it -------------------------------------------------------------------------
@@ -271,7 +292,7 @@ def batches(n: int, size: int, description: str):
 def greedy(model, queries: torch.Tensor, tokenizer, response_length: int) -> torch.Tensor:
     """The most likely token at each step: left-padded queries (b, Q) -> responses (b, response_length), [PAD] after the
     first EOS, which equals truncating there (Detail 23)."""
-    queries, pad_id = trim(queries, tokenizer.pad_token_id, "left"), tokenizer.pad_token_id
+    queries, pad_id = trim_left(queries, tokenizer.pad_token_id), tokenizer.pad_token_id
     model.generation_config = GenerationConfig(  # else generate() fills what ours leaves open from the checkpoint's own
         max_new_tokens=response_length,
         do_sample=False,
@@ -286,7 +307,7 @@ def greedy(model, queries: torch.Tensor, tokenizer, response_length: int) -> tor
 def response_logits_of(model, queries: torch.Tensor, responses: torch.Tensor, tokenizer) -> torch.Tensor:
     """Logits (b, R, V) from which each token of the responses (b, R) to left-padded queries (b, Q) was chosen; [PAD]
     and ids beyond the tokenizer at -1e9. Past a response's end: any."""
-    tokens = torch.cat([trim(queries, tokenizer.pad_token_id, "left"), responses], 1)
+    tokens = torch.cat([trim_left(queries, tokenizer.pad_token_id), responses], 1)
     mask, kept = tokens != tokenizer.pad_token_id, responses.shape[1] + 1
     inputs = {"attention_mask": mask.long(), "position_ids": position_ids(mask), "use_cache": False}
     logits = model(tokens, **inputs, logits_to_keep=kept).logits[:, :-1]
@@ -300,7 +321,7 @@ def token_ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 def response_scalars(model: RewardModel, queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> torch.Tensor:
     """A reward or value model's output (b, R + 1) at the query's last token and at each token of the response."""
-    tokens = torch.cat([trim(queries, pad_id, "left"), responses], 1)
+    tokens = torch.cat([trim_left(queries, pad_id), responses], 1)
     mask = tokens != pad_id
     return model(tokens, attention_mask=mask.long(), position_ids=position_ids(mask))[:, -responses.shape[1] - 1 :]
 

@@ -42,12 +42,13 @@ import sft  # noqa: E402
 
 STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}
 PHASES = {  # helper -> what a run does inside
-    "rollout": "rollout",
+    **dict.fromkeys(("sample", "forward_passes", "reward_scores"), "rollout"),
     "optimizer_step": "optimiser step",
     "write_metrics": "metrics",
     "checkpoint": "checkpoint",
     **dict.fromkeys(
-        ("loss_and_count", "pair_rewards", "pair_logprobs", "ppo_loss", "backward"), "forward and backward"
+        ("loss_and_count", "pair_rewards", "pair_logprobs", "policy_loss", "backward"),
+        "forward and backward",
     ),
     **dict.fromkeys(("validation_loss", "evaluate_pairs", "reference_rewards", "implicit_rewards"), "evaluation"),
     **dict.fromkeys(("split_logprobs", "validation_score"), "evaluation"),

@@ -404,7 +404,7 @@ def test_the_shards_hold_what_single_rows_score(made, written):
         for j, response in enumerate(drawn(made, i, N)):
             response = response[: int((response != pad_id).sum())]
             row = torch.cat([query_of(made, i), response])[None]
-            expected = [ppo.response_rewards(model, row, 0, pad_id).item() for model in models]
+            expected = [model(row)[0, -1].item() for model in models]
             assert shard["scores"][j].tolist() == pytest.approx(expected, abs=1e-5)
             text = made.tokenizer.decode(response, skip_special_tokens=True)
             assert shard["texts"][j] == text
@@ -439,9 +439,9 @@ def test_scales_are_of_a_sample_to_each_of_the_first_training_posts(made, writte
     for i, row in enumerate(load_from_disk(str(world.dataset))["train"].select(range(5))):
         query = torch.tensor([x for x in row["query_token"] if x != pad_id])
         keys = best_of_n.noise_keys(1, -2, [i])
-        (response,) = best_of_n.sample(policy, query, banned, keys, eos_id, pad_id, args, lambda count: None)
+        (response,) = best_of_n.sample_many(policy, query, banned, keys, eos_id, pad_id, args, lambda count: None)
         both = torch.cat([query, response[response != pad_id]])[None]
-        found.append([ppo.response_rewards(model, both, 0, pad_id).item() for model in models])
+        found.append([model(both)[0, -1].item() for model in models])
     assert list(scales) == made.rewards
     for scale, scores in zip(scales.values(), zip(*found, strict=True), strict=True):
         mean, sd = sum(scores) / 5, math.sqrt(sum((x - sum(scores) / 5) ** 2 for x in scores) / 5)

@@ -5,6 +5,7 @@ ids: under causal attention no real token sees what lies to its right. `tests/un
 copy of the scripts and checks that its test notices.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -115,6 +116,15 @@ def assert_same_weights(found: dict, expected: dict, tolerance: float = 2e-5):
             key,
             (found[key] - expected[key]).abs().max(),
         )
+
+
+ALONE = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext)  # an Accelerator of one process
+
+
+def policy_and_value(model, queries, responses, pad: int, banned) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the responses at temperature 0.7 and values, both (b, W), of ppo.PolicyAndValue."""
+    logits, values = model(queries, responses, pad, banned)
+    return ppo.token_logprobs(logits, responses, 0.7), values
 
 
 def trained_reward(stage, folder: Path):
@@ -330,7 +340,7 @@ def run_ppo(short, talker, reward_run, folder: Path, **changes) -> SimpleNamespa
     arguments |= {"total_episodes": PPO_BATCH * PPO_UPDATES, "learning_rate": LEARNING_RATE, "eval_rows": 5}
     starts = []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        original = ppo.rollout
+        original = ppo.forward_passes
 
         def keep_weights(accelerator, model, *args):
             model = accelerator.unwrap_model(model)
@@ -342,23 +352,29 @@ def run_ppo(short, talker, reward_run, folder: Path, **changes) -> SimpleNamespa
             starts.append(SimpleNamespace(policy=policy, value=value, shared=len(shared)))
             return original(accelerator, model, *args)
 
-        monkeypatch.setattr(ppo, "rollout", keep_weights)
-        rollouts, losses = record(monkeypatch, ppo, "rollout"), record(monkeypatch, ppo, "ppo_loss")
-        samples = record(monkeypatch, ppo, "generate")
+        monkeypatch.setattr(ppo, "forward_passes", keep_weights)
+        passes, scores = record(monkeypatch, ppo, "forward_passes"), record(monkeypatch, ppo, "reward_scores")
+        policy_losses, value_losses = (record(monkeypatch, ppo, name) for name in ("policy_loss", "value_loss"))
+        samples = record(monkeypatch, ppo, "sample")
         ppo.main(ppo.Args(**arguments | changes))
     tokenizer = padded_tokenizer(talker)
     pad_id, episodes = tokenizer.pad_token_id, []
-    for call in rollouts:
-        queries, keys = call.args[4], call.args[5]
-        responses = [[token for token in row if token != pad_id] for row in call.result["responses"].tolist()]
-        queries = [[token for token in row if token != pad_id] for row in queries.tolist()]
-        episodes.append(SimpleNamespace(queries=queries, keys=keys, responses=responses, **{"found": call.result}))
+    training = [call for call in samples if call.args[6] != 0.01]
+    for sampled, call in zip(training, passes, strict=True):
+        batch = call.args[3]
+        [score] = [other.result for other in scores if other.args[2] is batch]
+        queries, responses = (
+            [[token for token in row if token != pad_id] for row in batch[key].tolist()]
+            for key in ("queries", "responses")
+        )
+        found = call.result | {"responses": batch["responses"], "scores": score}
+        episodes.append(SimpleNamespace(queries=queries, keys=sampled.args[3], responses=responses, found=found))
     return SimpleNamespace(
         folder=folder,
         tokenizer=tokenizer,
         allowed=[token for token in range(len(tokenizer)) if token != pad_id],
         episodes=episodes,
-        losses=losses,
+        losses=list(zip(policy_losses, value_losses, strict=True)),
         samples=samples,
         starts=starts,
         metrics=read_jsonl(folder / "metrics.jsonl"),
@@ -417,17 +433,19 @@ def penalised(run, episode) -> list[float]:
 
 
 def given_to_the_loss(run, update: int, epoch: int) -> dict[int, SimpleNamespace]:
-    """{row of the batch: what ppo_loss got for it} in one of the 4 epochs of an update."""
+    """{row of the batch: what the losses got for it} in one of the 4 epochs of an update."""
     micro_batches = len(run.losses) // (len(run.episodes) * 4)
     calls = run.losses[((update - 1) * 4 + epoch) * micro_batches :][:micro_batches]
     old, found = run.episodes[update - 1].found["logprobs"], {}
-    names = "logprobs values old_logprobs old_values advantages returns response_mask value_mask".split()
-    for call in calls:
-        width = call.args[2].shape[1]
-        for i, numbers in enumerate(call.args[2]):
-            same = [j for j in range(len(old)) if torch.equal(old[j, :width], numbers) and not old[j, width:].any()]
-            row = next(j for j in same if j not in found)  # rows with the same numbers are the same row
-            found[row] = SimpleNamespace(**{name: call.args[k][i].detach() for k, name in enumerate(names)})
+    for policy_call, value_call in calls:
+        (logprobs, mb, _), (values, other, _) = policy_call.args, value_call.args
+        assert other is mb
+        width = mb["logprobs"].shape[1]
+        for i, row in enumerate(mb["rows"].tolist()):
+            assert row not in found
+            assert torch.equal(old[row, :width], mb["logprobs"][i]) and not old[row, width:].any()
+            numbers = {key: mb[key][i] for key in ("advantages", "returns", "response_mask", "value_mask")}
+            found[row] = SimpleNamespace(logprobs=logprobs[i].detach(), values=values[i].detach(), **numbers)
     return found
 
 
@@ -780,16 +798,22 @@ def test_detail_12_reward_at_the_last_token(world, reward_run):
         ([p, 5, 6, 7, 0, p, p, p], 4, 4),  # a response of one token
     ]
     model = PlainReward(reward_run.folder / "model")
-    for stage in (reward, ppo):
-        own = trained_reward(stage, reward_run.folder / "model")
-        for row, width, last in rows:
-            tokens = torch.tensor([row])
-            assert stage.last_token(tokens, width, pad).tolist() == [last]
-            seen = [token for token in row[: last + 1] if token != pad]
-            with torch.no_grad():
-                assert close(stage.response_rewards(own, tokens, width, pad), model.last([seen]))
-        together = torch.tensor([row for row, width, _ in rows if width == 4])
-        assert stage.last_token(together, 4, pad).tolist() == [last for _, width, last in rows if width == 4]
+    own = trained_reward(reward, reward_run.folder / "model")
+    for row, width, last in rows:
+        tokens = torch.tensor([row])
+        assert reward.last_token(tokens, width, pad).tolist() == [last]
+        seen = [token for token in row[: last + 1] if token != pad]
+        with torch.no_grad():
+            assert close(reward.response_rewards(own, tokens, width, pad), model.last([seen]))
+    together = torch.tensor([row for row, width, _ in rows if width == 4])
+    assert reward.last_token(together, 4, pad).tolist() == [last for _, width, last in rows if width == 4]
+    # in PPO responses end in EOS or at their last column
+    tokens = torch.tensor([row for row, width, _ in rows if width == 4 and row != [p, p, p, 5, 6, p, 7, 8]])
+    seen = [[token for token in row if token != pad] for row in tokens.tolist()]
+    own, args = trained_reward(ppo, reward_run.folder / "model"), ppo.Args(forward_batch_size=2)
+    with torch.no_grad():
+        batch = ppo.make_batch(tokens[:, :4], tokens[:, 4:], pad)
+        assert close(ppo.reward_scores(ALONE, own, batch, pad, args), model.last(seen))
     query = torch.tensor([[p, 5, 6], [5, 6, 7]])
     chosen, rejected = torch.tensor([[8, 9, 0], [8, 0, p]]), torch.tensor([[10, 0, p, p], [10, 11, 12, 0]])
     own = trained_reward(reward, reward_run.folder / "model")
@@ -832,22 +856,26 @@ def test_detail_14_padding_does_not_change_a_reward(world, gpt2, reward_run, tmp
             rows.append({"left": padding + query, "right": query + padding}[side] + response + rest)
         return torch.tensor(rows)
 
-    for stage in (reward, ppo):
-        for folder in (reward_run.folder / "model", tmp_path / "gpt2"):
-            model = trained_reward(stage, folder)
-            with torch.no_grad():
-                expected = PlainReward(folder).eval().last([q + r for q, r in zip(queries, responses, strict=True)])
-                for width, length in ((5, 5), (9, 5), (30, 12)):
-                    for side in ("left", "right"):
-                        found = stage.response_rewards(model, batch(width, length, side), width, pad)
-                        assert (found - expected).abs().max() < 1e-5, (stage, folder, width, side)
-                whole = [q + r + [pad] * (20 - len(q + r)) for q, r in zip(queries, responses, strict=True)]
-                assert (stage.response_rewards(model, torch.tensor(whole), 0, pad) - expected).abs().max() < 1e-5
-    both = ppo.PolicyAndValue(ppo.load_policy(str(gpt2), tokenizer), model).eval()
+    for folder in (reward_run.folder / "model", tmp_path / "gpt2"):
+        model, scorer = trained_reward(reward, folder), trained_reward(ppo, folder)
+        with torch.no_grad():
+            expected = PlainReward(folder).eval().last([q + r for q, r in zip(queries, responses, strict=True)])
+            for width, length in ((5, 5), (9, 5), (30, 12)):
+                for side in ("left", "right"):
+                    rows = batch(width, length, side)
+                    found = reward.response_rewards(model, rows, width, pad)
+                    assert (found - expected).abs().max() < 1e-5, (folder, width, side)
+                    rows = ppo.make_batch(rows[:, :width], rows[:, width:], pad)
+                    found = ppo.reward_scores(ALONE, scorer, rows, pad, ppo.Args())
+                    assert (found - expected).abs().max() < 1e-5, (folder, width, side)
+            whole = [q + r + [pad] * (20 - len(q + r)) for q, r in zip(queries, responses, strict=True)]
+            assert (reward.response_rewards(model, torch.tensor(whole), 0, pad) - expected).abs().max() < 1e-5
+    both = ppo.PolicyAndValue(ppo.load_policy(str(gpt2), tokenizer), scorer).eval()
     banned = torch.zeros(both.policy.config.vocab_size, dtype=torch.bool)
     rows = {width: batch(width, 6, "left") for width in (5, 40)}
     with torch.no_grad():
-        short, long = (both(own[:, :width], own[:, width:], pad, banned, 0.7) for width, own in rows.items())
+        halves = [(own[:, :width], own[:, width:]) for width, own in rows.items()]
+        short, long = (policy_and_value(both, *half, pad, banned) for half in halves)
     real = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]]).bool()  # through one past EOS
     real[:, -1] = False
     for one, other in zip(short, long, strict=True):
@@ -1206,22 +1234,22 @@ def test_detail_20_ppo_training(short, talker, reward_run, ppo_run):
 
     # ½ max of clipped and unclipped squares, on numbers made by hand: values 0.5 and -1 move 0.3 from 0.2 and -0.7
     values, old_values, returns = ([[0.5, -1.0, 9.0]], [[0.2, -0.7, 0.0]], [[0.9, -1.5, 0.0]])
-    zeros, mask = torch.zeros(1, 3), torch.tensor([[True, True, False]])
-    numbers = [torch.tensor(x) for x in (values, old_values, returns)]
-    loss = ppo.ppo_loss(zeros, numbers[0], zeros, numbers[1], zeros, numbers[2], mask, mask, 0.2, 0.2)[1]
+    mask = torch.tensor([[True, True, False]])
+    mb = {"values": torch.tensor(old_values), "returns": torch.tensor(returns), "value_mask": mask}
+    loss, _ = ppo.value_loss(torch.tensor(values), mb, 0.2)
     assert close(loss, 0.5 * ((0.4 - 0.9) ** 2 + (-0.9 + 1.5) ** 2), 1e-6)
 
     # a validation score on a fixed batch, here at updates 2 and 3, sampled at temperature 0.01
     assert ["eval/score" in row for row in ppo_run.metrics] == [False, True, True]
     validation = load_from_disk(str(short.dataset))["validation"]
     queries = [row["query_token"][-row["query_token_len"] :] for row in validation.select(range(5))]
-    evaluations = [call for call in ppo_run.samples if call.args[4] != 0.7]
+    evaluations = [call for call in ppo_run.samples if call.args[6] != 0.7]
     assert len(evaluations) == 2 and len(ppo_run.samples) == 2 + PPO_UPDATES
     model = PlainReward(reward_run.folder / "model").eval()
     states = [ppo_run.starts[2].policy, plain_policy(ppo_run.folder / "model").state_dict()]
     for call, row, state in zip(evaluations, ppo_run.metrics[1:], states, strict=True):
-        assert call.args[4] == 0.01
-        assert [[token for token in query if token != pad] for query in call.args[1].tolist()] == queries
+        assert call.args[6] == 0.01
+        assert [[token for token in query if token != pad] for query in call.args[2].tolist()] == queries
         responses = [[token for token in response if token != pad] for response in call.result.tolist()]
         with torch.no_grad():
             scores = model.last([q + r for q, r in zip(queries, responses, strict=True)])
@@ -1248,6 +1276,11 @@ def test_detail_20_metrics_of_the_rollout(ppo_run):
             "objective/entropy": found["entropy"].double().sum().item() / PPO_BATCH,
             "value/mean": found["values"].double().sum().item() / sum(min(n + 1, RESPONSE_LENGTH) for n in lengths),
         }
+        _, _, returns = advantages_by_hand(found, lengths, scores)
+        values = [own[: len(other)] for own, other in zip(found["values"].double().tolist(), returns, strict=True)]
+        values, returns = sum(values, []), sum(returns, [])
+        residuals = [x - y for x, y in zip(returns, values, strict=True)]
+        expected["value/explained_variance"] = 1 - statistics.pvariance(residuals) / statistics.pvariance(returns)
         for key, value in expected.items():
             assert math.isclose(row[key], value, rel_tol=1e-4, abs_tol=2e-6), key
         assert row["policy/first_ratio_deviation"] < 1e-5
@@ -1257,18 +1290,17 @@ def test_detail_20_metrics_of_the_rollout(ppo_run):
 def test_detail_20_first_ratios_that_are_not_1(short, talker, reward_run, tmp_path, monkeypatch):
     """Old log-probabilities that are wrong, in rows of two mini-batches, ring the alarm: by how much the first step's
     ratios are off, whatever comes after it, and whatever lies behind a response's end."""
-    original, order, shifts = ppo.rollout, ppo.data_order(PPO_BATCH, SEED + 1, 0, PPO_BATCH).tolist(), {}
+    original, order, shifts = ppo.forward_passes, ppo.permutation(PPO_BATCH, SEED + 1, 0).tolist(), {}
 
-    def shifted(*args):
-        found = original(*args)
-        lengths = (found["responses"] != args[6].pad_token_id).sum(1).tolist()
-        for i in range(PPO_BATCH):
+    def shifted(accelerator, model, ref_policy, batch, *args):
+        outputs = original(accelerator, model, ref_policy, batch, *args)
+        for i, length in enumerate(batch["lengths"].tolist()):
             shifts[i] = 0.01 * (1 + i) if i in order[: PPO_BATCH // 2] else 1.0
-            found["logprobs"][i, lengths[i] - 1] += shifts[i]
-            found["logprobs"][i, lengths[i] :] += 2.0
-        return found
+            outputs["logprobs"][i, length - 1] += shifts[i]
+            outputs["logprobs"][i, length:] += 2.0
+        return outputs
 
-    monkeypatch.setattr(ppo, "rollout", shifted)
+    monkeypatch.setattr(ppo, "forward_passes", shifted)
     changes = {"num_mini_batches": 2, "num_ppo_epochs": 1, "total_episodes": PPO_BATCH}
     [row] = run_ppo(short, talker, reward_run, tmp_path / "run", **changes).metrics
     largest = max(shift for shift in shifts.values() if shift < 1)

@@ -105,17 +105,35 @@ def single(setting) -> Path:
     return run(setting.args("single", **one, gold=str(setting.gold), gold_every=2, total_episodes=2 * BATCH))
 
 
+def watch(patch) -> list[dict]:
+    """What the models say of each batch whose responses are sampled as in training, as long as the patch holds: what
+    forward_passes returns, and as `scores` (b, k) what member_scores does."""
+    seen, batches = [], []
+    passes, member_scores = ppo.forward_passes, ppo.member_scores
+
+    def watched_passes(accelerator, model, ref_policy, batch, *rest):
+        seen.append(passes(accelerator, model, ref_policy, batch, *rest))
+        batches.append(batch)
+        return seen[-1]
+
+    def watched_scores(accelerator, reward_models, batch, *rest):
+        scores = member_scores(accelerator, reward_models, batch, *rest)
+        if batches and batch is batches[-1]:
+            seen[-1] = seen[-1] | {"scores": scores}
+        return scores
+
+    patch.setattr(ppo, "forward_passes", watched_passes)
+    patch.setattr(ppo, "member_scores", watched_scores)
+    return seen
+
+
 @pytest.fixture(scope="module")
 def golden(setting) -> SimpleNamespace:
-    """A run against both, a function as gold: .args, .folder, .seen (results of all calls of rollout) and .at_work (how
-    many of the frozen models, which wait in the machine's memory, are on the device, each time that one is brought)."""
+    """A run against both, a function as gold: .args, .folder, .seen (see watch) and .at_work (how many of the frozen
+    models, which wait in the machine's memory, are on the device, each time that one is brought)."""
     args = setting.args("golden", gold=setting.function, gold_every=2, eval_every=2, offload=True)
     args = replace(args, lr_schedule="cosine", final_learning_rate=1e-4, penalty_reward_value=None)
-    seen, offloaded, there, at_work, rollout, frozen = [], [], set(), [], ppo.rollout, ppo.frozen
-
-    def watched_rollout(*inputs):
-        seen.append(rollout(*inputs))
-        return seen[-1]
+    offloaded, there, at_work, frozen = [], set(), [], ppo.frozen
 
     def watched_frozen(accelerator, model, offload=False):
         offloaded.append(offload)
@@ -130,7 +148,7 @@ def golden(setting) -> SimpleNamespace:
         return model
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ppo, "rollout", watched_rollout)
+        seen = watch(patch)
         patch.setattr(ppo, "frozen", watched_frozen)
         folder = run(args)
     return SimpleNamespace(args=args, folder=folder, seen=seen, offloaded=offloaded, at_work=at_work)
@@ -323,14 +341,9 @@ def test_training_scores_are_those_of_the_members(setting, world, golden):
 def standard(setting) -> SimpleNamespace:
     """A run of two updates with the defaults, the members' scale from the first five posts: .args, .folder, .seen."""
     args = setting.args("standard", standardise_members=True, standardise_posts=ROWS, value_start="sft")
-    args, seen, rollout = replace(args, total_episodes=2 * BATCH), [], ppo.rollout
-
-    def watched(*inputs):
-        seen.append(rollout(*inputs))
-        return seen[-1]
-
+    args = replace(args, total_episodes=2 * BATCH)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ppo, "rollout", watched)
+        seen = watch(patch)
         return SimpleNamespace(args=args, folder=run(args), seen=seen)
 
 
@@ -366,10 +379,9 @@ def test_the_value_model_starts_from_sft_with_a_head_of_zeros(setting, standard,
 
 def test_a_value_model_from_a_reward_model_has_its_scale(setting, standard):
     """Its value where the score lies is the standardised score of the first member."""
-    seen, rollout = [], ppo.rollout
     args = replace(standard.args, value_start="reward", output_dir=f"{standard.folder}_reward", total_episodes=BATCH)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ppo, "rollout", lambda *inputs: seen.append(rollout(*inputs)) or seen[-1])
+        seen = watch(patch)
         run(args)
     ended = (seen[0]["values"] != 0).sum(1).tolist()
     found = zip(seen[0]["values"], seen[0]["scores"], ended, strict=True)
@@ -420,14 +432,14 @@ def error(args) -> str:
 
 def test_a_member_that_gives_no_number_in_the_rollout_is_named(setting, world, monkeypatch):
     """At the sixth episode; an infinity does not show in the worst case, the minimum."""
-    original = ppo.rollout
+    original = ppo.member_scores
 
-    def rollout(*inputs):
+    def member_scores(*inputs):
         found = original(*inputs)
-        found["scores"][5, 1] = math.inf
+        found[5, 1] = math.inf
         return found
 
-    monkeypatch.setattr(ppo, "rollout", rollout)
+    monkeypatch.setattr(ppo, "member_scores", member_scores)
     text = error(setting.args("bad_rollout", reward_combination="wco", uwo_lambda=None))
     query = ppo.data_order(len(load_from_disk(str(world.dataset))["train"]), SEED, 0, BATCH)[5].item()
     assert f"update 1, episode 5 (query {query}): the score of {setting.members[1]} is inf;" in text
@@ -436,16 +448,16 @@ def test_a_member_that_gives_no_number_in_the_rollout_is_named(setting, world, m
 
 def test_a_member_that_gives_no_number_in_the_evaluation_is_named(setting, monkeypatch):
     """The second member, of the fifth post: the second row of the second batch."""
-    original, calls = ppo.response_rewards, []
+    original, calls = ppo.reward_scores, []
 
-    def response_rewards(model, tokens, query_width, pad_id):
-        scores = original(model, tokens, query_width, pad_id)
-        if query_width:  # 0 in a rollout
+    def reward_scores(accelerator, model, batch, *rest):
+        scores = original(accelerator, model, batch, *rest)
+        if "logprobs" not in batch:  # as it is in a rollout
             calls.append(model)
             scores[1] = math.nan if len(calls) == 4 else scores[1]
         return scores
 
-    monkeypatch.setattr(ppo, "response_rewards", response_rewards)
+    monkeypatch.setattr(ppo, "reward_scores", reward_scores)
     text = error(setting.args("bad_evaluation", total_episodes=BATCH, num_ppo_epochs=1))
     assert f"validation post 4: the score of {setting.members[1]} is nan" in text
 

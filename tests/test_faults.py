@@ -41,6 +41,7 @@ def toy(args, at=None) -> list[int]:
     """A stage of six updates that is nothing but plumbing: a linear model learns to say 0. `at` is called with each
     update and its loss, before the step. Returns the updates that it made."""
     AcceleratorState._reset_state(True)  # accelerate keeps one state a process
+    sft.fill_templates(args)
     accelerator = sft.make_accelerator(args)
     torch.manual_seed(1)
     model, optimizer = sft.prepare(accelerator, torch.nn.Linear(300, 300), args)
@@ -445,11 +446,13 @@ def test_each_update_is_once_in_metrics_tensorboard_and_wandb_after_a_stop(tmp_p
 def test_samples_go_to_wandb(capsys):
     found = []
     tracker = SimpleNamespace(name="wandb", log_table=lambda *values, step: found.append((*values, step)))
-    rows = [{"query (end)": "q [b]", "response": "r", "score": 0.12345}]
-    other = SimpleNamespace(name="tensorboard")
-    ppo.show_samples(SimpleNamespace(trackers=[other, tracker]), rows, 7)
-    assert found == [("samples/training", ["query (end)", "response", "score"], [["q [b]", "r", 0.12345]], 7)]
-    assert "q [b]" in capsys.readouterr().out
+    tokenizer = SimpleNamespace(pad_token="_", decode=lambda tokens: "".join("_q[b]r"[i] for i in tokens))
+    batch = {"queries": torch.tensor([[0, 1, 2, 3, 4]]), "responses": torch.tensor([[5, 0]])}
+    accelerator = SimpleNamespace(trackers=[SimpleNamespace(name="tensorboard"), tracker], is_main_process=True)
+    ppo.show_samples(accelerator, batch, torch.tensor([0.12345]), torch.tensor([2.0]), tokenizer, 7)
+    columns = ["query (end)", "response", "score", "kl"]
+    assert found == [("samples/training", columns, [["q[b]", "r", "0.123", "2.000"]], 7)]
+    assert "q[b]" in capsys.readouterr().out
 
 
 def test_wandb_out_of_reach_is_one_error(tmp_path, monkeypatch):

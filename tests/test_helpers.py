@@ -16,7 +16,7 @@ import sft
 
 PAD = 0
 SUMS = ["loss/policy", "loss/value", "policy/clip_fraction", "policy/approx_kl", "policy/ratio", "policy/ratio_square"]
-SUMS += ["value/clip_fraction"]  # of ppo_loss
+SUMS += ["value/clip_fraction"]  # of the losses
 ARCHITECTURES = ["gpt_neox", "gpt2", "llama", "qwen3"]
 
 
@@ -55,12 +55,44 @@ def lengths_masks(lengths: list[int], width: int) -> tuple[list, list]:
     return response, value
 
 
-def test_episode_masks():
+def test_the_masks_and_lengths_of_a_batch():
     lengths = [1, 3, 4, 5, 0]
-    response, value = ppo.episode_masks(torch.tensor(lengths), 5)
+    responses = torch.tensor([[3] * n + [PAD] * (5 - n) for n in lengths])
+    queries = torch.tensor([[PAD] * (4 - n) + [2] * n for n in (4, 1, 2, 3, 1)])
+    batch = ppo.make_batch(queries, responses, PAD)
     expected_response, expected_value = lengths_masks(lengths, 5)
-    assert response.tolist() == expected_response and value.tolist() == expected_value
-    assert response.dtype == value.dtype == torch.bool
+    assert batch["response_mask"].tolist() == expected_response and batch["value_mask"].tolist() == expected_value
+    assert batch["response_mask"].dtype == batch["value_mask"].dtype == torch.bool
+    assert batch["lengths"].tolist() == lengths and batch["row_lengths"].tolist() == [5, 4, 6, 8, 1]
+    assert batch["queries"] is queries and batch["responses"] is responses
+
+
+def test_micro_batches_are_the_batch_cut():
+    """Rows of similar length together; what is per token through one past the longest response, queries whole."""
+    lengths = [1, 3, 5, 2, 1]
+    responses = torch.tensor([[3] * n + [PAD] * (5 - n) for n in lengths])
+    batch = ppo.make_batch(torch.full((5, 9), 2), responses, PAD)
+    batch |= {"values": torch.arange(25.0).reshape(5, 5), "scores": torch.arange(5.0)}
+    mbs = ppo.micro_batches(batch, torch.tensor([0, 1, 3, 4]), 2)
+    assert [mb["rows"].tolist() for mb in mbs] == [[1, 3], [0, 4]]
+    assert [mb["values"].shape[1] for mb in mbs] == [4, 2] == [mb["value_mask"].shape[1] for mb in mbs]
+    for mb in mbs:
+        width = mb["values"].shape[1]
+        for i, row in enumerate(mb["rows"].tolist()):
+            assert mb["values"][i].tolist() == batch["values"][row, :width].tolist()
+            assert mb["queries"][i].tolist() == [2] * 9 and mb["scores"][i] == row
+        assert torch.equal(batch["values"][mb["index"]], mb["values"])
+    assert ppo.micro_batches(batch, torch.arange(5), 5)[0]["values"].shape == (5, 5)  # no more than the responses have
+
+
+def test_explained_variance_by_hand():
+    returns, values = tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]]), tensor([[1.5, 1.0, 0.0], [3.0, 0.0, 0.0]])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    residuals, mean = [-0.5, 1.0, 1.0], 7 / 3
+    variance = sum((x - mean) ** 2 for x in (1, 2, 4)) / 3
+    expected = 1 - sum((x - 0.5) ** 2 for x in residuals) / 3 / variance
+    same(ppo.explained_variance(returns, values, mask), expected)
+    assert ppo.explained_variance(torch.ones(2, 3), values, mask) == 0
 
 
 def test_whiten_of_equal_values_is_finite():
@@ -78,7 +110,7 @@ def test_token_logprobs_at_a_temperature(temperature):
     same(ppo.token_logprobs(tensor(logits), torch.tensor(tokens), temperature), expected, 1e-5)
 
 
-def loop_ppo_loss(logprobs, values, old_logprobs, old_values, advantages, returns, lengths, clip, clip_value):
+def loop_losses(logprobs, values, old_logprobs, old_values, advantages, returns, lengths, clip, clip_value):
     """Losses, sums for the log, and the gradients with respect to logprobs and values, position by position."""
     sums, policy_gradient, value_gradient = Counter(dict.fromkeys(SUMS, 0.0)), [], []
     for b, n in enumerate(lengths):
@@ -106,7 +138,15 @@ def loop_ppo_loss(logprobs, values, old_logprobs, old_values, advantages, return
     return sums, policy_gradient, value_gradient
 
 
-def test_ppo_loss_its_sums_for_the_log_and_its_gradients():
+def micro_batch(lengths: list[int], old_logprobs, old_values, advantages, returns) -> dict:
+    """What the losses read of a micro-batch whose responses have these lengths."""
+    response_mask, value_mask = lengths_masks(lengths, len(old_logprobs[0]))
+    mb = {"logprobs": old_logprobs, "values": old_values, "advantages": advantages, "returns": returns}
+    mb = {key: tensor(value) for key, value in mb.items()}
+    return mb | {"response_mask": torch.tensor(response_mask), "value_mask": torch.tensor(value_mask)}
+
+
+def test_the_losses_their_sums_for_the_log_and_their_gradients():
     rng, lengths, width = random.Random(5), [1, 4, 6, 3], 6
     old_logprobs, old_values = draw(rng, 4, width), draw(rng, 4, width)
     logprobs = [[x + rng.gauss(0, 0.4) for x in row] for row in old_logprobs]
@@ -114,19 +154,21 @@ def test_ppo_loss_its_sums_for_the_log_and_its_gradients():
     advantages, returns = draw(rng, 4, width), draw(rng, 4, width)
     for b, n in enumerate(lengths):  # exp(800) is inf, and inf x 0 is no 0: the mask must act before the ratio
         logprobs[b][n:] = [800.0] * (width - n)
-    sums, policy_gradient, value_gradient = loop_ppo_loss(
+    sums, policy_gradient, value_gradient = loop_losses(
         logprobs, values, old_logprobs, old_values, advantages, returns, lengths, 0.2, 0.3
     )
     new_logprobs, new_values = tensor(logprobs).requires_grad_(), tensor(values).requires_grad_()
-    masks = ppo.episode_masks(torch.tensor(lengths), width)
-    others = (tensor(x) for x in (old_logprobs, old_values, advantages, returns))
-    policy_loss, value_loss, logs = ppo.ppo_loss(new_logprobs, new_values, *others, *masks, 0.2, 0.3)
+    mb = micro_batch(lengths, old_logprobs, old_values, advantages, returns)
+    policy_loss, policy_sums = ppo.policy_loss(new_logprobs, mb, 0.2)
+    value_loss, value_sums = ppo.value_loss(new_values, mb, 0.3)
+    logs = policy_sums | value_sums
+    assert not policy_sums.keys() & value_sums.keys()
     assert sums["policy/clip_fraction"] >= 2 and sums["value/clip_fraction"] >= 2  # the case holds both
     same(policy_loss.detach(), sums["loss/policy"])
     same(value_loss.detach(), sums["loss/value"])
-    assert logs.keys() == set(SUMS) and not any(value.requires_grad for value in logs.values())
+    assert logs.keys() == set(SUMS)
     for key, value in logs.items():
-        same(value, sums[key], 1e-6)
+        same(value.detach(), sums[key], 1e-6)
     (policy_loss + value_loss).backward()
     same(new_logprobs.grad, policy_gradient)
     same(new_values.grad, value_gradient)
@@ -137,8 +179,8 @@ def test_ppo_loss_its_sums_for_the_log_and_its_gradients():
     [(1.5, 1.0, -1.2, 1), (1.5, -1.0, 1.5, 0), (0.5, 1.0, -0.5, 0), (0.5, -1.0, 0.8, 1), (1.1, 2.0, -2.2, 0)],
 )
 def test_policy_loss_is_clipped_on_the_pessimistic_side_only(ratio, advantage, loss, clipped):
-    one, zero, mask = tensor([[advantage]]), tensor([[0.0]]), torch.tensor([[True]])
-    policy_loss, _, logs = ppo.ppo_loss(tensor([[math.log(ratio)]]), zero, zero, zero, one, zero, mask, mask, 0.2, 0.2)
+    mb = micro_batch([1], [[0.0]], [[0.0]], [[advantage]], [[0.0]])
+    policy_loss, logs = ppo.policy_loss(tensor([[math.log(ratio)]]), mb, 0.2)
     assert policy_loss.item() == pytest.approx(loss) and logs["policy/clip_fraction"].item() == clipped
 
 
@@ -147,10 +189,8 @@ def test_policy_loss_is_clipped_on_the_pessimistic_side_only(ratio, advantage, l
     [(0.5, 1.0, 0.32, 1), (-0.5, -1.0, 0.32, 1), (0.5, -1.0, 1.125, 0), (-0.5, 1.0, 1.125, 0), (0.1, 1.0, 0.405, 0)],
 )
 def test_value_loss_is_half_the_larger_square(value, target, loss, clipped):
-    zero, mask = tensor([[0.0]]), torch.tensor([[True]])
-    _, value_loss, logs = ppo.ppo_loss(
-        zero, tensor([[value]]), zero, zero, zero, tensor([[target]]), mask, mask, 0.2, 0.2
-    )
+    mb = micro_batch([1], [[0.0]], [[0.0]], [[0.0]], [[target]])
+    value_loss, logs = ppo.value_loss(tensor([[value]]), mb, 0.2)
     assert value_loss.item() == pytest.approx(loss) and logs["value/clip_fraction"].item() == clipped
 
 
@@ -325,7 +365,8 @@ def test_policy_and_value_equal_plain_rows(small):
     left = torch.tensor([[pad_id] * (12 - len(row)) + row for row in queries])
     right = torch.tensor([row + [pad_id] * (8 - len(row)) for row in responses])
     banned = ppo.banned_ids(policy, tokenizer)
-    logprobs, values, entropy = ppo.PolicyAndValue(policy, value_model)(left, right, pad_id, banned, temperature)
+    logits, values = ppo.PolicyAndValue(policy, value_model)(left, right, pad_id, banned)
+    logprobs, entropy = ppo.token_logprobs(logits, right, temperature), ppo.token_entropy(logits, temperature)
     for i, (query, response) in enumerate(zip(queries, responses, strict=True)):
         row, start, n = torch.tensor([query + response]), len(query), len(response)
         logits = policy(row).logits[0].double().masked_fill(banned, -1e9) / temperature
@@ -385,7 +426,7 @@ def test_rewards_and_values_are_float32_under_autocast(small):
         found = model(rows)
         responses, banned = rows[:, 3:], ppo.banned_ids(policy, tokenizer)
         both = ppo.PolicyAndValue(policy, ppo.RewardModel(model.model))
-        values = both(rows[:, :3], responses, tokenizer.pad_token_id, banned, 0.7)[1]
+        values = both(rows[:, :3], responses, tokenizer.pad_token_id, banned)[1]
     head = model.model.score
     same(found, (hidden[0].double() @ head.weight.double().T + head.bias)[:, :, 0].tolist(), 1e-6)
     same(values, (hidden[-1].double() @ head.weight.double().T + head.bias)[:, :2, 0].tolist(), 1e-6)

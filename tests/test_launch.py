@@ -53,7 +53,7 @@ def test_the_scripts_take_every_command():
             sampled.add((stage, model, int(seed)))
             continue
         assert config["deepspeed_config"]["zero_stage"] == 2
-        assert args.model in SCRIPTS[stage].PRESETS and args.save_every
+        assert args.model in SCRIPTS[stage].MICRO_BATCH_SIZES and args.save_every
         assert getattr(args, "run_eval", None) == (None if stage in ("sft", "ppo") else True)
         name = "ppo_whiten" if stage == "ppo" and args.whiten_rewards else stage
         assert args.output_dir.format(model=args.model, seed=args.seed) == f"runs/{name}/{args.model}/{args.seed}"
@@ -122,13 +122,14 @@ def test_an_offloaded_model_is_on_the_device_while_it_works_alone(world, monkeyp
         getattr(model, "model", model).base_model.register_forward_hook(
             lambda *_, name=name: calls.append((name, "works"))
         )
-    queries, keys = torch.arange(1, 13).reshape(2, 6), ppo.noise_keys(1, 1, [0, 1])
+    batch = ppo.make_batch(torch.arange(1, 13).reshape(2, 6), torch.arange(1, 7).reshape(2, 3), tokenizer.pad_token_id)
     args = ppo.Args(response_length=3, offload=offload)
     single = Accelerator()
     monkeypatch.setattr(type(single), "device", torch.device("cpu:0"), raising=False)  # not the home, "cpu"
-    found = ppo.rollout(single, ppo.PolicyAndValue(policy, value), reference, scorer, queries, keys, tokenizer,
-                        ppo.banned_ids(policy, tokenizer), args)  # fmt: skip
-    home = "cpu" if offload else "cpu:0"
+    both, banned = ppo.PolicyAndValue(policy, value), ppo.banned_ids(policy, tokenizer)
+    found = ppo.forward_passes(single, both, reference, batch, tokenizer.pad_token_id, banned, args)
+    scores = ppo.reward_scores(single, scorer, batch, tokenizer.pad_token_id, args)
+    did = ("cpu:0", "works", "cpu") if offload else ("cpu:0", "works")
     once = [call for i, call in enumerate(calls) if call not in calls[max(i - 1, 0) : i]]
-    assert once == [(name, did) for name in ("reference", "reward") for did in ("cpu:0", "works", home)]
-    assert found["ref_logprobs"].abs().sum() > 0 and found["scores"].abs().sum() > 0
+    assert once == [(name, what) for name in ("reference", "reward") for what in did]
+    assert found["ref_logprobs"].abs().sum() > 0 and scores.abs().sum() > 0

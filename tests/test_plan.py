@@ -34,7 +34,7 @@ def test_parameters_are_those_of_pythia(model, billions):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_batches_are_those_of_the_scripts(stage):
-    args, presets = STAGES[stage].Args(), STAGES[stage].PRESETS
+    args, presets = STAGES[stage].Args(), STAGES[stage].MICRO_BATCH_SIZES
     batch, items, largest = plan.STAGES[stage]
     assert batch == args.batch_size and largest == presets
     if stage == "ppo":  # the others go over their data once
@@ -67,8 +67,8 @@ def losses(stage: str):
     queries, responses, banned = tokens(4, 257), tokens(4, 53), torch.zeros(VOCAB, dtype=torch.bool)
 
     def loss():
-        logprobs, values, _ = both(queries, responses, PAD, banned, 0.7)
-        return logprobs.sum() + values.sum()
+        logits, values = both(queries, responses, PAD, banned)
+        return ppo.token_logprobs(logits, responses, 0.7).sum() + values.sum()
 
     return both, loss, [(4, 320, 256)] * 2, 53
 

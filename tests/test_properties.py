@@ -14,7 +14,7 @@ from conftest import script
 from datasets import load_from_disk
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
-from test_helpers import PAD, lengths_masks, loop_ppo_loss, same, tensor
+from test_helpers import PAD, lengths_masks, loop_losses, micro_batch, same, tensor
 from test_tldr_dataset import EOS, byte_level_tokenizer, naive_truncation
 
 import dpo
@@ -274,9 +274,10 @@ def test_trim_takes_whole_columns_of_padding_from_one_side(rows, side, real, pad
     longest = max([len(row) - i for row in rows for i, token in enumerate(row) if token != PAD], default=0)
     width = next(width for width in (*range(0, len(rows[0]), 16), len(rows[0])) if width >= longest)
     expected = [row[len(row) - width :] for row in rows]
+    trim = ppo.trim_left
     if side == "right":
-        rows, expected = [row[::-1] for row in rows], [row[::-1] for row in expected]
-    assert sft.trim(torch.tensor(rows), PAD, side).tolist() == expected
+        rows, expected, trim = [row[::-1] for row in rows], [row[::-1] for row in expected], sft.trim_right
+    assert trim(torch.tensor(rows), PAD).tolist() == expected
 
 
 @given(rows=id_rows())
@@ -286,8 +287,8 @@ def test_position_ids_count_real_tokens(rows):
 
 
 @given(lengths=st.lists(st.integers(0, 50), min_size=1, max_size=20), size=st.integers(1, 25))
-def test_micro_batches_are_a_partition_by_length(lengths, size):
-    groups = [group.tolist() for group in ppo.micro_batches(torch.tensor(lengths), size)]
+def test_groups_of_similar_length_are_a_partition(lengths, size):
+    groups = [group.tolist() for group in ppo.similar_lengths(torch.tensor(lengths), size)]
     assert sorted(sum(groups, [])) == list(range(len(lengths)))
     assert all(len(group) == size for group in groups[:-1]) and 1 <= len(groups[-1]) <= size
     ordered = [lengths[i] for group in groups for i in group]
@@ -365,10 +366,10 @@ def test_whitened_values_have_the_moments_they_should(batch, shift_mean, which):
 def test_ppo_losses_equal_a_loop_over_positions(batch, clip, clip_value):
     lengths, width, (logprobs, values, old_values, advantages, returns, shift) = batch
     old = [[x + y / 20 for x, y in zip(*row, strict=True)] for row in zip(logprobs, shift, strict=True)]
-    expected, *_ = loop_ppo_loss(logprobs, values, old, old_values, advantages, returns, lengths, clip, clip_value)
-    masks = ppo.episode_masks(torch.tensor(lengths), width)
-    tables = [tensor(x) for x in (logprobs, values, old, old_values, advantages, returns)]
-    policy, value, logs = ppo.ppo_loss(*tables, *masks, clip, clip_value)
+    expected, *_ = loop_losses(logprobs, values, old, old_values, advantages, returns, lengths, clip, clip_value)
+    mb = micro_batch(lengths, old, old_values, advantages, returns)
+    policy, logs = ppo.policy_loss(tensor(logprobs), mb, clip)
+    value, _ = ppo.value_loss(tensor(values), mb, clip_value)
     same(policy, expected["loss/policy"], 1e-7)
     same(value, expected["loss/value"], 1e-7)
     for key in ("policy/approx_kl", "policy/ratio", "policy/ratio_square"):

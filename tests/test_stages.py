@@ -125,7 +125,7 @@ def test_padding_on_either_side_gives_the_same_reward(chain, world):
     for found in (
         reward.response_rewards(model, left, rows["query_token"].shape[1], pad_id),
         reward.response_rewards(model, right, 0, pad_id),
-        reward.response_rewards(model, reward.trim(right, pad_id, "right"), 0, pad_id),
+        reward.response_rewards(model, reward.trim_right(right, pad_id), 0, pad_id),
     ):
         assert found.tolist() == pytest.approx(plain, abs=1e-5)
     table = pandas.read_csv(chain.run["reward"] / "eval" / "reference_rewards.csv").set_index("statistic")["value"]
@@ -314,17 +314,17 @@ ADAPTIVE = [
 # ==== main =""",
     ),
     (
-        "    first = begin_run(accelerator, args)",
+        "    finished_updates = begin_run(accelerator, args)",
         """    controller = AdaptiveKL(args.kl_coef)
     accelerator.register_for_checkpointing(controller)
-    first = begin_run(accelerator, args)""",
+    finished_updates = begin_run(accelerator, args)""",
     ),
     (
-        "token_rewards(scores, logratio, lengths, args.kl_coef)",
-        "token_rewards(scores, logratio, lengths, controller.value)",
+        'token_rewards(scores, kl, batch["lengths"], args.kl_coef)',
+        'token_rewards(scores, kl, batch["lengths"], controller.value)',
     ),
-    ("        metrics = {\n", "        controller.follow(kl.mean().item())\n        metrics = {\n"),
-    ('"objective/kl": kl.mean(),', '"objective/kl": kl.mean(), "objective/kl_coef": controller.value,'),
+    ("        metrics = {\n", "        controller.follow(kl.sum(1).mean().item())\n        metrics = {\n"),
+    ('"objective/kl": kl.sum', '"objective/kl_coef": controller.value, "objective/kl": kl.sum'),
 ]
 
 
@@ -347,7 +347,7 @@ def test_registered_state_of_an_edit_survives_a_kill(arguments, tmp_path, regist
     script = importlib.util.module_from_spec(spec)
     sys.modules["adaptive"] = script  # where dataclasses look for the annotations
     spec.loader.exec_module(script)
-    rollout, calls = script.rollout, []
+    passes, calls = script.forward_passes, []
 
     def start(name: str, **changes) -> list[dict]:
         AcceleratorState._reset_state(True)
@@ -360,13 +360,13 @@ def test_registered_state_of_an_edit_survives_a_kill(arguments, tmp_path, regist
         calls.append(args)
         if len(calls) == 3:
             raise Killed
-        return rollout(*args)
+        return passes(*args)
 
     whole = start("whole")
-    script.rollout = killed
+    script.forward_passes = killed
     with pytest.raises(Killed):
         start("killed")
-    script.rollout = rollout
+    script.forward_passes = passes
     resumed = start("killed", resume=True)
     coefficients = [row["objective/kl_coef"] for row in whole]
     assert len(set(coefficients)) == 3 and resumed[:2] == whole[:2]
