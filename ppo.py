@@ -336,7 +336,7 @@ def main(args: Args):
             for mini_batch in shuffled.to(device).chunk(args.num_mini_batches):
                 policy_count = batch["response_mask"][mini_batch].sum()
                 value_count = batch["value_mask"][mini_batch].sum()
-                mbs = micro_batches(batch, mini_batch.chunk(world)[rank], args.micro_batch_size, pad_id)
+                mbs = micro_batches(batch, mini_batch.chunk(world)[rank], args.micro_batch_size)
                 for mb in mbs:
                     last = mb is mbs[-1]  # gradients are exchanged between devices with the last micro-batch
                     accelerator.sync_gradients = last  # for DeepSpeed
@@ -419,7 +419,7 @@ def forward_passes(accelerator: Accelerator, model, ref_policy, batch: dict, pad
     outputs = {}
     for key in ("logprobs", "ref_logprobs", "values", "entropy"):
         outputs[key] = torch.zeros(batch["responses"].shape, device=accelerator.device)
-    mbs = micro_batches(batch, torch.arange(len(batch["responses"])), args.forward_batch_size, pad_id)
+    mbs = micro_batches(batch, torch.arange(len(batch["responses"])), args.forward_batch_size)
     for mb in mbs:
         with accelerator.autocast():
             logits, values = model(mb["queries"], mb["responses"], pad_id, banned)
@@ -443,7 +443,7 @@ def reward_scores(accelerator: Accelerator, reward_model, batch: dict, pad_id: i
     """The reward model's score (b,) of each response in a batch (make_batch), read at its last token (Detail 12)."""
     scores = torch.zeros(len(batch["responses"]), device=accelerator.device)
     with on_device(accelerator, reward_model, args.offload):
-        for mb in micro_batches(batch, torch.arange(len(scores)), args.forward_batch_size, pad_id):
+        for mb in micro_batches(batch, torch.arange(len(scores)), args.forward_batch_size):
             tokens = right_padded(torch.cat([mb["queries"], mb["responses"]], 1), pad_id)
             last = mb["row_lengths"] - 1
             with accelerator.autocast():
@@ -477,7 +477,7 @@ def make_batch(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> d
     }
 
 
-def micro_batches(batch: dict, rows: torch.Tensor, size: int, pad_id: int) -> list[dict]:
+def micro_batches(batch: dict, rows: torch.Tensor, size: int) -> list[dict]:
     """These rows (b,) of a batch, `size` at a time, rows of similar length together: less padding, the same sums. What
     is (B, R) in the batch is (b, W) in a micro-batch, through one past its longest response. With them come `rows`, a
     micro-batch's rows in the batch, and `index`, which picks its (b, W) out of a (B, R)."""
@@ -489,7 +489,6 @@ def micro_batches(batch: dict, rows: torch.Tensor, size: int, pad_id: int) -> li
         for key, value in batch.items():
             per_token = value.ndim == 2 and key != "queries"
             mb[key] = value[mb["index"]] if per_token else value[mb_rows]
-        mb["queries"] = trim_left(mb["queries"], pad_id)
         mbs.append(mb)
     return mbs
 
@@ -772,18 +771,12 @@ def validation_score(accelerator: Accelerator, policy, reward_model, data, token
     """Mean score of a summary sampled to each post of `data`, at temperature 0.01, with no penalty for no EOS."""
     pad_id = tokenizer.pad_token_id
     scores = []
-    with on_device(accelerator, reward_model, args.offload):
-        for index, posts in shares(accelerator, data, args.forward_batch_size, "validation score"):
-            queries = posts["query_token"].to(accelerator.device)
-            keys = noise_keys(args.seed, 0, index)  # update 0, which no training has
-            with accelerator.autocast():
-                responses = generate(policy, queries, tokenizer, args.response_length, 0.01, keys)
-                tokens = trim_left(torch.cat([queries, responses], 1), pad_id)
-                mask = tokens != pad_id
-                positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
-                rewards = reward_model(tokens, attention_mask=mask.long(), position_ids=positions)
-                last = tokens.shape[1] - responses.shape[1] - 1 + (responses != pad_id).sum(1)
-                scores += rewards.gather(1, last[:, None]).squeeze(1).tolist()
+    for index, posts in shares(accelerator, data, args.forward_batch_size, "validation score"):
+        queries = posts["query_token"].to(accelerator.device)
+        keys = noise_keys(args.seed, 0, index)  # update 0, which no training has
+        responses = sample(accelerator, policy, queries, keys, tokenizer, args, 0.01)
+        batch = make_batch(queries, responses, pad_id)
+        scores += reward_scores(accelerator, reward_model, batch, pad_id, args).tolist()
     return sum(gather_object(scores)) / len(data)
 
 

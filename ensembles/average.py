@@ -21,7 +21,6 @@ from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 import pandas
 import pyarrow.compute as pc
@@ -74,12 +73,16 @@ def checkpoint_folder(flag: str, path: str) -> str:
             return str(folder)
     name, _, revision = path.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
-        stage, model, seed = ["sft", "MODEL", "SEED", *path.split("/") * path.startswith("runs/")][-3:]
+        stage, model, seed = "sft", "MODEL", "SEED"
+        if path.startswith("runs/") and path.count("/") >= 3:
+            stage, model, seed = path.split("/")[-3:]
         fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
     wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
     with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
         folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
-        return folder if [*Path(folder).glob("*.safetensors")] else snapshot_download(**wanted)
+        if not list(Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(**wanted)  # pytorch_model.bin
+        return folder
 
 
 def load_tokenizer(path: str):
@@ -98,22 +101,34 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
         for split in ("train", "validation", *data):
             data[split].select_columns(columns)[0]
-    keys, eos_id = [column for column in columns if "_token" in column], tokenizer.eos_token_id
+    keys = [column for column in columns if "_token" in column]
     for split, rows in data.items():
-        same, largest = [], max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
-        for row in rows.select(range(0, len(rows), -(-len(rows) // 16))):
-            query = tokenizer(row["query"], add_special_tokens=False).input_ids
-            real = {key: [x for x in row[key] if x != tokenizer.pad_token_id] for key in keys}
-            same.append(all(x == query if key == "query_token" else x[-1:] == [eos_id] for key, x in real.items()))
-        if 2 * sum(same) <= len(same) or largest >= len(tokenizer):
-            found = f"{sum(same)} of {len(same)} rows are as the model's tokenizer makes them; largest id {largest}"
+        largest = max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
+        looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
+        same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
+        if 2 * same <= len(looked_at) or largest >= len(tokenizer):
+            found = f"{same} of {len(looked_at)} rows are as the model's tokenizer makes them; largest id {largest}"
             fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py --tokenizer MODEL; --check finds more")
     return data.with_format("torch")
 
 
+def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
+    """Whether a row's query is the tokens that the tokenizer makes of its text, and the rest end in its EOS."""
+    for key in keys:
+        tokens = [token for token in row[key] if token != tokenizer.pad_token_id]
+        if key == "query_token":
+            if tokens != tokenizer(row["query"], add_special_tokens=False).input_ids:
+                return False
+        elif tokens[-1:] != [tokenizer.eos_token_id]:
+            return False
+    return True
+
+
 def without_dropout(config):
     """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
-    config.update({k: 0.0 for k, v in config.to_dict().items() if "drop" in k and isinstance(v, int | float)})
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, int | float):
+            setattr(config, key, 0.0)
     return config
 
 
@@ -133,9 +148,8 @@ class RewardModel(nn.Module):
         self.model = model
 
     def forward(self, input_ids, **inputs):
-        """(b, T), and as inputs attention_mask (b, T) or (b, 1, T, earlier + T), position_ids (b, T), a cache, which is
-        added to -> reward logits (b, T) in float32. Rows that are padded on the right alone need no mask: no token of
-        a causal model sees what comes after it."""
+        """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask: no token of a causal model sees
+        what comes after it."""
         hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
         return self.model.score(hidden).squeeze(-1)
 
@@ -148,41 +162,33 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
         config.pad_token_id = tokenizer.pad_token_id
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         model.score = ScalarHead(model.score.weight.shape[1], 1)
-        model.load_state_dict(
-            {key: x for file in Path(path).glob("*.safetensors") for key, x in load_file(file).items()}
-        )
+        weights = {}
+        for file in Path(path).glob("*.safetensors"):
+            weights |= load_file(file)
+        model.load_state_dict(weights)
     return RewardModel(model)
 
 
-def trim(tokens: torch.Tensor, pad_id: int, side: Literal["left", "right"]) -> torch.Tensor:
-    """Cut the columns that are padding in every row, but for a width of a multiple of 16 (or all): widths that differ
-    at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
+def trim_right(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Cut the columns on the right that are padding in every row, but for a width of a multiple of 16 (or all): widths
+    that differ at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
     columns = (tokens != pad_id).any(0).nonzero().flatten()
     if len(columns) == 0:
         return tokens[:, :0]
-    used = int(tokens.shape[1] - columns[0] if side == "left" else columns[-1] + 1)
-    width = -(-used // 16) * 16
-    return tokens[:, -width:] if side == "left" else tokens[:, :width]
+    used = int(columns[-1]) + 1
+    return tokens[:, : round_up(used, 16)]
 
 
-def position_ids(mask: torch.Tensor) -> torch.Tensor:
-    """Positions that count real tokens only, whatever the padding (Detail 14): mask (b, T) -> (b, T)."""
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below the number."""
+    return -(-number // multiple) * multiple
 
 
-def last_token(tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
-    """Index (b,) of the last token before the first [PAD] at or after column `query_width`; the last column where there
-    is none (Detail 12). Padding to the left of the query does not count. tokens (b, T)."""
-    return query_width - 1 + (tokens[:, query_width:] != pad_id).long().cumprod(1).sum(1)
-
-
-def response_rewards(model, tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
-    """Rewards (b,) of rows `query + response` (b, T): query padded on either side to `query_width` columns (0 where the
-    whole row is right-padded), response on the right."""
-    mask = tokens != pad_id
-    inputs = {"attention_mask": mask.long(), "position_ids": position_ids(mask)} if query_width else {}
-    logits = model(tokens, **inputs)  # (b, T)
-    return logits.gather(1, last_token(tokens, query_width, pad_id)[:, None]).squeeze(1)
+def last_rewards(model, tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Rewards (b,) of right-padded rows (b, T), read at their last token (Detail 12)."""
+    tokens = trim_right(tokens, pad_id)
+    last = (tokens != pad_id).sum(1) - 1
+    return model(tokens).gather(1, last[:, None]).squeeze(1)
 
 
 # ---- the average ---------------------------------------------------------------------------------------------------
@@ -206,8 +212,8 @@ def accuracies(model, pairs, pad_id: int, size: int, name: str) -> dict[str, flo
     wins, device = defaultdict(list), next(model.parameters()).device
     for start in track(range(0, len(pairs), size), name, console=Console(stderr=True), transient=True):
         batch = pairs[start : start + size]
-        rows = [batch[f"query_{side}_token"].to(device) for side in ("chosen", "rejected")]
-        chosen, rejected = (response_rewards(model, trim(row, pad_id, "right"), 0, pad_id) for row in rows)
+        chosen = last_rewards(model, batch["query_chosen_token"].to(device), pad_id)
+        rejected = last_rewards(model, batch["query_rejected_token"].to(device), pad_id)
         won = torch.where(chosen == rejected, 0.5, (chosen > rejected).float()).tolist()
         for label, win in zip(batch.get("batch", []), won, strict=False):
             wins[label].append(win)

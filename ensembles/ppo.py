@@ -421,7 +421,7 @@ def main(args: Args):
             for mini_batch in shuffled.to(device).chunk(args.num_mini_batches):
                 policy_count = batch["response_mask"][mini_batch].sum()
                 value_count = batch["value_mask"][mini_batch].sum()
-                mbs = micro_batches(batch, mini_batch.chunk(world)[rank], args.micro_batch_size, pad_id)
+                mbs = micro_batches(batch, mini_batch.chunk(world)[rank], args.micro_batch_size)
                 for mb in mbs:
                     last = mb is mbs[-1]  # gradients are exchanged between devices with the last micro-batch
                     accelerator.sync_gradients = last  # for DeepSpeed
@@ -512,7 +512,7 @@ def forward_passes(accelerator: Accelerator, model, ref_policy, batch: dict, pad
     outputs = {}
     for key in ("logprobs", "ref_logprobs", "values", "entropy"):
         outputs[key] = torch.zeros(batch["responses"].shape, device=accelerator.device)
-    mbs = micro_batches(batch, torch.arange(len(batch["responses"])), args.forward_batch_size, pad_id)
+    mbs = micro_batches(batch, torch.arange(len(batch["responses"])), args.forward_batch_size)
     for mb in mbs:
         with accelerator.autocast():
             logits, values = model(mb["queries"], mb["responses"], pad_id, banned)
@@ -536,7 +536,7 @@ def reward_scores(accelerator: Accelerator, reward_model, batch: dict, pad_id: i
     """The reward model's score (b,) of each response in a batch (make_batch), read at its last token (Detail 12)."""
     scores = torch.zeros(len(batch["responses"]), device=accelerator.device)
     with on_device(accelerator, reward_model, args.offload):
-        for mb in micro_batches(batch, torch.arange(len(scores)), args.forward_batch_size, pad_id):
+        for mb in micro_batches(batch, torch.arange(len(scores)), args.forward_batch_size):
             tokens = right_padded(torch.cat([mb["queries"], mb["responses"]], 1), pad_id)
             last = mb["row_lengths"] - 1
             with accelerator.autocast():
@@ -588,7 +588,7 @@ def make_batch(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> d
     }
 
 
-def micro_batches(batch: dict, rows: torch.Tensor, size: int, pad_id: int) -> list[dict]:
+def micro_batches(batch: dict, rows: torch.Tensor, size: int) -> list[dict]:
     """These rows (b,) of a batch, `size` at a time, rows of similar length together: less padding, the same sums. What
     is (B, R) in the batch is (b, W) in a micro-batch, through one past its longest response. With them come `rows`, a
     micro-batch's rows in the batch, and `index`, which picks its (b, W) out of a (B, R)."""
@@ -600,7 +600,6 @@ def micro_batches(batch: dict, rows: torch.Tensor, size: int, pad_id: int) -> li
         for key, value in batch.items():
             per_token = value.ndim == 2 and key != "queries"
             mb[key] = value[mb["index"]] if per_token else value[mb_rows]
-        mb["queries"] = trim_left(mb["queries"], pad_id)
         mbs.append(mb)
     return mbs
 

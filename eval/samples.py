@@ -46,6 +46,7 @@ from transformers import (
 )
 
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+TEMPERATURE_EPS = 1e-7  # added to a temperature before it divides, as in the authors' code
 COLUMNS = ["id", "query", "query_token", "reference_response", "reference_response_token"]
 
 
@@ -80,28 +81,40 @@ def sampled(accelerator: Accelerator, policy, reward_model, data, tokenizer, arg
     """Sampled summaries of every row of a split, in order: dicts of id, query, response, reference, response_tokens
     (EOS counted), has_eos, with a reward model score (whether there is an EOS or not) and reference_score, and the
     F-measures rouge1, rouge2, rougeL (no stemming, as the authors)."""
-    pad_id, found = tokenizer.pad_token_id, []
+    pad_id = tokenizer.pad_token_id
     rouge = RougeScorer(["rouge1", "rouge2", "rougeL"])
-    for index, batch in shares(accelerator, data, args.forward_batch_size, f"sampling {split}"):
-        query, keys = batch["query_token"].to(accelerator.device), noise_keys(args.seed, 0, index)
+    samples = []
+    for index, posts in shares(accelerator, data, args.forward_batch_size, f"sampling {split}"):
+        queries = posts["query_token"].to(accelerator.device)
+        keys = noise_keys(args.seed, 0, index)
         with accelerator.autocast():
-            responses = generate(policy, query, tokenizer, args.response_length, args.temperature, keys)
-            scores = {}
-            for name, tokens in (("score", responses), ("reference_score", batch["reference_response_token"])):
-                rows = trim(torch.cat([query, tokens.to(accelerator.device)], 1), pad_id, "left")
-                if reward_model:
-                    width = rows.shape[1] - tokens.shape[1]
-                    scores[name] = response_rewards(reward_model, rows, width, pad_id).tolist()
+            responses = generate(policy, queries, tokenizer, args.response_length, args.temperature, keys)
+        scores = {}
+        if reward_model:
+            references = posts["reference_response_token"].to(accelerator.device)
+            scores["score"] = end_rewards(accelerator, reward_model, queries, responses, pad_id)
+            scores["reference_score"] = end_rewards(accelerator, reward_model, queries, references, pad_id)
         for i, tokens in enumerate(responses.tolist()):
-            row = {"id": batch["id"][i], "query": batch["query"][i]}
+            row = {"id": posts["id"][i], "query": posts["query"][i]}
             row["response"] = tokenizer.decode(tokens, skip_special_tokens=True)
-            row["reference"] = batch["reference_response"][i].removesuffix(tokenizer.eos_token)
+            row["reference"] = posts["reference_response"][i].removesuffix(tokenizer.eos_token)
             row["response_tokens"] = sum(token != pad_id for token in tokens)
             row["has_eos"] = tokenizer.eos_token_id in tokens
-            row |= {name: values[i] for name, values in scores.items()}
-            measures = rouge.score(row["reference"], row["response"])
-            found.append(row | {metric: score.fmeasure for metric, score in measures.items()})
-    return gather_object(found)
+            for name, values in scores.items():
+                row[name] = values[i]
+            for name, measure in rouge.score(row["reference"], row["response"]).items():
+                row[name] = measure.fmeasure
+            samples.append(row)
+    return gather_object(samples)
+
+
+def end_rewards(accelerator: Accelerator, reward_model, queries, responses, pad_id: int) -> list[float]:
+    """The rewards of responses (b, R) to left-padded queries (b, Q), read at their last token (Detail 12)."""
+    tokens = right_padded(torch.cat([queries, responses], 1), pad_id)
+    last = (tokens != pad_id).sum(1) - 1
+    with accelerator.autocast():
+        rewards = reward_model(tokens)  # (b, T)
+    return rewards.gather(1, last[:, None]).squeeze(1).tolist()
 
 
 def sample_summary(split: str, rows: list[dict]) -> dict:
@@ -178,7 +191,8 @@ def write_quoted(accelerator: Accelerator, args, name: str, rows: list[dict], ti
 def shares(accelerator: Accelerator, data, size: int, description: str):
     """Yield (row indices, rows) of this process's share of a split, up to `size` rows at a time; gather_object puts
     what the processes find into the order of the rows."""
-    first, last = (len(data) * (accelerator.process_index + i) // accelerator.num_processes for i in (0, 1))
+    first = len(data) * accelerator.process_index // accelerator.num_processes
+    last = len(data) * (accelerator.process_index + 1) // accelerator.num_processes
     for start in progress(accelerator, range(first, last, size), description):
         index = list(range(start, min(start + size, last)))
         yield index, data[index]
@@ -186,24 +200,31 @@ def shares(accelerator: Accelerator, data, size: int, description: str):
 
 def noise_keys(seed: int, update: int, rows: list[int]) -> torch.Tensor:
     """Two 32-bit keys (b, 2) per row, a hash of (seed, update, row)."""
-    digests = [hashlib.blake2b(f"{seed} {update} {row}".encode(), digest_size=8).digest() for row in rows]
-    return torch.tensor([struct.unpack("<ii", digest) for digest in digests], dtype=torch.int32).reshape(-1, 2)
+    keys = []
+    for row in rows:
+        digest = hashlib.blake2b(f"{seed} {update} {row}".encode(), digest_size=8).digest()
+        keys.append(struct.unpack("<ii", digest))
+    return torch.tensor(keys, dtype=torch.int32).reshape(-1, 2)
+
+
+def mix(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A bijection of 32-bit integers in which each bit of x changes about half of all bits (the shifts and factors are
+    those of Wellons's lowbias32), the key xored in after each product. int32 products wrap; masks make >> unsigned."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D ^ key
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32) ^ key
+    return x ^ ((x >> 16) & 0xFFFF)
 
 
 def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Tensor:
     """Gumbel(0, 1) noise (b, V) that depends on (key, position, token) alone, not on batch, device or rank: a 32-bit
-    integer hash (int32 products wrap), read as a uniform with 32 bits near 0, where the largest noise comes from."""
-
-    def mix(x, key):
-        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
-            x = (x ^ ((x >> shift) & (2 ** (32 - shift) - 1))) * factor ^ key
-        return x ^ ((x >> 16) & 0xFFFF)
-
-    step = torch.tensor(position, dtype=torch.int32, device=keys.device)
-    key = [mix(keys[:, i, None] + step * 0x3C6EF35F, keys[:, 1 - i, None]) for i in (0, 1)]  # 2 x (b, 1)
-    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
-    bits = mix(token * (0x9E3779B9 - 2**32) + key[0], key[1])  # (b, V)
-    uniform = (torch.where(bits < 0, bits + 2.0**32, bits.float()) + 0.5) / 2**32
+    integer hash, read as a uniform with 32 bits near 0, where the largest noise comes from."""
+    step = torch.tensor(position, dtype=torch.int32, device=keys.device) * 0x3C6EF35F
+    key_0 = mix(keys[:, 0, None] + step, keys[:, 1, None])  # (b, 1)
+    key_1 = mix(keys[:, 1, None] + step, keys[:, 0, None])
+    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * (0x9E3779B9 - 2**32)  # golden ratio
+    bits = mix(token + key_0, key_1)  # (b, V)
+    unsigned = torch.where(bits < 0, bits + 2.0**32, bits.float())
+    uniform = (unsigned + 0.5) / 2**32
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
 
 
@@ -216,7 +237,7 @@ class GumbelMax(LogitsProcessor):
 
     def __call__(self, input_ids, scores):
         noise = gumbel_noise(self.keys, input_ids.shape[1] - self.query_width, scores.shape[1])
-        return (scores / (self.temperature + 1e-7) + noise).masked_fill(self.banned, -torch.inf)
+        return (scores / (self.temperature + TEMPERATURE_EPS) + noise).masked_fill(self.banned, -torch.inf)
 
 
 def banned_ids(model, tokenizer) -> torch.Tensor:
@@ -229,53 +250,55 @@ def banned_ids(model, tokenizer) -> torch.Tensor:
 def generate(model, queries, tokenizer, response_length: int, temperature: float, keys: torch.Tensor) -> torch.Tensor:
     """Sample responses (b, response_length) to left-padded queries (b, Q); a row that reached EOS is filled with [PAD],
     which equals sampling on and truncating after the first EOS (Detail 23)."""
-    pad_id, device = tokenizer.pad_token_id, queries.device
-    queries = trim(queries, pad_id, "left")
-    sampler = GumbelMax(keys.to(device), queries.shape[1], temperature, banned_ids(model, tokenizer).to(device))
+    pad_id = tokenizer.pad_token_id
+    queries = trim_left(queries, pad_id)
+    width = queries.shape[1]
+    banned = banned_ids(model, tokenizer).to(queries.device)
+    sampler = GumbelMax(keys.to(queries.device), width, temperature, banned)
     config = GenerationConfig(
         max_new_tokens=response_length, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=pad_id
     )
-    was_training, defaults = model.training, model.generation_config
+    checkpoint_config = model.generation_config
+    was_training = model.training
     model.generation_config = config  # else generate() fills what ours leaves open from the checkpoint's own
     model.eval()  # in train mode, gradient checkpointing would switch the cache off
-    tokens = model.generate(
-        queries, attention_mask=(queries != pad_id).long(), generation_config=config, logits_processor=[sampler]
-    )
+    mask = (queries != pad_id).long()
+    tokens = model.generate(queries, attention_mask=mask, generation_config=config, logits_processor=[sampler])
     model.train(was_training)
-    model.generation_config = defaults
-    responses = tokens[:, queries.shape[1] :]
+    model.generation_config = checkpoint_config
+    responses = tokens[:, width:]
     return F.pad(responses, (0, response_length - responses.shape[1]), value=pad_id)
 
 
-def trim(tokens: torch.Tensor, pad_id: int, side: Literal["left", "right"]) -> torch.Tensor:
-    """Cut the columns that are padding in every row, but for a width of a multiple of 16 (or all): widths that differ
-    at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
+def trim_left(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Cut the columns on the left that are padding in every row, but for a width of a multiple of 16 (or all): widths
+    that differ at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
     columns = (tokens != pad_id).any(0).nonzero().flatten()
     if len(columns) == 0:
         return tokens[:, :0]
-    used = int(tokens.shape[1] - columns[0] if side == "left" else columns[-1] + 1)
-    width = -(-used // 16) * 16
-    return tokens[:, -width:] if side == "left" else tokens[:, :width]
+    used = tokens.shape[1] - int(columns[0])
+    return tokens[:, -round_up(used, 16) :]
 
 
-def position_ids(mask: torch.Tensor) -> torch.Tensor:
-    """Positions that count real tokens only, whatever the padding (Detail 14): mask (b, T) -> (b, T)."""
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+def trim_right(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Cut the columns on the right that are padding in every row, but for a width of a multiple of 16 (or all): widths
+    that differ at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
+    columns = (tokens != pad_id).any(0).nonzero().flatten()
+    if len(columns) == 0:
+        return tokens[:, :0]
+    used = int(columns[-1]) + 1
+    return tokens[:, : round_up(used, 16)]
 
 
-def last_token(tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
-    """Index (b,) of the last token before the first [PAD] at or after column `query_width`; the last column where there
-    is none (Detail 12). Padding to the left of the query does not count. tokens (b, T)."""
-    return query_width - 1 + (tokens[:, query_width:] != pad_id).long().cumprod(1).sum(1)
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below the number."""
+    return -(-number // multiple) * multiple
 
 
-def response_rewards(model, tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
-    """Rewards (b,) of rows `query + response` (b, T): query padded on either side to `query_width` columns (0 where the
-    whole row is right-padded), response on the right."""
-    mask = tokens != pad_id
-    inputs = {"attention_mask": mask.long(), "position_ids": position_ids(mask)} if query_width else {}
-    logits = model(tokens, **inputs)  # (b, T)
-    return logits.gather(1, last_token(tokens, query_width, pad_id)[:, None]).squeeze(1)
+def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
+    real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
+    return trim_right(tokens.gather(1, real_first), pad_id)
 
 
 class ScalarHead(nn.Linear):
@@ -294,9 +317,8 @@ class RewardModel(nn.Module):
         self.model = model
 
     def forward(self, input_ids, **inputs):
-        """(b, T), and as inputs attention_mask (b, T) or (b, 1, T, earlier + T), position_ids (b, T), a cache, which is
-        added to -> reward logits (b, T) in float32. Rows that are padded on the right alone need no mask: no token of
-        a causal model sees what comes after it."""
+        """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask: no token of a causal model sees
+        what comes after it."""
         hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
         return self.model.score(hidden).squeeze(-1)
 
@@ -309,9 +331,10 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
         config.pad_token_id = tokenizer.pad_token_id
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         model.score = ScalarHead(model.score.weight.shape[1], 1)
-        model.load_state_dict(
-            {key: x for file in Path(path).glob("*.safetensors") for key, x in load_file(file).items()}
-        )
+        weights = {}
+        for file in Path(path).glob("*.safetensors"):
+            weights |= load_file(file)
+        model.load_state_dict(weights)
     return RewardModel(model)
 
 
@@ -331,7 +354,9 @@ def load_policy(path: str, tokenizer):
 
 def without_dropout(config):
     """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
-    config.update({k: 0.0 for k, v in config.to_dict().items() if "drop" in k and isinstance(v, int | float)})
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, int | float):
+            setattr(config, key, 0.0)
     return config
 
 
@@ -356,12 +381,16 @@ def checkpoint_folder(flag: str, path: str) -> str:
             return str(folder)
     name, _, revision = path.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
-        stage, model, seed = ["sft", "MODEL", "SEED", *path.split("/") * path.startswith("runs/")][-3:]
+        stage, model, seed = "sft", "MODEL", "SEED"
+        if path.startswith("runs/") and path.count("/") >= 3:
+            stage, model, seed = path.split("/")[-3:]
         fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
     wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
     with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
         folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
-        return folder if [*Path(folder).glob("*.safetensors")] else snapshot_download(**wanted)
+        if not list(Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(**wanted)  # pytorch_model.bin
+        return folder
 
 
 def load_tokenizer(path: str):
@@ -380,17 +409,27 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
         for split in ("train", "validation", *data):
             data[split].select_columns(columns)[0]
-    keys, eos_id = [column for column in columns if "_token" in column], tokenizer.eos_token_id
+    keys = [column for column in columns if "_token" in column]
     for split, rows in data.items():
-        same, largest = [], max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
-        for row in rows.select(range(0, len(rows), -(-len(rows) // 16))):
-            query = tokenizer(row["query"], add_special_tokens=False).input_ids
-            real = {key: [x for x in row[key] if x != tokenizer.pad_token_id] for key in keys}
-            same.append(all(x == query if key == "query_token" else x[-1:] == [eos_id] for key, x in real.items()))
-        if 2 * sum(same) <= len(same) or largest >= len(tokenizer):
-            found = f"{sum(same)} of {len(same)} rows are as the model's tokenizer makes them; largest id {largest}"
+        largest = max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
+        looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
+        same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
+        if 2 * same <= len(looked_at) or largest >= len(tokenizer):
+            found = f"{same} of {len(looked_at)} rows are as the model's tokenizer makes them; largest id {largest}"
             fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py --tokenizer MODEL; --check finds more")
     return data.with_format("torch")
+
+
+def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
+    """Whether a row's query is the tokens that the tokenizer makes of its text, and the rest end in its EOS."""
+    for key in keys:
+        tokens = [token for token in row[key] if token != tokenizer.pad_token_id]
+        if key == "query_token":
+            if tokens != tokenizer(row["query"], add_special_tokens=False).input_ids:
+                return False
+        elif tokens[-1:] != [tokenizer.eos_token_id]:
+            return False
+    return True
 
 
 @contextmanager
@@ -417,7 +456,8 @@ def writing(accelerator: Accelerator, path: Path):
 
 def progress(accelerator: Accelerator, items, description: str):
     """Yield `items` under a rich progress bar with the rate and the time left, shown by the main process only."""
-    columns = *Progress.get_default_columns(), TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
+    rate = TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
+    columns = [*Progress.get_default_columns(), rate]
     with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
         yield from bar.track(items, len(items), description=description)
 
