@@ -36,7 +36,6 @@ Details are those of the paper's list (README, "The 25 details"). Deviations fro
 
 import hashlib
 import json
-import logging
 import os
 import shlex
 import shutil
@@ -44,6 +43,7 @@ import signal
 import struct
 import sys
 import time
+import warnings
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -841,18 +841,17 @@ def make_accelerator(args) -> Accelerator:
     """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
     transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
     transformers_logging.disable_progress_bar()
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    settings = {"mixed_precision": args.mixed_precision, "log_with": "tensorboard", "project_dir": args.output_dir}
-    if args.mixed_precision is None:
-        settings["mixed_precision"] = "bf16" if torch.cuda.is_available() else "no"
+    default = "bf16" if torch.cuda.is_available() else "no"
+    settings = {"mixed_precision": args.mixed_precision or default}
     if world > 1 and not torch.accelerator.is_available():  # accelerate must be told, in one of two ways
         if deepspeed:
             settings["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
         else:
             settings["cpu"] = True
-    accelerator = Accelerator(**settings)
+    accelerator = Accelerator(log_with="tensorboard", project_dir=args.output_dir, **settings)
     runs_deepspeed = accelerator.state.deepspeed_plugin is not None
     if accelerator.num_processes != world or runs_deepspeed != deepspeed:
         fail(f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch by benchmark/accelerate/*.yaml")

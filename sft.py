@@ -10,22 +10,22 @@ The run folder (default runs/sft/{model}/{seed}) holds model/ (a plain transform
 args.json, TensorBoard files and, with --save-every, checkpoints/. The file goes from the algorithm outwards: arguments,
 loss, main, padding, models, evaluation, plumbing.
 
-Shapes: B rows of an update, b rows at hand, T width of the tokens, V vocabulary.
+Shapes: b rows at hand, T width of the tokens, V vocabulary.
 
-Details are those of the paper's list (README, "The 25 details"). Deviations from the authors' code, each on purpose:
+Deviations from the authors' code, each on purpose (README, "The 25 details", says what a Detail is):
 - the loss is a mean over the target tokens of the whole batch, whatever devices share it; the released runs had one row
   a micro-batch, so a mean of row means (cosine of the two gradients: 0.9995).
 - the rows left over after the last whole batch are not trained on (116,722 = 911 x 128 + 114); the count is logged.
 """
 
 import json
-import logging
 import os
 import shlex
 import shutil
 import signal
 import sys
 import time
+import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import cos, pi
@@ -113,6 +113,14 @@ def target_mask(batch: dict, loss_on: str, pad_id: int) -> torch.Tensor:
     return batch["query_reference_response_token"] != pad_id
 
 
+def loss_and_count(model, mb: dict, loss_on: str, pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed loss and number of targets of one micro-batch, cut to its longest row."""
+    tokens = trim_right(mb["query_reference_response_token"], pad_id).to(device)  # (b, T)
+    target = target_mask(mb, loss_on, pad_id)[:, : tokens.shape[1]].to(device)
+    logits = model(tokens, use_cache=False).logits  # no mask: right-padded, and no token sees what comes after it
+    return sft_loss(logits, tokens, target), target[:, 1:].sum()
+
+
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     """Rows (stop - start,) at the positions start..stop-1 of an endless stream over n rows: each pass is a new shuffle
     without replacement (Detail 21). A function of (seed, position) alone: every process can name every batch."""
@@ -137,10 +145,8 @@ def main(args: Args):
     fill_templates(args)
     accelerator = make_accelerator(args)
     device = accelerator.device
-    rank = accelerator.process_index
     world = accelerator.num_processes
     args.micro_batch_size = args.micro_batch_size or MICRO_BATCH_SIZES.get(args.model, 8)
-
     preset = f"EleutherAI/pythia-{args.model}-deduped"
     base_folder = checkpoint_folder("--model", preset if args.model in MICRO_BATCH_SIZES else args.model)
     tokenizer = load_tokenizer(base_folder)
@@ -152,7 +158,6 @@ def main(args: Args):
     num_updates = args.total_episodes // args.batch_size
     if num_updates == 0 or args.batch_size % world:
         fail(f"--batch-size {args.batch_size}: above {args.total_episodes} rows, or no multiple of {world} processes")
-
     policy = load_policy(base_folder, tokenizer)
     model, optimizer = prepare(accelerator, policy, args)
     # state of your own goes here: accelerator.register_for_checkpointing(it); it comes back on the CPU
@@ -166,7 +171,7 @@ def main(args: Args):
         # ---- 1. the batch, each process its share ------------------------------------------------
         update_start = time.time()
         order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
-        batch = train[order.chunk(world)[rank].tolist()]
+        batch = train[order.chunk(world)[accelerator.process_index].tolist()]
         lengths = (batch["query_reference_response_token"] != pad_id).sum(1)  # (b,)
         # the loss of the whole batch is a sum over its targets divided by their global number
         target_count = target_mask(batch, args.loss_on, pad_id)[:, 1:].sum().to(device)
@@ -206,14 +211,6 @@ def main(args: Args):
     save_model(accelerator, args, "model", policy, accelerator.get_state_dict(model), "", tokenizer)
     accelerator.print(f"done in {time.time() - run_start:.0f} s: {args.output_dir}", flush=True)
     accelerator.end_training()
-
-
-def loss_and_count(model, mb: dict, loss_on: str, pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss and number of targets of one micro-batch, cut to its longest row."""
-    tokens = trim_right(mb["query_reference_response_token"], pad_id).to(device)  # (b, T)
-    target = target_mask(mb, loss_on, pad_id)[:, : tokens.shape[1]].to(device)
-    logits = model(tokens, use_cache=False).logits  # no mask: right-padded, and no token sees what comes after it
-    return sft_loss(logits, tokens, target), target[:, 1:].sum()
 
 
 # ==== padding =====================================================================================
@@ -275,8 +272,7 @@ def validation_loss(accelerator: Accelerator, model, data, args, pad_id: int) ->
     share = data.shard(accelerator.num_processes, accelerator.process_index, contiguous=False)
     for start in progress(accelerator, range(0, len(share), args.micro_batch_size), "validation loss"):
         batch = share[start : start + args.micro_batch_size]
-        loss_sum, count = loss_and_count(model, batch, args.loss_on, pad_id, accelerator.device)
-        sums += torch.stack([loss_sum, count]).double()
+        sums += torch.stack(loss_and_count(model, batch, args.loss_on, pad_id, accelerator.device))
     loss_sum, count = accelerator.reduce(sums, "sum").tolist()
     return loss_sum / count
 
@@ -313,18 +309,17 @@ def make_accelerator(args) -> Accelerator:
     """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
     transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
     transformers_logging.disable_progress_bar()
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    settings = {"mixed_precision": args.mixed_precision, "log_with": "tensorboard", "project_dir": args.output_dir}
-    if args.mixed_precision is None:
-        settings["mixed_precision"] = "bf16" if torch.cuda.is_available() else "no"
+    default = "bf16" if torch.cuda.is_available() else "no"
+    settings = {"mixed_precision": args.mixed_precision or default}
     if world > 1 and not torch.accelerator.is_available():  # accelerate must be told, in one of two ways
         if deepspeed:
             settings["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
         else:
             settings["cpu"] = True
-    accelerator = Accelerator(**settings)
+    accelerator = Accelerator(log_with="tensorboard", project_dir=args.output_dir, **settings)
     runs_deepspeed = accelerator.state.deepspeed_plugin is not None
     if accelerator.num_processes != world or runs_deepspeed != deepspeed:
         fail(f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch by benchmark/accelerate/*.yaml")
