@@ -421,11 +421,12 @@ def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dic
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     is_query = positions < query_length  # (b, T)
     is_rejected = positions >= query_length + chosen_length
-    same_response = is_rejected[:, :, None] == is_rejected[:, None]  # (b, T, T)
-    mask = (positions[:, None] >= positions) & (is_query[:, None] | same_response)
+    same_response = is_rejected[:, prefix_width:, None] == is_rejected[:, None]  # (b, S, T)
+    causal = positions[prefix_width:, None] >= positions  # (S, T)
+    mask = causal & (is_query[:, None] | same_response)
     position_ids = positions - is_rejected * chosen_length
     inputs = {"input_ids": tokens[:, prefix_width:], "position_ids": position_ids[:, prefix_width:]}
-    inputs["attention_mask"] = mask[:, None, prefix_width:]
+    inputs["attention_mask"] = mask[:, None]
     query_end = query_length - 1 - prefix_width  # (b, 1), the query's last token, which comes before either response
     columns = {}
     for side, response, start in (("chosen", chosen, 0), ("rejected", rejected, chosen_length)):

@@ -53,7 +53,7 @@ def test_the_scripts_take_every_command():
             sampled.add((stage, model, int(seed)))
             continue
         assert config["deepspeed_config"]["zero_stage"] == 2
-        assert args.model in SCRIPTS[stage].PRESETS and args.save_every
+        assert args.model in SCRIPTS[stage].MICRO_BATCH_SIZES and args.save_every
         assert getattr(args, "run_eval", None) == (None if stage in ("sft", "ppo") else True)
         name = "ppo_whiten" if stage == "ppo" and args.whiten_rewards else stage
         assert args.output_dir.format(model=args.model, seed=args.seed) == f"runs/{name}/{args.model}/{args.seed}"

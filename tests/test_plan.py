@@ -34,7 +34,7 @@ def test_parameters_are_those_of_pythia(model, billions):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_batches_are_those_of_the_scripts(stage):
-    args, presets = STAGES[stage].Args(), STAGES[stage].PRESETS
+    args, presets = STAGES[stage].Args(), STAGES[stage].MICRO_BATCH_SIZES
     batch, items, largest = plan.STAGES[stage]
     assert batch == args.batch_size and largest == presets
     if stage == "ppo":  # the others go over their data once
@@ -52,13 +52,13 @@ def losses(stage: str):
     language = GPTNeoXForCausalLM(config(WIDTH, LAYERS, 4, VOCAB))
     classifier = GPTNeoXForSequenceClassification(config(WIDTH, LAYERS, 4, VOCAB))
     classifier.score = torch.nn.Linear(WIDTH, 1)
-    value = reward.RewardModel(classifier)
+    value = reward.MaskedRewardModel(classifier)
     pairs = {"query": tokens(4, 257), "chosen": tokens(4, 60), "rejected": tokens(4, 52)}  # 256 columns go first
     if stage == "sft":
         batch = {"query_reference_response_token": tokens(4, 320)}
         return language, lambda: sft.loss_and_count(language, batch, "all", PAD, "cpu")[0], [(4, 320, 0)], 320
     if stage == "reward":
-        return value, lambda: reward.pair_rewards(value, *pairs.values(), PAD)[0].sum(), [(4, 384, 256)], 0
+        return value, lambda: reward.pair_rewards(value, pairs, PAD)[0].sum(), [(4, 384, 256)], 0
     if stage == "dpo":
         pairs |= {"chosen_start": torch.zeros(4), "rejected_start": torch.zeros(4)}
         pairs = {key: value.long() for key, value in pairs.items()}

@@ -125,7 +125,7 @@ def test_padding_on_either_side_gives_the_same_reward(chain, world):
     for found in (
         reward.response_rewards(model, left, rows["query_token"].shape[1], pad_id),
         reward.response_rewards(model, right, 0, pad_id),
-        reward.response_rewards(model, reward.trim(right, pad_id, "right"), 0, pad_id),
+        reward.response_rewards(model, reward.trim_right(right, pad_id), 0, pad_id),
     ):
         assert found.tolist() == pytest.approx(plain, abs=1e-5)
     table = pandas.read_csv(chain.run["reward"] / "eval" / "reference_rewards.csv").set_index("statistic")["value"]
