@@ -229,7 +229,7 @@ def main(args: Args):
     if finished_updates == 0:
         write_metrics(accelerator, args, {"time/reference": reference_seconds}, 0, num_updates)
     for update in updates(accelerator, args, finished_updates, num_updates):
-        # ---- 1. pairs: each process takes its share ---------------------------------------------
+        # ---- 1. pairs: each process takes its share ----------------------------------------------
         update_start = time.time()
         episodes = range((update - 1) * args.batch_size, update * args.batch_size)
         rows = order[episodes.start : episodes.stop].chunk(world)[accelerator.process_index]
@@ -318,8 +318,7 @@ def pair_micro_batches(batch: dict, size: int, pad_id: int, device) -> list[dict
     mbs = []
     for index in similar_lengths(query_and_chosen + rejected, size):
         mb = {key: value[index] for key, value in batch.items()}
-        mb |= pair_rows(mb, pad_id)
-        mb["index"] = index
+        mb |= pair_rows(mb, pad_id) | {"index": index}
         mbs.append({key: value.to(device) for key, value in mb.items()})
     return mbs
 
@@ -459,7 +458,9 @@ def pair_table(batch: dict, rewards: torch.Tensor) -> list[dict]:
     pairs = []
     for i, (chosen, rejected) in enumerate(rewards.tolist()):
         pair = {key: batch[key][i] for key in ("batch", "split", "policies") if key in batch}
-        confidence = batch["extra"][i]["confidence"] if "extra" in batch else None
+        confidence = None
+        if "extra" in batch:
+            confidence = batch["extra"][i]["confidence"]
         pair["confidence"] = None if confidence is None else int(confidence)
         pairs.append(pair | {"chosen_reward": chosen, "rejected_reward": rejected})
     return pairs
@@ -472,9 +473,12 @@ def accuracy_table(name: str, pairs: list[dict]) -> list[dict]:
     frame["hit"] = frame["chosen_reward"] > frame["rejected_reward"]
     frame["overall"] = "all"
     table = []
-    for group in [key for key in ("overall", "batch", "confidence", "split", "policies") if key in frame]:
+    for group in ("overall", "batch", "confidence", "split", "policies"):
+        if group not in frame:
+            continue
         for value, members in frame.groupby(group, dropna=False):
-            value = "null" if pandas.isna(value) else value
+            if pandas.isna(value):
+                value = "null"
             row = {"data": name, "group": group, "value": value, "pairs": len(members)}
             table.append(row | {"accuracy": members["hit"].mean()})
     return table

@@ -188,7 +188,7 @@ def main(args: Args):
     finished_updates = begin_run(accelerator, args)
     run_start = time.time()
     for update in updates(accelerator, args, finished_updates, num_updates):
-        # ---- 1. pairs -------------------------------------------------------------------------------
+        # ---- 1. pairs ----------------------------------------------------------------------------
         update_start = time.time()
         episodes = range((update - 1) * args.batch_size, update * args.batch_size)
         order = data_order(len(train), args.seed, episodes.start, episodes.stop)
@@ -272,8 +272,7 @@ def pair_micro_batches(batch: dict, size: int, pad_id: int, device) -> list[dict
     mbs = []
     for index in similar_lengths(query_and_chosen + rejected, size):
         mb = {key: value[index] for key, value in batch.items()}
-        mb |= pair_rows(mb, pad_id)
-        mb["index"] = index
+        mb |= pair_rows(mb, pad_id) | {"index": index}
         mbs.append({key: value.to(device) for key, value in mb.items()})
     return mbs
 
@@ -413,8 +412,7 @@ class MaskedRewardModel(nn.Module):
         """(b, T), and as inputs attention_mask (b, T) or (b, 1, T, earlier + T), position_ids (b, T), a cache, which is
         added to -> reward logits (b, T) in float32. Rows that are padded on the right alone need no mask: no token of
         a causal model sees what comes after it."""
-        use_cache = "past_key_values" in inputs
-        hidden = self.model.base_model(input_ids, use_cache=use_cache, **inputs).last_hidden_state
+        hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
         return self.model.score(hidden).squeeze(-1)
 
 
@@ -456,10 +454,15 @@ def reference_rewards(accelerator: Accelerator, model, data, args, pad_id: int, 
 def reference_table(uncentred: torch.Tensor, centred: torch.Tensor, left_padded: torch.Tensor) -> list[dict]:
     """Statistics of the references' rewards (n,), and how far left padding moves those of the first (up to n,)."""
     difference = left_padded - centred[: len(left_padded)]
-    statistics = {"max": uncentred.max(), "mean": uncentred.mean(), "min": uncentred.min(), "std": uncentred.std()}
-    statistics["mean_after_centring"] = centred.mean()
-    statistics["left_minus_right_padding_mean"] = difference.mean()
-    statistics["left_minus_right_padding_max_abs"] = difference.abs().max()
+    statistics = {
+        "max": uncentred.max(),
+        "mean": uncentred.mean(),
+        "min": uncentred.min(),
+        "std": uncentred.std(),
+        "mean_after_centring": centred.mean(),
+        "left_minus_right_padding_mean": difference.mean(),
+        "left_minus_right_padding_max_abs": difference.abs().max(),
+    }
     return [{"statistic": key, "value": value.item()} for key, value in statistics.items()]
 
 
@@ -481,7 +484,9 @@ def pair_table(batch: dict, rewards: torch.Tensor) -> list[dict]:
     pairs = []
     for i, (chosen, rejected) in enumerate(rewards.tolist()):
         pair = {key: batch[key][i] for key in ("batch", "split", "policies") if key in batch}
-        confidence = batch["extra"][i]["confidence"] if "extra" in batch else None
+        confidence = None
+        if "extra" in batch:
+            confidence = batch["extra"][i]["confidence"]
         pair["confidence"] = None if confidence is None else int(confidence)
         pairs.append(pair | {"chosen_reward": chosen, "rejected_reward": rejected})
     return pairs
@@ -494,9 +499,12 @@ def accuracy_table(name: str, pairs: list[dict]) -> list[dict]:
     frame["hit"] = frame["chosen_reward"] > frame["rejected_reward"]
     frame["overall"] = "all"
     table = []
-    for group in [key for key in ("overall", "batch", "confidence", "split", "policies") if key in frame]:
+    for group in ("overall", "batch", "confidence", "split", "policies"):
+        if group not in frame:
+            continue
         for value, members in frame.groupby(group, dropna=False):
-            value = "null" if pandas.isna(value) else value
+            if pandas.isna(value):
+                value = "null"
             row = {"data": name, "group": group, "value": value, "pairs": len(members)}
             table.append(row | {"accuracy": members["hit"].mean()})
     return table
