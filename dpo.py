@@ -10,12 +10,15 @@ No training:    python dpo.py --policy-path runs/dpo/nano-xs/44413 --total-episo
 Starts from the SFT model of the same name and seed, which stays as the reference. The run folder (default
 runs/dpo/{model}/{seed}) holds model/ (a plain transformers checkpoint), metrics.jsonl, args.json, TensorBoard files,
 eval/ (table 5 for the implicit reward) and, with --save-every, checkpoints/. The file goes from the algorithm outwards:
-arguments, loss, log-probabilities of a pair, main, evaluation, padding, models, plumbing.
+arguments, loss, log-probabilities of a pair, main, forward passes, padding, models, evaluation, plumbing.
+
+Shapes: n rows of a split, b pairs at hand, Q width of the queries, C and R widths of the chosen and rejected responses,
+T width of a row of query and both, P of its first columns, which are run first, S = T - P, V vocabulary.
 
 Deviations from the paper and its code, each on purpose:
 - a pair is one row `query + chosen + rejected` in which `rejected` does not see `chosen` and its positions restart
-  after the query: the same log-probabilities for nearly half the work.
-- an epoch shows every pair once; the released runs shuffled differently on every rank, and showed 65.8 % of them.
+  after the query: the same log-probabilities for nearly half the work. The authors run two rows.
+- an epoch shows every pair once; the authors' released runs shuffled differently on every rank, and showed 65.8 %.
 - the rows left over after the last whole batch are not trained on, as in reward.py, whose data order this is.
 - samples (eval/samples.py) have up to 53 tokens as those of the other stages; the authors' DPO samples had up to 128.
 """
@@ -27,6 +30,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -48,11 +52,13 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.utils import logging as transformers_logging
 
 STAGE = "dpo"
-PRESETS = {"1b": 8, "2.8b": 4, "6.9b": 1}  # Pythia's sizes: pairs of a micro-batch that fit one 80 GB device
+MICRO_BATCH_SIZES = {"1b": 8, "2.8b": 4, "6.9b": 1}  # of Pythia's sizes: pairs that fit one 80 GB device
 PREFERENCE_DATASET = "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144"
-PAIR_COLUMNS = [f"query_{side}_token{suffix}" for side in ("chosen", "rejected") for suffix in ("", "_response_label")]
+PAIR_COLUMNS = ["query_chosen_token", "query_chosen_token_response_label"]
+PAIR_COLUMNS += ["query_rejected_token", "query_rejected_token_response_label"]
 PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
 
 
@@ -137,33 +143,22 @@ def dpo_loss(
 def pair_logprobs(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed log-probabilities (b,) of the chosen and of the rejected response, EOS included; `pairs` as made by
     pair_rows, whose query is run once."""
-    query, responses = pairs["query"], (pairs["chosen"], pairs["rejected"])
-    prefix, inputs, columns = pair_inputs(query, *responses, pad_id)
+    prefix, inputs, columns = pair_inputs(pairs["query"], pairs["chosen"], pairs["rejected"], pad_id)
     cache = DynamicCache()
     if prefix.shape[1]:
         model(prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
     logits = model(**inputs, past_key_values=cache, use_cache=True).logits.float()  # (b, S, V)
-    sums, total, row = [], logits.logsumexp(2), torch.arange(len(query))[:, None]
-    for response, at, name in zip(responses, columns, ("chosen_start", "rejected_start"), strict=True):
-        before = at[:, :-1]  # the column whose logits predict a response token is that of the token before it
-        logprobs = logits[row, before, response] - total.gather(1, before)
-        place = torch.arange(response.shape[1]).to(response.device)
-        logprobs = logprobs.masked_fill((response == pad_id) | (place < pairs[name][:, None]), 0.0)
-        sums.append(logprobs.sum(1))
-    return sums[0], sums[1]
-
-
-@torch.no_grad()
-def split_logprobs(accelerator: Accelerator, model, data, args, pad_id: int, name: str) -> torch.Tensor:
-    """Log-probabilities (n, 2) of chosen and rejected of every pair of a split, in order, without gradient."""
-    found, size = [], args.forward_batch_size
-    for _, batch in shares(accelerator, data, 8 * size, f"log-probabilities: {name}"):  # eight, to pair like lengths
-        logprobs = torch.empty(len(batch[PAIR_COLUMNS[0]]), 2)
-        for index, pairs in pair_micro_batches(batch, size, pad_id, accelerator.device):
-            with accelerator.autocast():
-                logprobs[index] = torch.stack(pair_logprobs(model, pairs, pad_id), 1).cpu()
-        found += logprobs.tolist()
-    return torch.tensor(gather_object(found)).reshape(-1, 2)
+    log_normaliser = logits.logsumexp(2)  # (b, S)
+    row = torch.arange(len(logits))[:, None]
+    sums = {}
+    for side in ("chosen", "rejected"):
+        response = pairs[side]
+        before = columns[side][:, :-1]  # a token is predicted by the logits at the token before it
+        logprobs = logits[row, before, response] - log_normaliser.gather(1, before)
+        positions = torch.arange(response.shape[1], device=response.device)
+        in_query = positions < pairs[f"{side}_start"][:, None]
+        sums[side] = logprobs.masked_fill(in_query | (response == pad_id), 0.0).sum(1)
+    return sums["chosen"], sums["rejected"]
 
 
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
@@ -171,22 +166,31 @@ def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     without replacement (Detail 21). A function of (seed, position) alone: every process can name every batch."""
     passes = []
     for epoch in range(start // n, (stop - 1) // n + 1):
-        shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        shuffled = permutation(n, seed, epoch)
         passes.append(shuffled[max(start - epoch * n, 0) : stop - epoch * n])
     return torch.cat(passes)
+
+
+def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
+    """The numbers 0..n-1 in a random order (n,) that depends on seed and epoch alone."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(n, generator=generator)
 
 
 # ==== main ========================================================================================
 
 
 def main(args: Args):
-    # ---- data and models -------------------------------------------------------------------------
+    # ---- data ------------------------------------------------------------------------------------
+    fill_templates(args)
     accelerator = make_accelerator(args)
-    args.micro_batch_size = args.micro_batch_size or PRESETS.get(args.model, 8)
+    world = accelerator.num_processes
+    args.micro_batch_size = args.micro_batch_size or MICRO_BATCH_SIZES.get(args.model, 8)
     args.forward_batch_size = args.forward_batch_size or 4 * args.micro_batch_size
-    world, per_rank = accelerator.num_processes, args.batch_size // accelerator.num_processes
     sft_folder = checkpoint_folder("--sft-model-path", args.sft_model_path)
-    policy_folder = checkpoint_folder("--policy-path", args.policy_path) if args.policy_path else sft_folder
+    policy_folder = sft_folder
+    if args.policy_path:
+        policy_folder = checkpoint_folder("--policy-path", args.policy_path)
     tokenizer = load_tokenizer(sft_folder)
     if load_tokenizer(policy_folder).get_vocab() != tokenizer.get_vocab():
         fail(f"--policy-path {policy_folder}: a model of another tokenizer than {sft_folder}")
@@ -194,203 +198,211 @@ def main(args: Args):
     data = load_splits("--preference-dataset", args.preference_dataset, PREFERENCE_COLUMNS, tokenizer)
     if "weight" in data["train"].column_names and data["train"].unique("weight") != [1.0]:
         fail(f"--preference-dataset {args.preference_dataset}: pairs of other weights than 1 are for llama2/reward.py")
-    train = data["train"].select_columns(PAIR_COLUMNS)
+    train = data.pop("train").select_columns(PAIR_COLUMNS)  # all other splits are for validation
     if args.total_episodes is None:
         args.total_episodes = int(args.num_train_epochs * len(train))
     num_updates = args.total_episodes // args.batch_size
     if (num_updates == 0 and args.total_episodes) or args.batch_size % world:
         fail(f"--batch-size {args.batch_size}: above {args.total_episodes} pairs, or no multiple of {world} processes")
-    # the reference's part is done before training: of the pairs that it will see, and of those to be evaluated
-    start, order = time.time(), data_order(len(train), args.seed, 0, max(num_updates, 1) * args.batch_size)
-    used = order[: num_updates * args.batch_size].unique()  # (n,) rows
+
+    # ---- the reference, once: the pairs that it will see in training, and those to be evaluated --
+    reference_start = time.time()
+    num_pairs = num_updates * args.batch_size  # 0 where the policy is only evaluated
+    order = data_order(len(train), args.seed, 0, max(num_pairs, 1))[:num_pairs]  # Detail 19: as in reward.py
+    seen = order.unique()  # rows of train
     ref_policy = frozen(accelerator, load_policy(sft_folder, tokenizer))
-    reference = {"train": torch.full((len(train), 2), torch.nan)}
-    seen = train.select(used.tolist())
-    reference["train"][used] = split_logprobs(accelerator, ref_policy, seen, args, pad_id, "reference, train")
-    for split in [split for split in data if split == "validation" or (args.run_eval and split != "train")]:
-        reference[split] = split_logprobs(accelerator, ref_policy, data[split], args, pad_id, f"reference, {split}")
+    pairs = train.select(seen.tolist())
+    ref_logprobs = {"train": torch.full((len(train), 2), torch.nan)}
+    ref_logprobs["train"][seen] = split_logprobs(accelerator, ref_policy, pairs, args, pad_id, "reference, train")
+    for split in data:
+        if split == "validation" or args.run_eval:
+            pairs = data[split]
+            ref_logprobs[split] = split_logprobs(accelerator, ref_policy, pairs, args, pad_id, f"reference, {split}")
     del ref_policy
-    reference_seconds = time.time() - start
+    reference_seconds = time.time() - reference_start
+
+    # ---- the policy ------------------------------------------------------------------------------
     policy = load_policy(policy_folder, tokenizer)
     model, optimizer = prepare(accelerator, policy, args)
-    # state that an edit carries from update to update: accelerator.register_for_checkpointing(it) before this line
-    first = begin_run(accelerator, args)
-
-    # ---- train -----------------------------------------------------------------------------------
-    begin = time.time()
-    if first == 0:
+    # an edit's own state, an object with state_dict and load_state_dict (it comes back on the CPU), is registered here:
+    # accelerator.register_for_checkpointing(it)
+    finished_updates = begin_run(accelerator, args)
+    run_start = time.time()
+    if finished_updates == 0:
         write_metrics(accelerator, args, {"time/reference": reference_seconds}, 0, num_updates)
-    for update in updates(accelerator, args, first, num_updates):
-        start = time.time()
+    for update in updates(accelerator, args, finished_updates, num_updates):
+        # ---- 1. pairs: each process takes its share ----------------------------------------------
+        update_start = time.time()
+        episodes = range((update - 1) * args.batch_size, update * args.batch_size)
+        rows = order[episodes.start : episodes.stop].chunk(world)[accelerator.process_index]
+        batch = train[rows.tolist()]
+        batch["ref_chosen"], batch["ref_rejected"] = ref_logprobs["train"][rows].unbind(1)
+        mbs = pair_micro_batches(batch, args.micro_batch_size, pad_id, accelerator.device)
+
+        # ---- 2. one step of the optimiser --------------------------------------------------------
         learning_rate = args.learning_rate * 0.5 * (1 + cos(pi * (update - 1) / num_updates))  # cosine to 0 (table 6)
         for group in optimizer.param_groups:  # a resumed optimiser has those of its checkpoint
-            group |= {"lr": learning_rate, "eps": args.adam_eps, "weight_decay": args.weight_decay}
-        # Detail 19: the reward model's order for the same seed
-        mine = order[(update - 1) * args.batch_size + accelerator.process_index * per_rank :][:per_rank]  # rows
-        groups = pair_micro_batches(train[mine.tolist()], args.micro_batch_size, pad_id, accelerator.device)
+            group.update(lr=learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
         sums = defaultdict(float)
-        for i, (index, pairs) in enumerate(groups):
-            accelerator.sync_gradients = model.require_backward_grad_sync = i == len(groups) - 1  # exchange gradients
-            ref_chosen, ref_rejected = reference["train"][mine[index]].to(accelerator.device).unbind(1)
-            logprobs = pair_logprobs(model, pairs, pad_id)
-            loss = dpo_loss(*logprobs, ref_chosen, ref_rejected, args.beta, args.loss_type, args.label_smoothing).sum()
+        for mb in mbs:
+            last = mb is mbs[-1]  # gradients are exchanged between devices with the last micro-batch
+            accelerator.sync_gradients = last  # for DeepSpeed
+            model.require_backward_grad_sync = last  # for DDP
+            chosen, rejected = pair_logprobs(model, mb, pad_id)
+            ref = mb["ref_chosen"], mb["ref_rejected"]
+            loss = dpo_loss(chosen, rejected, *ref, args.beta, args.loss_type, args.label_smoothing).sum()
             accelerator.backward(loss * world / args.batch_size)  # x world: DDP and DeepSpeed average over devices
-            policy_chosen, policy_rejected = (x.detach() for x in logprobs)
-            chosen, rejected = args.beta * (policy_chosen - ref_chosen), args.beta * (policy_rejected - ref_rejected)
+            chosen_reward = args.beta * (chosen.detach() - mb["ref_chosen"])  # equation 5
+            rejected_reward = args.beta * (rejected.detach() - mb["ref_rejected"])
             sums["loss/train"] += loss.detach()
             # at the first update both are 0 but for rounding, which depends on the micro-batches: no hit
-            sums["accuracy/train"] += (chosen > rejected + 1e-5).float().sum()
-            sums["rewards/chosen"] += chosen.sum()
-            sums["rewards/rejected"] += rejected.sum()
-            sums["logprobs/chosen"] += policy_chosen.sum()
-            sums["logprobs/rejected"] += policy_rejected.sum()
+            sums["accuracy/train"] += (chosen_reward > rejected_reward + 1e-5).float().sum()
+            sums["rewards/chosen"] += chosen_reward.sum()
+            sums["rewards/rejected"] += rejected_reward.sum()
+            sums["logprobs/chosen"] += chosen.detach().sum()
+            sums["logprobs/rejected"] += rejected.detach().sum()
         grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
 
-        # ---- log ---------------------------------------------------------------------------------
-        metrics = {key: (accelerator.reduce(x, "sum") / args.batch_size).item() for key, x in sums.items()}
-        metrics["rewards/margin"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
-        metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate, "episode": update * args.batch_size}
-        metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
+        # ---- 3. log ------------------------------------------------------------------------------
+        means = {key: (accelerator.reduce(value, "sum") / args.batch_size).item() for key, value in sums.items()}
+        metrics = {
+            "loss/train": means["loss/train"],
+            "accuracy/train": means["accuracy/train"],
+            "rewards/margin": means["rewards/chosen"] - means["rewards/rejected"],
+            **means,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "episode": episodes.stop,
+            "time/update": time.time() - update_start,
+            "time/total": time.time() - run_start,
+        }
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
-            rows = implicit_rewards(accelerator, policy, reference, data, args, pad_id, "validation")
-            metrics["eval/accuracy"] = accuracy_table("validation", rows)[0]["accuracy"]
+            pairs = implicit_rewards(accelerator, policy, ref_logprobs, data, args, pad_id, "validation")
+            metrics["eval/accuracy"] = accuracy_table("validation", pairs)[0]["accuracy"]
         write_metrics(accelerator, args, metrics, update, num_updates)
 
     # ---- save, evaluate (table 5 for the implicit reward) ----------------------------------------
     save_model(accelerator, args, "model", policy, accelerator.get_state_dict(model), "", tokenizer)
-    table = []
-    for split in [split for split in data if split != "train" and args.run_eval]:
-        rows = implicit_rewards(accelerator, policy, reference, data, args, pad_id, split)
-        table += accuracy_table(split, rows)
-        write_table(accelerator, args, f"pairs_{split}", rows)
     if args.run_eval:
+        table = []
+        for split in data:
+            pairs = implicit_rewards(accelerator, policy, ref_logprobs, data, args, pad_id, split)
+            write_table(accelerator, args, f"pairs_{split}", pairs)
+            table += accuracy_table(split, pairs)
         write_table(accelerator, args, "accuracy", table, "accuracy of the implicit reward (figure 8)")
-    accelerator.print(f"done in {time.time() - begin:.0f} s: {args.output_dir}", flush=True)
+    accelerator.print(f"done in {time.time() - run_start:.0f} s: {args.output_dir}", flush=True)
     accelerator.end_training()
 
 
-# ==== evaluation ==================================================================================
+# ==== forward passes ==============================================================================
 
 
-def pair_groups(batch: dict, i: int) -> dict:
-    """What table 5 groups pair i of a batch by: batch, split, policies, confidence (None where unknown)."""
-    groups = {key: batch[key][i] for key in ("batch", "split", "policies") if key in batch}
-    confidence = batch["extra"][i]["confidence"] if "extra" in batch else None
-    return groups | {"confidence": None if confidence is None else int(confidence)}
+@torch.no_grad()
+def split_logprobs(accelerator: Accelerator, model, data, args, pad_id: int, name: str) -> torch.Tensor:
+    """Log-probabilities (n, 2) of chosen and rejected of every pair of a split, in order, without gradient."""
+    found = []
+    pairs = data.select_columns(PAIR_COLUMNS)
+    at_once = 8 * args.forward_batch_size  # so that each forward pass has pairs of like lengths
+    for index, batch in shares(accelerator, pairs, at_once, f"log-probabilities: {name}"):
+        logprobs = torch.empty(len(index), 2, device=accelerator.device)
+        for mb in pair_micro_batches(batch, args.forward_batch_size, pad_id, accelerator.device):
+            with accelerator.autocast():
+                logprobs[mb["index"]] = torch.stack(pair_logprobs(model, mb, pad_id), 1)
+        found += logprobs.tolist()
+    return torch.tensor(gather_object(found)).reshape(-1, 2)
 
 
-def implicit_rewards(
-    accelerator: Accelerator, model, reference: dict, data, args, pad_id: int, split: str
-) -> list[dict]:
-    """Both implicit rewards (equation 5) of every pair of a split, in order, with what table 5 groups the pair by
-    (Detail 19); reference {split: (n, 2)}, log-probabilities."""
-    logprobs = split_logprobs(accelerator, model, data[split], args, pad_id, split)
-    rewards, rows = args.beta * (logprobs - reference[split]), data[split].with_format(None)
-    columns = [key for key in ("batch", "split", "policies", "extra") if key in rows.column_names]
-    groups = rows.select_columns(columns)[:]
-    found = [{"chosen_reward": chosen, "rejected_reward": rejected} for chosen, rejected in rewards.tolist()]
-    return [pair_groups(groups, i) | row for i, row in enumerate(found)]
-
-
-def accuracy_table(name: str, rows: list[dict]) -> list[dict]:
-    """Table 5's rows of one split: the share of pairs whose chosen reward is the higher one, over all and per batch,
-    confidence, split and policy pair (Detail 16). Null values are a group of their own."""
-    frame = pandas.DataFrame(rows)
-    frame["hit"] = frame["chosen_reward"] > frame["rejected_reward"]
-    frame["overall"], table = "all", []
-    for group in [key for key in ("overall", "batch", "confidence", "split", "policies") if key in frame]:
-        for value, pairs in frame.groupby(frame[group].astype(object), dropna=False):
-            value = "null" if pandas.isna(value) else int(value) if group == "confidence" else value
-            row = {"data": name, "group": group, "value": value, "pairs": len(pairs)}
-            table.append(row | {"accuracy": pairs["hit"].mean()})
-    return table
-
-
-def write_table(accelerator: Accelerator, args, name: str, rows: list[dict], title: str = ""):
-    """Write rows as a CSV file in eval/, called by all processes; print them too where there is a title."""
-    frame = pandas.DataFrame(rows)
-    with writing(accelerator, Path(args.output_dir, "eval", f"{name}.csv")) as partial:
-        if accelerator.is_main_process:
-            frame.to_csv(partial, index=False)
-    if title:
-        accelerator.print(f"\n{title}\n{frame.to_string(index=False)}\n")
-
-
-def shares(accelerator: Accelerator, data, size: int, description: str):
-    """Yield (row indices, rows) of this process's share of a split, up to `size` rows at a time; gather_object puts
-    what the processes find into the order of the rows."""
-    first, last = (len(data) * (accelerator.process_index + i) // accelerator.num_processes for i in (0, 1))
-    for start in progress(accelerator, range(first, last, size), description):
-        index = list(range(start, min(start + size, last)))
-        yield index, data[index]
-
-
-# ==== padding and shared queries ==================================================================
-
-
-def trim(tokens: torch.Tensor, pad_id: int, side: Literal["left", "right"]) -> torch.Tensor:
-    """Cut the columns that are padding in every row, but for a width of a multiple of 16 (or all): widths that differ
-    at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
-    columns = (tokens != pad_id).any(0).nonzero().flatten()
-    if len(columns) == 0:
-        return tokens[:, :0]
-    used = int(tokens.shape[1] - columns[0] if side == "left" else columns[-1] + 1)
-    width = -(-used // 16) * 16
-    return tokens[:, -width:] if side == "left" else tokens[:, :width]
+def pair_micro_batches(batch: dict, size: int, pad_id: int, device) -> list[dict]:
+    """A batch of stored pairs, `size` pairs of similar length at a time: less padding, the same sums. A micro-batch
+    holds what the batch holds of its pairs, what pair_rows makes of them, and `index` (b,), their rows in the batch."""
+    query_and_chosen = (batch["query_chosen_token"] != pad_id).sum(1)
+    rejected = (batch["query_rejected_token_response_label"] != pad_id).sum(1)
+    mbs = []
+    for index in similar_lengths(query_and_chosen + rejected, size):
+        mb = {key: value[index] for key, value in batch.items()}
+        mb |= pair_rows(mb, pad_id) | {"index": index}
+        mbs.append({key: value.to(device) for key, value in mb.items()})
+    return mbs
 
 
 def pair_rows(batch: dict, pad_id: int) -> dict:
     """Split stored pairs, the PAIR_COLUMNS (b, T), into what both sides share and what they do not: query (b, Q)
     left-padded, chosen (b, C) and rejected (b, R) right-padded, and chosen_start, rejected_start (b,): how many of
     their first tokens still belong to the query (0 but for templates whose last token joins with the response)."""
-    chosen, chosen_label, rejected, rejected_label = (batch[column] for column in PAIR_COLUMNS)
-    query = (chosen == rejected) & (chosen != pad_id) & (chosen_label == pad_id) & (rejected_label == pad_id)
-    shared = query.long().cumprod(1).sum(1)  # (b,) tokens of both
+    chosen = batch["query_chosen_token"]
+    in_response = batch["query_chosen_token_response_label"] != pad_id
+    in_response |= batch["query_rejected_token_response_label"] != pad_id
+    is_shared = (chosen == batch["query_rejected_token"]) & (chosen != pad_id) & ~in_response
+    shared = is_shared.long().cumprod(1).sum(1)  # (b,) how many of their first tokens are the same
     queries = [row[:length] for row, length in zip(chosen, shared, strict=True)]
-    found = {"query": pad_sequence(queries, batch_first=True, padding_value=pad_id, padding_side="left")}
-    for name, tokens, label in (("chosen", chosen, chosen_label), ("rejected", rejected, rejected_label)):
+    pairs = {"query": pad_sequence(queries, batch_first=True, padding_value=pad_id, padding_side="left")}
+    for side in ("chosen", "rejected"):
+        tokens = batch[f"query_{side}_token"]
         lengths = (tokens != pad_id).sum(1)
-        rows = [row[start:end] for row, start, end in zip(tokens, shared, lengths, strict=True)]
-        found[name] = pad_sequence(rows, batch_first=True, padding_value=pad_id)
-        found[f"{name}_start"] = lengths - (label != pad_id).sum(1) - shared
-    return found
+        response_lengths = (batch[f"query_{side}_token_response_label"] != pad_id).sum(1)
+        responses = [row[start:end] for row, start, end in zip(tokens, shared, lengths, strict=True)]
+        pairs[side] = pad_sequence(responses, batch_first=True, padding_value=pad_id)
+        pairs[f"{side}_start"] = lengths - response_lengths - shared
+    return pairs
 
 
-def pair_micro_batches(batch: dict, size: int, pad_id: int, device) -> list[tuple[torch.Tensor, dict]]:
-    """Stored pairs in groups of `size` of similar length: row indices, and what pair_rows makes of the rows."""
-    lengths = sum((batch[column] != pad_id).sum(1) for column in (PAIR_COLUMNS[0], PAIR_COLUMNS[3]))  # query, both once
-    groups = []
-    for index in lengths.argsort(descending=True, stable=True).split(size):
-        pairs = pair_rows({column: batch[column][index] for column in PAIR_COLUMNS}, pad_id)
-        groups.append((index, {key: value.to(device) for key, value in pairs.items()}))
-    return groups
+def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dict, dict]:
+    """A pair as one right-padded row `query + chosen + rejected` (b, T), for two passes. Returns the first one's tokens
+    (b, P), to be cached: columns that are query in every row, but for its last token. The second one's inputs on that
+    cache: tokens (b, S), a mask (b, 1, S, T) in which rejected does not see chosen, position ids (b, S) that go on from
+    the query in both. And where in S stand the query's last token and those of the response, for chosen (b, 1 + C) and
+    rejected (b, 1 + R). P and T are multiples of 16 if there is room, as in trim_right."""
+    tokens = right_padded(torch.cat([query, chosen, rejected], 1), pad_id)  # (b, T)
+    query_length = (query != pad_id).sum(1, keepdim=True)  # (b, 1)
+    chosen_length = (chosen != pad_id).sum(1, keepdim=True)
+    prefix_width = max(int(query_length.min()) - 1, 0)
+    prefix_width = prefix_width // 16 * 16 or prefix_width
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    is_query = positions < query_length  # (b, T)
+    is_rejected = positions >= query_length + chosen_length
+    same_response = is_rejected[:, prefix_width:, None] == is_rejected[:, None]  # (b, S, T)
+    causal = positions[prefix_width:, None] >= positions  # (S, T)
+    mask = causal & (is_query[:, None] | same_response)
+    position_ids = positions - is_rejected * chosen_length
+    inputs = {"input_ids": tokens[:, prefix_width:], "position_ids": position_ids[:, prefix_width:]}
+    inputs["attention_mask"] = mask[:, None]
+    query_end = query_length - 1 - prefix_width  # (b, 1), the query's last token, which comes before either response
+    columns = {}
+    for side, response, start in (("chosen", chosen, 0), ("rejected", rejected, chosen_length)):
+        response_columns = query_end + 1 + start + torch.arange(response.shape[1], device=tokens.device)
+        columns[side] = torch.cat([query_end, response_columns], 1)
+        columns[side].clamp_(max=tokens.shape[1] - prefix_width - 1)  # past a response's end: any
+    return tokens[:, :prefix_width], inputs, columns
 
 
-def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dict, list[torch.Tensor]]:
-    """A pair as one row `query + chosen + rejected`, all padding on the right, for two passes. Returns (b, P): the
-    columns that are query in every row but for its last token, to be run first and cached; the inputs of a second pass
-    on that cache: tokens (b, S) of the other columns, a mask (b, 1, S, P + S) in which rejected does not see chosen,
-    position ids (b, S) that go on from the query in both; and where in S stand the query's last token and those of
-    chosen (b, 1 + C), the query's last token and those of rejected (b, 1 + R). P and P + S are multiples of 16 if
-    there is room, as in trim."""
-    parts = (query, chosen, rejected)
-    tokens = torch.cat(parts, 1)
-    part = torch.cat([torch.full((x.shape[1],), i) for i, x in enumerate(parts)]).to(tokens.device).expand_as(tokens)
-    lengths = [(x != pad_id).sum(1, keepdim=True) for x in parts]  # 3 x (b, 1)
-    split = max(int(lengths[0].min()) - 1, 0)
-    split = split // 16 * 16 or split
+# ==== padding =====================================================================================
+
+
+def trim_right(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Cut the columns on the right that are padding in every row, but for a width of a multiple of 16 (or all): widths
+    that differ at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
+    columns = (tokens != pad_id).any(0).nonzero().flatten()
+    if len(columns) == 0:
+        return tokens[:, :0]
+    used = int(columns[-1]) + 1
+    return tokens[:, : round_up(used, 16)]
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below the number."""
+    return -(-number // multiple) * multiple
+
+
+def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Rows in groups of `size` of similar length: less padding, the same batch. lengths (b,) -> row indices."""
+    order = lengths.argsort(descending=True, stable=True)
+    return list(order.split(size))
+
+
+def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
     real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
-    tokens = trim(tokens.gather(1, real_first), pad_id, "right")
-    width = tokens.shape[1]
-    part, place = part.gather(1, real_first)[:, :width], torch.arange(width).to(query.device)
-    visible = (part[:, None] == 0) | (part[:, split:, None] == part[:, None])  # (b, S, T)
-    positions = place - (part == 2) * lengths[1]
-    inputs = {"input_ids": tokens[:, split:], "position_ids": positions[:, split:]}
-    inputs["attention_mask"] = ((place[split:, None] >= place) & visible)[:, None]
-    last = lengths[0] - 1 - split  # (b, 1), the query's last token, which comes before either response
-    columns = [last + 1 + torch.arange(x.shape[1]).to(x.device) for x in parts[1:]]
-    columns = [torch.cat([last, x], 1).clamp(max=width - split - 1) for x in (columns[0], columns[1] + lengths[1])]
-    return tokens[:, :split], inputs, columns
+    return trim_right(tokens.gather(1, real_first), pad_id)
 
 
 # ==== models ======================================================================================
@@ -412,18 +424,86 @@ def load_policy(path: str, tokenizer):
 
 def without_dropout(config):
     """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
-    config.update({k: 0.0 for k, v in config.to_dict().items() if "drop" in k and isinstance(v, int | float)})
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, int | float):
+            setattr(config, key, 0.0)
     return config
 
 
 def frozen(accelerator: Accelerator, model, offload: bool = False):
-    """A model that is never trained, on the device (offload: in the machine's memory), with weights as those of the
-    trained model: under DeepSpeed's bf16 in bfloat16, but for a reward's head; else in float32 (under autocast)."""
+    """Make a model one that is never trained, on the device (offload: in CPU memory). Its weights get the type of the
+    trained model's: bfloat16 under DeepSpeed's bf16, but for a reward's head; else float32, under autocast."""
     model.to("cpu" if offload else accelerator.device).eval().requires_grad_(False)
     if accelerator.state.deepspeed_plugin and accelerator.mixed_precision == "bf16":
         for name, parameter in model.named_parameters():  # and no buffer: rotary frequencies need their digits
-            parameter.data = parameter.data if "score." in name else parameter.data.bfloat16()
+            if "score." not in name:
+                parameter.data = parameter.data.bfloat16()
     return model
+
+
+# ==== evaluation ==================================================================================
+
+
+def implicit_rewards(accelerator, model, ref_logprobs: dict, data, args, pad_id: int, split: str) -> list[dict]:
+    """Both implicit rewards (equation 5) of every pair of a split, in order, with what table 5 groups the pair by
+    (Detail 19); ref_logprobs {split: (n, 2)}."""
+    logprobs = split_logprobs(accelerator, model, data[split], args, pad_id, split)
+    rewards = args.beta * (logprobs - ref_logprobs[split])
+    columns = [key for key in ("batch", "split", "policies", "extra") if key in data[split].column_names]
+    groups = data[split].with_format(None).select_columns(columns)[:]
+    return pair_table(groups, rewards)
+
+
+def pair_table(batch: dict, rewards: torch.Tensor) -> list[dict]:
+    """One row a pair: what table 5 groups it by (batch, split, policies, confidence; None where unknown), and both of
+    its rewards (b, 2)."""
+    pairs = []
+    for i, (chosen, rejected) in enumerate(rewards.tolist()):
+        pair = {key: batch[key][i] for key in ("batch", "split", "policies") if key in batch}
+        confidence = None
+        if "extra" in batch:
+            confidence = batch["extra"][i]["confidence"]
+        pair["confidence"] = None if confidence is None else int(confidence)
+        pairs.append(pair | {"chosen_reward": chosen, "rejected_reward": rejected})
+    return pairs
+
+
+def accuracy_table(name: str, pairs: list[dict]) -> list[dict]:
+    """Table 5's rows of one split: the share of pairs whose chosen reward is the higher one, over all and per batch,
+    confidence, split and policy pair (Detail 16). Null values are a group of their own."""
+    frame = pandas.DataFrame(pairs, dtype=object)  # else a null turns integers into floats
+    frame["hit"] = frame["chosen_reward"] > frame["rejected_reward"]
+    frame["overall"] = "all"
+    table = []
+    for group in ("overall", "batch", "confidence", "split", "policies"):
+        if group not in frame:
+            continue
+        for value, members in frame.groupby(group, dropna=False):
+            if pandas.isna(value):
+                value = "null"
+            row = {"data": name, "group": group, "value": value, "pairs": len(members)}
+            table.append(row | {"accuracy": members["hit"].mean()})
+    return table
+
+
+def write_table(accelerator: Accelerator, args, name: str, rows: list[dict], title: str = ""):
+    """Write rows as a CSV file in eval/, called by all processes; print them too where there is a title."""
+    frame = pandas.DataFrame(rows)
+    with writing(accelerator, Path(args.output_dir, "eval", f"{name}.csv")) as partial:
+        if accelerator.is_main_process:
+            frame.to_csv(partial, index=False)
+    if title:
+        accelerator.print(f"\n{title}\n{frame.to_string(index=False)}\n")
+
+
+def shares(accelerator: Accelerator, data, size: int, description: str):
+    """Yield (row indices, rows) of this process's share of a split, up to `size` rows at a time; gather_object puts
+    what the processes find into the order of the rows."""
+    first = len(data) * accelerator.process_index // accelerator.num_processes
+    last = len(data) * (accelerator.process_index + 1) // accelerator.num_processes
+    for start in progress(accelerator, range(first, last, size), description):
+        index = list(range(start, min(start + size, last)))
+        yield index, data[index]
 
 
 # ==== plumbing: one text in every stage script; read it once, then skip it ========================
@@ -444,26 +524,33 @@ def or_fail(message: str):
         fail(f"{message} ({error!r:.300})")
 
 
-def make_accelerator(args) -> Accelerator:
-    """Fill {model} and {seed} into the arguments' templates. Returns the Accelerator that the launcher asked for, or an
-    error where accelerate would silently run something else."""
+def fill_templates(args):
+    """Put the run's name and seed for {model} and {seed} in the arguments. An error where its folder holds a run."""
+    name = Path(args.model.partition("@")[0]).name
     for key, value in vars(args).items():
         if isinstance(value, str):
-            name = Path(args.model.partition("@")[0]).name
             setattr(args, key, value.replace("{model}", name).replace("{seed}", str(args.seed)))
     if Path(args.output_dir, "args.json").exists() and not args.resume:
         fail(f"{args.output_dir} already holds a run: another --output-dir, delete it, or continue it with --resume")
+
+
+def make_accelerator(args) -> Accelerator:
+    """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
+    transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    gloo = world > 1 and not torch.accelerator.is_available()  # what accelerate must be told, in one of two ways
-    accelerator = Accelerator(
-        cpu=gloo and not deepspeed,
-        mixed_precision=args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no"),
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo and deepspeed else [],
-        log_with="tensorboard",
-        project_dir=args.output_dir,
-    )
-    if (accelerator.num_processes, accelerator.state.deepspeed_plugin is not None) != (world, deepspeed):
+    default = "bf16" if torch.cuda.is_available() else "no"
+    settings = {"mixed_precision": args.mixed_precision or default}
+    if world > 1 and not torch.accelerator.is_available():  # accelerate must be told, in one of two ways
+        if deepspeed:
+            settings["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
+        else:
+            settings["cpu"] = True
+    accelerator = Accelerator(log_with="tensorboard", project_dir=args.output_dir, **settings)
+    runs_deepspeed = accelerator.state.deepspeed_plugin is not None
+    if accelerator.num_processes != world or runs_deepspeed != deepspeed:
         fail(f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch by benchmark/accelerate/*.yaml")
     set_seed(args.seed)
     return accelerator
@@ -476,12 +563,16 @@ def checkpoint_folder(flag: str, path: str) -> str:
             return str(folder)
     name, _, revision = path.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
-        stage, model, seed = ["sft", "MODEL", "SEED", *path.split("/") * path.startswith("runs/")][-3:]
+        stage, model, seed = "sft", "MODEL", "SEED"
+        if path.startswith("runs/") and path.count("/") >= 3:
+            stage, model, seed = path.split("/")[-3:]
         fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
     wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
     with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
         folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
-        return folder if [*Path(folder).glob("*.safetensors")] else snapshot_download(**wanted)
+        if not list(Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(**wanted)  # pytorch_model.bin
+        return folder
 
 
 def load_tokenizer(path: str):
@@ -500,17 +591,27 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
         for split in ("train", "validation", *data):
             data[split].select_columns(columns)[0]
-    keys, eos_id = [column for column in columns if "_token" in column], tokenizer.eos_token_id
+    keys = [column for column in columns if "_token" in column]
     for split, rows in data.items():
-        same, largest = [], max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
-        for row in rows.select(range(0, len(rows), -(-len(rows) // 16))):
-            query = tokenizer(row["query"], add_special_tokens=False).input_ids
-            real = {key: [x for x in row[key] if x != tokenizer.pad_token_id] for key in keys}
-            same.append(all(x == query if key == "query_token" else x[-1:] == [eos_id] for key, x in real.items()))
-        if 2 * sum(same) <= len(same) or largest >= len(tokenizer):
-            found = f"{sum(same)} of {len(same)} rows are as the model's tokenizer makes them; largest id {largest}"
+        largest = max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
+        looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
+        same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
+        if 2 * same <= len(looked_at) or largest >= len(tokenizer):
+            found = f"{same} of {len(looked_at)} rows are as the model's tokenizer makes them; largest id {largest}"
             fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py --tokenizer MODEL; --check finds more")
     return data.with_format("torch")
+
+
+def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
+    """Whether a row's query is the tokens that the tokenizer makes of its text, and the rest end in its EOS."""
+    for key in keys:
+        tokens = [token for token in row[key] if token != tokenizer.pad_token_id]
+        if key == "query_token":
+            if tokens != tokenizer(row["query"], add_special_tokens=False).input_ids:
+                return False
+        elif tokens[-1:] != [tokenizer.eos_token_id]:
+            return False
+    return True
 
 
 @contextmanager
@@ -538,43 +639,76 @@ def writing(accelerator: Accelerator, path: Path):
 def begin_run(accelerator: Accelerator, args) -> int:
     """Make the run folder or, with --resume, load its newest checkpoint that can be loaded, and start the trackers.
     Returns the update to go on from. Comes last before the training: a bad command leaves nothing behind."""
-    folder, first, lines, old = Path(args.output_dir), 0, "", {}
+    folder = Path(args.output_dir)
+    old = {}
     if (folder / "args.json").exists():
         old = json.loads((folder / "args.json").read_text())
         changed = [f"{key} {old.get(key)} -> {value}" for key, value in vars(args).items() if value != old.get(key)]
         accelerator.print(f"--resume {folder}, changed: {', '.join(changed) or 'nothing'}")
-    for checkpoint in sorted(folder.glob("checkpoints/update_??????"), reverse=True):
+    finished, metrics = load_newest(accelerator, folder)
+    about = {
+        "stage": STAGE,
+        "command": shlex.join(["python", *sys.argv]),
+        "processes": accelerator.num_processes,
+        "wandb_id": old.get("wandb_id", os.urandom(8).hex()),
+    }
+    start_trackers(accelerator, args, about["wandb_id"], finished)
+    write_text(accelerator, folder / "args.json", json.dumps(about | asdict(args), indent=2) + "\n")
+    write_text(accelerator, folder / "metrics.jsonl", metrics)
+    return finished
+
+
+def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
+    """Load the newest checkpoint that every process can load. Returns its update and its metrics.jsonl; 0 and "" where
+    there is no checkpoint."""
+    checkpoints = sorted(folder.glob("checkpoints/update_??????"), reverse=True)
+    for checkpoint in checkpoints:
+        problem = None
         try:
-            lines, problem = (checkpoint / "metrics.jsonl").read_text(), None
+            metrics = (checkpoint / "metrics.jsonl").read_text()
             accelerator.load_state(str(checkpoint))
         except Exception as error:
             problem = f"{error!r:.300}"
         problems = [problem for problem in gather_object([problem]) if problem]
-        accelerator.print(f"--resume: {checkpoint} {f'cannot be loaded: {problems}' if problems else 'is loaded'}")
         if not problems:
-            first = int(checkpoint.name.removeprefix("update_"))
-            break
-    if lines and not first:
+            accelerator.print(f"--resume: {checkpoint} is loaded")
+            return int(checkpoint.name.removeprefix("update_")), metrics
+        accelerator.print(f"--resume: {checkpoint} cannot be loaded: {problems}")
+    if checkpoints:
         fail(f"--resume: no checkpoint in {folder} can be loaded; launch it as before, or delete it")
-    about = {"stage": STAGE, "command": shlex.join(["python", *sys.argv]), "processes": accelerator.num_processes}
-    about["wandb_id"] = old.get("wandb_id", os.urandom(8).hex())
+    return 0, ""
+
+
+def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int):
+    """TensorBoard, and W&B with --track; a resumed run goes on in the same curves."""
     if args.track:
-        run = {"dir": args.output_dir, "name": "__".join(folder.parts[-3:]), "id": about["wandb_id"], "resume": "allow"}
-        run["settings"] = {"finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))}  # seconds
-        accelerator.log_with.append(WandBTracker(None, config=asdict(args), **run))
+        tracker = WandBTracker(
+            None,
+            config=asdict(args),
+            dir=args.output_dir,
+            name="__".join(Path(args.output_dir).parts[-3:]),
+            id=wandb_id,
+            resume="allow",
+            settings={"finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))},  # seconds
+        )
+        accelerator.log_with.append(tracker)
+    purge_step = finished + 1 if finished else 0
     with or_fail("the trackers do not start (WANDB_MODE=offline keeps what W&B gets in the run folder)"):
-        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first + 1 if first else 0}})
-    for name, text in (("args.json", json.dumps(about | asdict(args), indent=2) + "\n"), ("metrics.jsonl", lines)):
-        with writing(accelerator, folder / name) as partial:
-            if accelerator.is_main_process:
-                partial.write_text(text)
-    return first
+        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": purge_step}})
+
+
+def write_text(accelerator: Accelerator, path: Path, text: str):
+    """Write a file whole or not at all."""
+    with writing(accelerator, path) as partial:
+        if accelerator.is_main_process:
+            partial.write_text(text)
 
 
 def updates(accelerator: Accelerator, args, first: int, last: int):
     """Yield the updates first + 1 to last under a progress bar. After each comes a checkpoint where one is due, or
     where SIGTERM or SIGUSR1, a scheduler's notice, has come: then the run ends there, with exit code 75."""
-    caught, folder, left_over = [], Path(args.output_dir), args.total_episodes - last * args.batch_size
+    caught = []
+    left_over = args.total_episodes - last * args.batch_size
     accelerator.print(f"{STAGE}: {last:,} updates of {args.batch_size}, {left_over} left over, on {accelerator.device}")
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: caught.append(number))  # and no more: it ends between two updates
@@ -582,61 +716,78 @@ def updates(accelerator: Accelerator, args, first: int, last: int):
         yield update
         stop = accelerator.reduce(torch.tensor(len(caught), device=accelerator.device), "sum") > 0
         if stop or (args.save_every and update % args.save_every == 0):
-            path = folder / "checkpoints" / f"update_{update:06d}"
-            with writing(accelerator, path) as partial:
-                accelerator.save_state(str(partial))
-                if accelerator.is_main_process:
-                    shutil.copy(folder / "metrics.jsonl", partial)
-            written = sorted(old for old in path.parent.glob("update_??????") if old <= path)
-            for old in written[: -max(args.keep_checkpoints, 1)]:
-                shutil.rmtree(old, ignore_errors=True)  # every process may
+            save_checkpoint(accelerator, args, update)
         if stop:
-            accelerator.print(f"stopped by a signal after update {update}; {folder} continues with --resume")
+            accelerator.print(f"stopped by a signal after update {update}; {args.output_dir} continues with --resume")
             accelerator.end_training()
             raise SystemExit(75)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
 
 
+def save_checkpoint(accelerator: Accelerator, args, update: int):
+    """Write checkpoints/update_NNNNNN and delete all but the newest --keep-checkpoints."""
+    folder = Path(args.output_dir)
+    path = folder / "checkpoints" / f"update_{update:06d}"
+    with writing(accelerator, path) as partial:
+        accelerator.save_state(str(partial))
+        if accelerator.is_main_process:
+            shutil.copy(folder / "metrics.jsonl", partial)
+    written = sorted(old for old in path.parent.glob("update_??????") if old <= path)
+    for old in written[: -max(args.keep_checkpoints, 1)]:
+        shutil.rmtree(old, ignore_errors=True)  # every process may
+
+
 def progress(accelerator: Accelerator, items, description: str):
     """Yield `items` under a rich progress bar with the rate and the time left, shown by the main process only."""
-    columns = *Progress.get_default_columns(), TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
+    rate = TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
+    columns = [*Progress.get_default_columns(), rate]
     with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
         yield from bar.track(items, len(items), description=description)
 
 
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
     """One line of metrics.jsonl, the same to the trackers; at each twentieth of the run the first five are printed."""
-    metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
+    metrics = {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
+    line = json.dumps({"update": update, **metrics})
     if accelerator.is_main_process:
-        with or_fail("metrics.jsonl could not be written"), Path(args.output_dir, "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"update": update, **metrics}) + "\n")
+        with or_fail("metrics.jsonl could not be written"):
+            with Path(args.output_dir, "metrics.jsonl").open("a") as file:
+                file.write(line + "\n")
     accelerator.log(metrics, step=update)
     if update % max(1, last // 20) == 0:
-        accelerator.print(f"update {update}/{last}", *(f" {key} {metrics[key]:.4g}" for key in list(metrics)[:5]))
+        numbers = [f" {key} {metrics[key]:.4g}" for key in list(metrics)[:5]]
+        accelerator.print(f"update {update}/{last}", *numbers)
 
 
 def save_model(accelerator: Accelerator, args, name: str, model, state: dict, prefix: str, tokenizer):
     """Write a transformers checkpoint into the run folder: the weights in `state` whose names begin with `prefix`."""
     with writing(accelerator, Path(args.output_dir, name)) as partial:
         if accelerator.is_main_process:
-            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            model.save_pretrained(partial, state_dict=own)
+            weights = {}
+            for key, value in state.items():
+                if key.startswith(prefix):
+                    weights[key.removeprefix(prefix)] = value
+            model.save_pretrained(partial, state_dict=weights)
             tokenizer.save_pretrained(partial)
 
 
 def prepare(accelerator: Accelerator, model, args):
     """Model and AdamW as the launcher asked for them (plain, DDP, DeepSpeed)."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    settings = {"lr": args.learning_rate, "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(
+        parameters, lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
+    )
     if accelerator.state.deepspeed_plugin:  # what DeepSpeed would else default to, or take from a data loader
         config = accelerator.state.deepspeed_plugin.deepspeed_config
-        config |= {"train_micro_batch_size_per_gpu": args.micro_batch_size, "gradient_clipping": args.max_grad_norm}
-        config |= {"gradient_accumulation_steps": 1, "zero_force_ds_cpu_optimizer": False}  # offloaded, it is torch's
+        config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+        config["gradient_clipping"] = args.max_grad_norm
+        config["gradient_accumulation_steps"] = 1
+        config["zero_force_ds_cpu_optimizer"] = False  # offloaded, it is torch's
         config["data_types"] = {"grad_accum_dtype": "fp32"}  # else the micro-batches' gradients are summed in bfloat16
         if config["zero_optimization"]["stage"] == 3:
             fail("ZeRO-3 is not supported: benchmark/accelerate/zero2_offload.yaml takes every size")
-    return accelerator.prepare(model, torch.optim.AdamW(parameters, **settings))
+    return accelerator.prepare(model, optimizer)
 
 
 def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:

@@ -9,13 +9,16 @@ Starts from the SFT model of the same name and seed. The run folder holds model/
 whose head has a bias that plain transformers ignores), metrics.jsonl, args.json, TensorBoard files, eval/ (table 5) and
 checkpoints/. The algorithm comes first, plumbing last. Another paper: `git diff --no-index reward.py llama2/reward.py`.
 
+Shapes: n rows of a split, b pairs or rows at hand, Q width of the queries, C and R widths of the chosen and rejected
+responses, T width of a row of query and response(s), P of its first columns, which are run first, S = T - P.
+
 Deviations from the paper and its code, each on purpose:
 - a pair is one row `query + chosen + rejected` in which `rejected` does not see `chosen` and its positions restart
-  after the query: the same rewards for nearly half the work.
-- the head's bias is not trained: it cancels in the loss, so that Adam would only amplify rounding; it is set once,
-  after training, by Detail 15 (the paper's code stores it in the config and subtracts it).
-- the head runs in float32 under bf16 autocast, which would keep three digits of a reward.
-- an epoch shows every pair once; the released runs shuffled differently on every rank, and showed 65.8 % of them.
+  after the query: the same rewards for nearly half the work. The authors run two rows.
+- the head's bias is not trained, as it is by the authors: it cancels in the loss, so that Adam would only amplify
+  rounding. Detail 15 sets it after training; the authors store that shift in the config and subtract it.
+- the head runs in float32; the authors' runs under bf16 autocast, which keeps three digits of a reward.
+- an epoch shows every pair once; the authors' released runs shuffled differently on every rank, and showed 65.8 %.
 - the rows left over after the last whole batch are not trained on (the authors trained on 92,832 of 92,858 pairs too).
 """
 
@@ -26,6 +29,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -48,13 +52,15 @@ from rich.progress import Progress, TextColumn
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache
+from transformers.utils import logging as transformers_logging
 
 STAGE = "reward"
-PRESETS = {"1b": 8, "2.8b": 4, "6.9b": 1}  # Pythia's sizes: pairs of a micro-batch that fit one 80 GB device
+MICRO_BATCH_SIZES = {"1b": 8, "2.8b": 4, "6.9b": 1}  # of Pythia's sizes: pairs that fit one 80 GB device
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 PREFERENCE_DATASET = "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144"
 COLUMNS = ["query", "query_token", "query_reference_response_token", "reference_response_token"]
-PAIR_COLUMNS = [f"query_{side}_token{suffix}" for side in ("chosen", "rejected") for suffix in ("", "_response_label")]
+PAIR_COLUMNS = ["query_chosen_token", "query_chosen_token_response_label"]
+PAIR_COLUMNS += ["query_rejected_token", "query_rejected_token_response_label"]
 PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
 
 
@@ -116,32 +122,288 @@ def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tenso
     return -F.logsigmoid(chosen - rejected)
 
 
-def pair_rewards(model, query, chosen, rejected, pad_id: int):
-    """Rewards of both responses (right-padded) to a shared query (left-padded), which is run once: chosen (b,),
-    rejected (b,), and the logits (n,) at the responses' other tokens, which are only looked at (Detail 13)."""
-    prefix, inputs, columns = pair_inputs(query, chosen, rejected, pad_id)
+def pair_rewards(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rewards (b,) of the chosen and of the rejected response, each read at its last token (Detail 12), and the logits
+    at all their other tokens, flat, which are only looked at (Detail 13). `pairs` as made by pair_rows, whose query is
+    run once."""
+    prefix, inputs, columns = pair_inputs(pairs["query"], pairs["chosen"], pairs["rejected"], pad_id)
     cache = DynamicCache()
     if prefix.shape[1]:
         model(prefix, past_key_values=cache)
     logits = model(**inputs, past_key_values=cache)  # (b, S)
-    rewards, others = [], []
-    for response, at in zip((chosen, rejected), columns, strict=True):
-        own, last = logits.gather(1, at), 1 + last_token(response, 0, pad_id)[:, None]  # 0 where the response is empty
-        rewards.append(own.gather(1, last).squeeze(1))
-        place = torch.arange(own.shape[1], device=own.device)
-        others.append(own.detach()[(place > 0) & (place < last)])
-    return rewards[0], rewards[1], torch.cat(others)
+    rewards = {}
+    other_logits = []
+    for side in ("chosen", "rejected"):
+        side_logits = logits.gather(1, columns[side])  # (b, 1 + C), those of the query's last token first
+        last = last_token(pairs[side], 0, pad_id)[:, None] + 1  # (b, 1), 0 where the response is empty
+        rewards[side] = side_logits.gather(1, last).squeeze(1)
+        positions = torch.arange(side_logits.shape[1], device=logits.device)
+        is_other = (positions > 0) & (positions < last)
+        other_logits.append(side_logits.detach()[is_other])
+    return rewards["chosen"], rewards["rejected"], torch.cat(other_logits)
 
 
-class ScalarHead(nn.Linear):
-    """The head of a reward model, (b, T, d) -> (b, T, 1), in float32 under autocast and in a bfloat16 model, too."""
+def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
+    """Rows (stop - start,) at the positions start..stop-1 of an endless stream over n rows: each pass is a new shuffle
+    without replacement (Detail 21). A function of (seed, position) alone: every process can name every batch."""
+    passes = []
+    for epoch in range(start // n, (stop - 1) // n + 1):
+        shuffled = permutation(n, seed, epoch)
+        passes.append(shuffled[max(start - epoch * n, 0) : stop - epoch * n])
+    return torch.cat(passes)
 
-    def forward(self, hidden):
-        with torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(hidden.float(), self.weight.float(), self.bias.float())
+
+def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
+    """The numbers 0..n-1 in a random order (n,) that depends on seed and epoch alone."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(n, generator=generator)
 
 
-class RewardModel(nn.Module):
+# ==== main ========================================================================================
+
+
+def main(args: Args):
+    # ---- data and model --------------------------------------------------------------------------
+    fill_templates(args)
+    accelerator = make_accelerator(args)
+    world = accelerator.num_processes
+    args.micro_batch_size = args.micro_batch_size or MICRO_BATCH_SIZES.get(args.model, 8)
+    args.forward_batch_size = args.forward_batch_size or 4 * args.micro_batch_size
+    sft_folder = checkpoint_folder("--sft-model-path", args.sft_model_path)
+    tokenizer = load_tokenizer(sft_folder)
+    pad_id = tokenizer.pad_token_id
+    references = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)["train"]
+    data = load_splits("--preference-dataset", args.preference_dataset, PREFERENCE_COLUMNS, tokenizer)
+    if "weight" in data["train"].column_names and data["train"].unique("weight") != [1.0]:
+        fail(f"--preference-dataset {args.preference_dataset}: pairs of other weights than 1 are for llama2/reward.py")
+    train = data.pop("train").select_columns(PAIR_COLUMNS)  # all other splits are for validation
+    if args.total_episodes is None:
+        args.total_episodes = int(args.num_train_epochs * len(train))
+    num_updates = args.total_episodes // args.batch_size
+    if num_updates == 0 or args.batch_size % world:
+        fail(f"--batch-size {args.batch_size}: above {args.total_episodes} pairs, or no multiple of {world} processes")
+    reward_model = new_reward_model(sft_folder, tokenizer)
+    reward_model.model.score.bias.requires_grad_(False)  # cancels in the loss; set by Detail 15 below
+    model, optimizer = prepare(accelerator, reward_model, args)
+    # an edit's own state, an object with state_dict and load_state_dict (it comes back on the CPU), is registered here:
+    # accelerator.register_for_checkpointing(it)
+    finished_updates = begin_run(accelerator, args)
+    run_start = time.time()
+    for update in updates(accelerator, args, finished_updates, num_updates):
+        # ---- 1. pairs ----------------------------------------------------------------------------
+        update_start = time.time()
+        episodes = range((update - 1) * args.batch_size, update * args.batch_size)
+        order = data_order(len(train), args.seed, episodes.start, episodes.stop)
+        rows = order.chunk(world)[accelerator.process_index]  # this process's share
+        mbs = pair_micro_batches(train[rows.tolist()], args.micro_batch_size, pad_id, accelerator.device)
+
+        # ---- 2. one step of the optimiser --------------------------------------------------------
+        learning_rate = args.learning_rate * 0.5 * (1 + cos(pi * (update - 1) / num_updates))  # cosine to 0 (table 4)
+        for group in optimizer.param_groups:  # a resumed optimiser has those of its checkpoint
+            group.update(lr=learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
+        sums = defaultdict(float)
+        for mb in mbs:
+            last = mb is mbs[-1]  # gradients are exchanged between devices with the last micro-batch
+            accelerator.sync_gradients = last  # for DeepSpeed
+            model.require_backward_grad_sync = last  # for DDP
+            chosen, rejected, other_logits = pair_rewards(model, mb, pad_id)
+            loss = preference_loss(chosen, rejected).sum()
+            accelerator.backward(loss * world / args.batch_size)  # x world: DDP and DeepSpeed average over devices
+            sums["loss/train"] += loss.detach()
+            sums["accuracy/train"] += (chosen > rejected).sum()
+            sums["rewards/chosen"] += chosen.detach().sum()
+            sums["rewards/rejected"] += rejected.detach().sum()
+            sums["other_logits/share_negative"] += (other_logits < 0).sum()
+            sums["other_logits/mean"] += other_logits.sum()
+            sums["other_logits/count"] += torch.ones_like(other_logits).sum()
+        grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
+
+        # ---- 3. log ------------------------------------------------------------------------------
+        sums = {key: accelerator.reduce(value, "sum").item() for key, value in sums.items()}
+        other_count = max(sums["other_logits/count"], 1)
+        metrics = {
+            "loss/train": sums["loss/train"] / args.batch_size,
+            "accuracy/train": sums["accuracy/train"] / args.batch_size,
+            "rewards/margin": (sums["rewards/chosen"] - sums["rewards/rejected"]) / args.batch_size,
+            "rewards/chosen": sums["rewards/chosen"] / args.batch_size,
+            "rewards/rejected": sums["rewards/rejected"] / args.batch_size,
+            "other_logits/share_negative": sums["other_logits/share_negative"] / other_count,
+            "other_logits/mean": sums["other_logits/mean"] / other_count,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "episode": episodes.stop,
+            "time/update": time.time() - update_start,
+            "time/total": time.time() - run_start,
+        }
+        if update == num_updates or (args.eval_every and update % args.eval_every == 0):
+            pairs = evaluate_pairs(accelerator, reward_model, data["validation"], args, pad_id, "validation")
+            metrics["eval/accuracy"] = accuracy_table("validation", pairs)[0]["accuracy"]
+        write_metrics(accelerator, args, metrics, update, num_updates)
+
+    # ---- centre (Detail 15) and save -------------------------------------------------------------
+    uncentred = reference_rewards(accelerator, reward_model, references, args, pad_id, left=False)
+    reward_model.model.score.bias.data = -uncentred.mean(0, keepdim=True).float().to(accelerator.device)
+    state = accelerator.get_state_dict(model)
+    save_model(accelerator, args, "model", reward_model.model, state, "model.", tokenizer)
+
+    # ---- evaluate (table 5) ----------------------------------------------------------------------
+    centred = reference_rewards(accelerator, reward_model, references, args, pad_id, left=False)
+    some = references.take(min(256, len(references)))
+    left_padded = reference_rewards(accelerator, reward_model, some, args, pad_id, left=True)  # Detail 14
+    table = reference_table(uncentred, centred, left_padded)
+    write_table(accelerator, args, "reference_rewards", table, "rewards of the references, uncentred (table 5)")
+    if args.run_eval:
+        table = []
+        for split in data:
+            pairs = evaluate_pairs(accelerator, reward_model, data[split], args, pad_id, split)
+            write_table(accelerator, args, f"pairs_{split}", pairs)
+            table += accuracy_table(split, pairs)
+        write_table(accelerator, args, "accuracy", table, "validation accuracy (table 5)")
+    accelerator.print(f"done in {time.time() - run_start:.0f} s: {args.output_dir}", flush=True)
+    accelerator.end_training()
+
+
+# ==== forward passes ==============================================================================
+
+
+def pair_micro_batches(batch: dict, size: int, pad_id: int, device) -> list[dict]:
+    """A batch of stored pairs, `size` pairs of similar length at a time: less padding, the same sums. A micro-batch
+    holds what the batch holds of its pairs, what pair_rows makes of them, and `index` (b,), their rows in the batch."""
+    query_and_chosen = (batch["query_chosen_token"] != pad_id).sum(1)
+    rejected = (batch["query_rejected_token_response_label"] != pad_id).sum(1)
+    mbs = []
+    for index in similar_lengths(query_and_chosen + rejected, size):
+        mb = {key: value[index] for key, value in batch.items()}
+        mb |= pair_rows(mb, pad_id) | {"index": index}
+        mbs.append({key: value.to(device) for key, value in mb.items()})
+    return mbs
+
+
+def pair_rows(batch: dict, pad_id: int) -> dict:
+    """Split stored pairs, the PAIR_COLUMNS (b, T), into what both sides share and what they do not: query (b, Q)
+    left-padded, chosen (b, C) and rejected (b, R) right-padded, and chosen_start, rejected_start (b,): how many of
+    their first tokens still belong to the query (0 but for templates whose last token joins with the response)."""
+    chosen = batch["query_chosen_token"]
+    in_response = batch["query_chosen_token_response_label"] != pad_id
+    in_response |= batch["query_rejected_token_response_label"] != pad_id
+    is_shared = (chosen == batch["query_rejected_token"]) & (chosen != pad_id) & ~in_response
+    shared = is_shared.long().cumprod(1).sum(1)  # (b,) how many of their first tokens are the same
+    queries = [row[:length] for row, length in zip(chosen, shared, strict=True)]
+    pairs = {"query": pad_sequence(queries, batch_first=True, padding_value=pad_id, padding_side="left")}
+    for side in ("chosen", "rejected"):
+        tokens = batch[f"query_{side}_token"]
+        lengths = (tokens != pad_id).sum(1)
+        response_lengths = (batch[f"query_{side}_token_response_label"] != pad_id).sum(1)
+        responses = [row[start:end] for row, start, end in zip(tokens, shared, lengths, strict=True)]
+        pairs[side] = pad_sequence(responses, batch_first=True, padding_value=pad_id)
+        pairs[f"{side}_start"] = lengths - response_lengths - shared
+    return pairs
+
+
+def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dict, dict]:
+    """A pair as one right-padded row `query + chosen + rejected` (b, T), for two passes. Returns the first one's tokens
+    (b, P), to be cached: columns that are query in every row, but for its last token. The second one's inputs on that
+    cache: tokens (b, S), a mask (b, 1, S, T) in which rejected does not see chosen, position ids (b, S) that go on from
+    the query in both. And where in S stand the query's last token and those of the response, for chosen (b, 1 + C) and
+    rejected (b, 1 + R). P and T are multiples of 16 if there is room, as in trim_right."""
+    tokens = right_padded(torch.cat([query, chosen, rejected], 1), pad_id)  # (b, T)
+    query_length = (query != pad_id).sum(1, keepdim=True)  # (b, 1)
+    chosen_length = (chosen != pad_id).sum(1, keepdim=True)
+    prefix_width = max(int(query_length.min()) - 1, 0)
+    prefix_width = prefix_width // 16 * 16 or prefix_width
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    is_query = positions < query_length  # (b, T)
+    is_rejected = positions >= query_length + chosen_length
+    same_response = is_rejected[:, prefix_width:, None] == is_rejected[:, None]  # (b, S, T)
+    causal = positions[prefix_width:, None] >= positions  # (S, T)
+    mask = causal & (is_query[:, None] | same_response)
+    position_ids = positions - is_rejected * chosen_length
+    inputs = {"input_ids": tokens[:, prefix_width:], "position_ids": position_ids[:, prefix_width:]}
+    inputs["attention_mask"] = mask[:, None]
+    query_end = query_length - 1 - prefix_width  # (b, 1), the query's last token, which comes before either response
+    columns = {}
+    for side, response, start in (("chosen", chosen, 0), ("rejected", rejected, chosen_length)):
+        response_columns = query_end + 1 + start + torch.arange(response.shape[1], device=tokens.device)
+        columns[side] = torch.cat([query_end, response_columns], 1)
+        columns[side].clamp_(max=tokens.shape[1] - prefix_width - 1)  # past a response's end: any
+    return tokens[:, :prefix_width], inputs, columns
+
+
+def response_rewards(model, tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
+    """Rewards (b,) of rows `query + response` (b, T): query padded on either side to `query_width` columns (0 where the
+    whole row is right-padded), response on the right."""
+    mask = tokens != pad_id
+    inputs = {}
+    if query_width:
+        inputs = {"attention_mask": mask.long(), "position_ids": position_ids(mask)}
+    logits = model(tokens, **inputs)  # (b, T)
+    last = last_token(tokens, query_width, pad_id)
+    return logits.gather(1, last[:, None]).squeeze(1)
+
+
+def last_token(tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
+    """Index (b,) of the last token before the first [PAD] at or after column `query_width`; the last column where there
+    is none (Detail 12). Padding to the left of the query does not count. tokens (b, T)."""
+    return query_width - 1 + (tokens[:, query_width:] != pad_id).long().cumprod(1).sum(1)
+
+
+def position_ids(mask: torch.Tensor) -> torch.Tensor:
+    """Positions that count real tokens only, whatever the padding (Detail 14): mask (b, T) -> (b, T)."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+# ==== padding =====================================================================================
+
+
+def trim_right(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Cut the columns on the right that are padding in every row, but for a width of a multiple of 16 (or all): widths
+    that differ at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
+    columns = (tokens != pad_id).any(0).nonzero().flatten()
+    if len(columns) == 0:
+        return tokens[:, :0]
+    used = int(columns[-1]) + 1
+    return tokens[:, : round_up(used, 16)]
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below the number."""
+    return -(-number // multiple) * multiple
+
+
+def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Rows in groups of `size` of similar length: less padding, the same batch. lengths (b,) -> row indices."""
+    order = lengths.argsort(descending=True, stable=True)
+    return list(order.split(size))
+
+
+def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
+    real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
+    return trim_right(tokens.gather(1, real_first), pad_id)
+
+
+# ==== models ======================================================================================
+
+
+def new_reward_model(path: str, tokenizer) -> "MaskedRewardModel":
+    """The SFT model of a checkpoint folder with a new scalar head: weights normal with standard deviation
+    1 / sqrt(d + 1), bias 0 (Detail 11)."""
+    settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
+    with or_fail(f"the model in {path} cannot be read"):
+        config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
+        config.pad_token_id = tokenizer.pad_token_id
+        model = AutoModelForSequenceClassification.from_pretrained(path, config=config, **settings)
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer) - 1:
+        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
+    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
+    model.score = ScalarHead(model.score.in_features, 1)
+    nn.init.normal_(model.score.weight, std=1 / (model.score.in_features + 1) ** 0.5)
+    nn.init.zeros_(model.score.bias)
+    return MaskedRewardModel(model)
+
+
+class MaskedRewardModel(nn.Module):
     """A transformers sequence classifier with one label that returns its scalar at every position."""
 
     def __init__(self, model):
@@ -156,173 +418,98 @@ class RewardModel(nn.Module):
         return self.model.score(hidden).squeeze(-1)
 
 
-def new_reward_model(path: str, tokenizer) -> RewardModel:
-    """The SFT model of a checkpoint folder with a new scalar head: weights normal with standard deviation
-    1 / sqrt(d + 1), bias 0 (Detail 11)."""
-    settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
-    with or_fail(f"the model in {path} cannot be read"):
-        config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
-        config.pad_token_id = tokenizer.pad_token_id
-        model = AutoModelForSequenceClassification.from_pretrained(path, config=config, **settings)
-    if (rows := model.get_input_embeddings().num_embeddings) < len(tokenizer) - 1:
-        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
-    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
-    model.score = ScalarHead(model.score.in_features, 1)
-    nn.init.normal_(model.score.weight, std=1 / (model.score.in_features + 1) ** 0.5)
-    nn.init.zeros_(model.score.bias)
-    return RewardModel(model)
+class ScalarHead(nn.Linear):
+    """The head of a reward model, (b, T, d) -> (b, T, 1), in float32 under autocast and in a bfloat16 model, too."""
+
+    def forward(self, hidden):
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), self.weight.float(), self.bias.float())
 
 
-def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
-    """Rows (stop - start,) at the positions start..stop-1 of an endless stream over n rows: each pass is a new shuffle
-    without replacement (Detail 21). A function of (seed, position) alone: every process can name every batch."""
-    passes = []
-    for epoch in range(start // n, (stop - 1) // n + 1):
-        shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
-        passes.append(shuffled[max(start - epoch * n, 0) : stop - epoch * n])
-    return torch.cat(passes)
-
-
-# ==== main ========================================================================================
-
-
-def main(args: Args):
-    # ---- data and model --------------------------------------------------------------------------
-    accelerator = make_accelerator(args)
-    args.micro_batch_size = args.micro_batch_size or PRESETS.get(args.model, 8)
-    args.forward_batch_size = args.forward_batch_size or 4 * args.micro_batch_size
-    world, per_rank = accelerator.num_processes, args.batch_size // accelerator.num_processes
-    sft_folder = checkpoint_folder("--sft-model-path", args.sft_model_path)
-    tokenizer = load_tokenizer(sft_folder)
-    pad_id = tokenizer.pad_token_id
-    references = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)["train"]
-    data = load_splits("--preference-dataset", args.preference_dataset, PREFERENCE_COLUMNS, tokenizer)
-    if "weight" in data["train"].column_names and data["train"].unique("weight") != [1.0]:
-        fail(f"--preference-dataset {args.preference_dataset}: pairs of other weights than 1 are for llama2/reward.py")
-    train = data["train"].select_columns(PAIR_COLUMNS)
-    if args.total_episodes is None:
-        args.total_episodes = int(args.num_train_epochs * len(train))
-    num_updates = args.total_episodes // args.batch_size
-    if num_updates == 0 or args.batch_size % world:
-        fail(f"--batch-size {args.batch_size}: above {args.total_episodes} pairs, or no multiple of {world} processes")
-    reward_model = new_reward_model(sft_folder, tokenizer)
-    reward_model.model.score.bias.requires_grad_(False)  # cancels in the loss; set by Detail 15 below
-    model, optimizer = prepare(accelerator, reward_model, args)
-    # state that an edit carries from update to update: accelerator.register_for_checkpointing(it) before this line
-    first = begin_run(accelerator, args)
-
-    # ---- train -----------------------------------------------------------------------------------
-    begin = time.time()
-    for update in updates(accelerator, args, first, num_updates):
-        start = time.time()
-        learning_rate = args.learning_rate * 0.5 * (1 + cos(pi * (update - 1) / num_updates))  # cosine to 0 (table 4)
-        for group in optimizer.param_groups:  # a resumed optimiser has those of its checkpoint
-            group |= {"lr": learning_rate, "eps": args.adam_eps, "weight_decay": args.weight_decay}
-        order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
-        batch = train[order[accelerator.process_index * per_rank :][:per_rank].tolist()]
-        groups = pair_micro_batches(batch, args.micro_batch_size, pad_id, accelerator.device)
-        sums = defaultdict(float)
-        for i, (_, pairs) in enumerate(groups):
-            accelerator.sync_gradients = model.require_backward_grad_sync = i == len(groups) - 1  # exchange gradients
-            rows = pairs["query"], pairs["chosen"], pairs["rejected"]
-            chosen, rejected, others = pair_rewards(model, *rows, pad_id)
-            loss = preference_loss(chosen, rejected).sum()
-            accelerator.backward(loss * world / args.batch_size)  # x world: DDP and DeepSpeed average over devices
-            sums["loss/train"] += loss.detach()
-            sums["accuracy/train"] += (chosen > rejected).sum()
-            sums["rewards/chosen"] += chosen.detach().sum()
-            sums["rewards/rejected"] += rejected.detach().sum()
-            sums["other_logits/share_negative"] += (others < 0).sum()
-            sums["other_logits/mean"] += others.sum()
-            sums["other_logits/count"] += torch.ones_like(others).sum()
-        grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
-
-        # ---- log ---------------------------------------------------------------------------------
-        sums = {key: accelerator.reduce(value, "sum").item() for key, value in sums.items()}
-        counts = {"other_logits": max(sums.pop("other_logits/count"), 1)}
-        metrics = {key: value / counts.get(key.partition("/")[0], args.batch_size) for key, value in sums.items()}
-        metrics["rewards/margin"] = (sums["rewards/chosen"] - sums["rewards/rejected"]) / args.batch_size
-        metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate, "episode": update * args.batch_size}
-        metrics |= {"time/update": time.time() - start, "time/total": time.time() - begin}
-        if update == num_updates or (args.eval_every and update % args.eval_every == 0):
-            rows = evaluate_pairs(accelerator, reward_model, data["validation"], args, pad_id, "validation")
-            metrics["eval/accuracy"] = accuracy_table("validation", rows)[0]["accuracy"]
-        write_metrics(accelerator, args, metrics, update, num_updates)
-
-    # ---- centre (Detail 15), save, evaluate (table 5) --------------------------------------------
-    rewards = reference_rewards(accelerator, reward_model, references, args, pad_id, left=False)
-    reward_model.model.score.bias.data = -rewards.mean(0, keepdim=True).float().to(accelerator.device)
-    save_model(accelerator, args, "model", reward_model.model, accelerator.get_state_dict(model), "model.", tokenizer)
-    centred = reference_rewards(accelerator, reward_model, references, args, pad_id, left=False)
-    sample = references.take(min(256, len(references)))
-    difference = reference_rewards(accelerator, reward_model, sample, args, pad_id, left=True) - centred[: len(sample)]
-    statistics = {"max": rewards.max(), "mean": rewards.mean(), "min": rewards.min(), "std": rewards.std()}
-    statistics |= {"mean_after_centring": centred.mean(), "left_minus_right_padding_mean": difference.mean()}
-    statistics |= {"left_minus_right_padding_max_abs": difference.abs().max()}
-    statistics = [{"statistic": key, "value": value.item()} for key, value in statistics.items()]
-    write_table(accelerator, args, "reference_rewards", statistics, "rewards of the references, uncentred (table 5)")
-    table = []
-    for split in [split for split in data if split != "train" and args.run_eval]:
-        rows = evaluate_pairs(accelerator, reward_model, data[split], args, pad_id, split)
-        table += accuracy_table(split, rows)
-        write_table(accelerator, args, f"pairs_{split}", rows)
-    if args.run_eval:
-        write_table(accelerator, args, "accuracy", table, "validation accuracy (table 5)")
-    accelerator.print(f"done in {time.time() - begin:.0f} s: {args.output_dir}", flush=True)
-    accelerator.end_training()
+def without_dropout(config):
+    """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, int | float):
+            setattr(config, key, 0.0)
+    return config
 
 
 # ==== evaluation ==================================================================================
 
 
-def pair_groups(batch: dict, i: int) -> dict:
-    """What table 5 groups pair i of a batch by: batch, split, policies, confidence (None where unknown)."""
-    groups = {key: batch[key][i] for key in ("batch", "split", "policies") if key in batch}
-    confidence = batch["extra"][i]["confidence"] if "extra" in batch else None
-    return groups | {"confidence": None if confidence is None else int(confidence)}
+@torch.no_grad()
+def reference_rewards(accelerator: Accelerator, model, data, args, pad_id: int, left: bool) -> torch.Tensor:
+    """Rewards (n,) of a split's references, in order: rows right-padded, or the query left-padded (PPO; Detail 14)."""
+    rewards = []
+    for _, batch in shares(accelerator, data, args.forward_batch_size, "rewards of references"):
+        if left:
+            tokens = torch.cat([batch["query_token"], batch["reference_response_token"]], 1)
+            query_width = batch["query_token"].shape[1]
+        else:
+            tokens = trim_right(batch["query_reference_response_token"], pad_id)
+            query_width = 0
+        with accelerator.autocast():
+            rewards += response_rewards(model, tokens.to(accelerator.device), query_width, pad_id).tolist()
+    return torch.tensor(gather_object(rewards), dtype=torch.float64)
+
+
+def reference_table(uncentred: torch.Tensor, centred: torch.Tensor, left_padded: torch.Tensor) -> list[dict]:
+    """Statistics of the references' rewards (n,), and how far left padding moves those of the first (up to n,)."""
+    difference = left_padded - centred[: len(left_padded)]
+    statistics = {
+        "max": uncentred.max(),
+        "mean": uncentred.mean(),
+        "min": uncentred.min(),
+        "std": uncentred.std(),
+        "mean_after_centring": centred.mean(),
+        "left_minus_right_padding_mean": difference.mean(),
+        "left_minus_right_padding_max_abs": difference.abs().max(),
+    }
+    return [{"statistic": key, "value": value.item()} for key, value in statistics.items()]
 
 
 @torch.no_grad()
 def evaluate_pairs(accelerator: Accelerator, model, data, args, pad_id: int, name: str) -> list[dict]:
     """Both rewards of every pair of a split, in order, with what table 5 groups the pair by."""
-    found = []
+    pairs = []
     for _, batch in shares(accelerator, data, args.forward_batch_size, f"rewards of {name}"):
-        pairs = pair_rows(batch, pad_id)
-        rows = [pairs[key].to(accelerator.device) for key in ("query", "chosen", "rejected")]
+        rows = {key: value.to(accelerator.device) for key, value in pair_rows(batch, pad_id).items()}
         with accelerator.autocast():
-            chosen, rejected, _ = pair_rewards(model, *rows, pad_id)
-        for i, rewards in enumerate(zip(chosen.tolist(), rejected.tolist(), strict=True)):
-            found.append(pair_groups(batch, i) | {"chosen_reward": rewards[0], "rejected_reward": rewards[1]})
-    return gather_object(found)
+            chosen, rejected, _ = pair_rewards(model, rows, pad_id)
+        pairs += pair_table(batch, torch.stack([chosen, rejected], 1))
+    return gather_object(pairs)
 
 
-def accuracy_table(name: str, rows: list[dict]) -> list[dict]:
+def pair_table(batch: dict, rewards: torch.Tensor) -> list[dict]:
+    """One row a pair: what table 5 groups it by (batch, split, policies, confidence; None where unknown), and both of
+    its rewards (b, 2)."""
+    pairs = []
+    for i, (chosen, rejected) in enumerate(rewards.tolist()):
+        pair = {key: batch[key][i] for key in ("batch", "split", "policies") if key in batch}
+        confidence = None
+        if "extra" in batch:
+            confidence = batch["extra"][i]["confidence"]
+        pair["confidence"] = None if confidence is None else int(confidence)
+        pairs.append(pair | {"chosen_reward": chosen, "rejected_reward": rejected})
+    return pairs
+
+
+def accuracy_table(name: str, pairs: list[dict]) -> list[dict]:
     """Table 5's rows of one split: the share of pairs whose chosen reward is the higher one, over all and per batch,
     confidence, split and policy pair (Detail 16). Null values are a group of their own."""
-    frame = pandas.DataFrame(rows)
+    frame = pandas.DataFrame(pairs, dtype=object)  # else a null turns integers into floats
     frame["hit"] = frame["chosen_reward"] > frame["rejected_reward"]
-    frame["overall"], table = "all", []
-    for group in [key for key in ("overall", "batch", "confidence", "split", "policies") if key in frame]:
-        for value, pairs in frame.groupby(frame[group].astype(object), dropna=False):
-            value = "null" if pandas.isna(value) else int(value) if group == "confidence" else value
-            row = {"data": name, "group": group, "value": value, "pairs": len(pairs)}
-            table.append(row | {"accuracy": pairs["hit"].mean()})
+    frame["overall"] = "all"
+    table = []
+    for group in ("overall", "batch", "confidence", "split", "policies"):
+        if group not in frame:
+            continue
+        for value, members in frame.groupby(group, dropna=False):
+            if pandas.isna(value):
+                value = "null"
+            row = {"data": name, "group": group, "value": value, "pairs": len(members)}
+            table.append(row | {"accuracy": members["hit"].mean()})
     return table
-
-
-@torch.no_grad()
-def reference_rewards(accelerator: Accelerator, model, data, args, pad_id: int, left: bool) -> torch.Tensor:
-    """Rewards (n,) of a split's references, in order: rows right-padded, or the query left-padded (PPO; Detail 14)."""
-    found = []
-    for _, batch in shares(accelerator, data, args.forward_batch_size, "rewards of references"):
-        tokens, width = trim(batch["query_reference_response_token"], pad_id, "right"), 0
-        if left:
-            tokens = torch.cat([batch["query_token"], batch["reference_response_token"]], 1)
-            width = batch["query_token"].shape[1]
-        with accelerator.autocast():
-            rewards = response_rewards(model, tokens.to(accelerator.device), width, pad_id)
-        found += rewards.tolist()
-    return torch.tensor(gather_object(found), dtype=torch.float64)
 
 
 def write_table(accelerator: Accelerator, args, name: str, rows: list[dict], title: str = ""):
@@ -338,107 +525,11 @@ def write_table(accelerator: Accelerator, args, name: str, rows: list[dict], tit
 def shares(accelerator: Accelerator, data, size: int, description: str):
     """Yield (row indices, rows) of this process's share of a split, up to `size` rows at a time; gather_object puts
     what the processes find into the order of the rows."""
-    first, last = (len(data) * (accelerator.process_index + i) // accelerator.num_processes for i in (0, 1))
+    first = len(data) * accelerator.process_index // accelerator.num_processes
+    last = len(data) * (accelerator.process_index + 1) // accelerator.num_processes
     for start in progress(accelerator, range(first, last, size), description):
         index = list(range(start, min(start + size, last)))
         yield index, data[index]
-
-
-# ==== padding and shared queries ==================================================================
-
-
-def trim(tokens: torch.Tensor, pad_id: int, side: Literal["left", "right"]) -> torch.Tensor:
-    """Cut the columns that are padding in every row, but for a width of a multiple of 16 (or all): widths that differ
-    at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
-    columns = (tokens != pad_id).any(0).nonzero().flatten()
-    if len(columns) == 0:
-        return tokens[:, :0]
-    used = int(tokens.shape[1] - columns[0] if side == "left" else columns[-1] + 1)
-    width = -(-used // 16) * 16
-    return tokens[:, -width:] if side == "left" else tokens[:, :width]
-
-
-def pair_rows(batch: dict, pad_id: int) -> dict:
-    """Split stored pairs, the PAIR_COLUMNS (b, T), into what both sides share and what they do not: query (b, Q)
-    left-padded, chosen (b, C) and rejected (b, R) right-padded, and chosen_start, rejected_start (b,): how many of
-    their first tokens still belong to the query (0 but for templates whose last token joins with the response)."""
-    chosen, chosen_label, rejected, rejected_label = (batch[column] for column in PAIR_COLUMNS)
-    query = (chosen == rejected) & (chosen != pad_id) & (chosen_label == pad_id) & (rejected_label == pad_id)
-    shared = query.long().cumprod(1).sum(1)  # (b,) tokens of both
-    queries = [row[:length] for row, length in zip(chosen, shared, strict=True)]
-    found = {"query": pad_sequence(queries, batch_first=True, padding_value=pad_id, padding_side="left")}
-    for name, tokens, label in (("chosen", chosen, chosen_label), ("rejected", rejected, rejected_label)):
-        lengths = (tokens != pad_id).sum(1)
-        rows = [row[start:end] for row, start, end in zip(tokens, shared, lengths, strict=True)]
-        found[name] = pad_sequence(rows, batch_first=True, padding_value=pad_id)
-        found[f"{name}_start"] = lengths - (label != pad_id).sum(1) - shared
-    return found
-
-
-def pair_micro_batches(batch: dict, size: int, pad_id: int, device) -> list[tuple[torch.Tensor, dict]]:
-    """Stored pairs in groups of `size` of similar length: row indices, and what pair_rows makes of the rows."""
-    lengths = sum((batch[column] != pad_id).sum(1) for column in (PAIR_COLUMNS[0], PAIR_COLUMNS[3]))  # query, both once
-    groups = []
-    for index in lengths.argsort(descending=True, stable=True).split(size):
-        pairs = pair_rows({column: batch[column][index] for column in PAIR_COLUMNS}, pad_id)
-        groups.append((index, {key: value.to(device) for key, value in pairs.items()}))
-    return groups
-
-
-def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dict, list[torch.Tensor]]:
-    """A pair as one row `query + chosen + rejected`, all padding on the right, for two passes. Returns (b, P): the
-    columns that are query in every row but for its last token, to be run first and cached; the inputs of a second pass
-    on that cache: tokens (b, S) of the other columns, a mask (b, 1, S, P + S) in which rejected does not see chosen,
-    position ids (b, S) that go on from the query in both; and where in S stand the query's last token and those of
-    chosen (b, 1 + C), the query's last token and those of rejected (b, 1 + R). P and P + S are multiples of 16 if
-    there is room, as in trim."""
-    parts = (query, chosen, rejected)
-    tokens = torch.cat(parts, 1)
-    part = torch.cat([torch.full((x.shape[1],), i) for i, x in enumerate(parts)]).to(tokens.device).expand_as(tokens)
-    lengths = [(x != pad_id).sum(1, keepdim=True) for x in parts]  # 3 x (b, 1)
-    split = max(int(lengths[0].min()) - 1, 0)
-    split = split // 16 * 16 or split
-    real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
-    tokens = trim(tokens.gather(1, real_first), pad_id, "right")
-    width = tokens.shape[1]
-    part, place = part.gather(1, real_first)[:, :width], torch.arange(width).to(query.device)
-    visible = (part[:, None] == 0) | (part[:, split:, None] == part[:, None])  # (b, S, T)
-    positions = place - (part == 2) * lengths[1]
-    inputs = {"input_ids": tokens[:, split:], "position_ids": positions[:, split:]}
-    inputs["attention_mask"] = ((place[split:, None] >= place) & visible)[:, None]
-    last = lengths[0] - 1 - split  # (b, 1), the query's last token, which comes before either response
-    columns = [last + 1 + torch.arange(x.shape[1]).to(x.device) for x in parts[1:]]
-    columns = [torch.cat([last, x], 1).clamp(max=width - split - 1) for x in (columns[0], columns[1] + lengths[1])]
-    return tokens[:, :split], inputs, columns
-
-
-def position_ids(mask: torch.Tensor) -> torch.Tensor:
-    """Positions that count real tokens only, whatever the padding (Detail 14): mask (b, T) -> (b, T)."""
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)
-
-
-def last_token(tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
-    """Index (b,) of the last token before the first [PAD] at or after column `query_width`; the last column where there
-    is none (Detail 12). Padding to the left of the query does not count. tokens (b, T)."""
-    return query_width - 1 + (tokens[:, query_width:] != pad_id).long().cumprod(1).sum(1)
-
-
-def response_rewards(model, tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
-    """Rewards (b,) of rows `query + response` (b, T): query padded on either side to `query_width` columns (0 where the
-    whole row is right-padded), response on the right."""
-    mask = tokens != pad_id
-    inputs = {"attention_mask": mask.long(), "position_ids": position_ids(mask)} if query_width else {}
-    logits = model(tokens, **inputs)  # (b, T)
-    return logits.gather(1, last_token(tokens, query_width, pad_id)[:, None]).squeeze(1)
-
-
-# ==== models ======================================================================================
-
-
-def without_dropout(config):
-    """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
-    config.update({k: 0.0 for k, v in config.to_dict().items() if "drop" in k and isinstance(v, int | float)})
-    return config
 
 
 # ==== plumbing: one text in every stage script; read it once, then skip it ========================
@@ -459,26 +550,33 @@ def or_fail(message: str):
         fail(f"{message} ({error!r:.300})")
 
 
-def make_accelerator(args) -> Accelerator:
-    """Fill {model} and {seed} into the arguments' templates. Returns the Accelerator that the launcher asked for, or an
-    error where accelerate would silently run something else."""
+def fill_templates(args):
+    """Put the run's name and seed for {model} and {seed} in the arguments. An error where its folder holds a run."""
+    name = Path(args.model.partition("@")[0]).name
     for key, value in vars(args).items():
         if isinstance(value, str):
-            name = Path(args.model.partition("@")[0]).name
             setattr(args, key, value.replace("{model}", name).replace("{seed}", str(args.seed)))
     if Path(args.output_dir, "args.json").exists() and not args.resume:
         fail(f"{args.output_dir} already holds a run: another --output-dir, delete it, or continue it with --resume")
+
+
+def make_accelerator(args) -> Accelerator:
+    """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
+    transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    gloo = world > 1 and not torch.accelerator.is_available()  # what accelerate must be told, in one of two ways
-    accelerator = Accelerator(
-        cpu=gloo and not deepspeed,
-        mixed_precision=args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no"),
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo and deepspeed else [],
-        log_with="tensorboard",
-        project_dir=args.output_dir,
-    )
-    if (accelerator.num_processes, accelerator.state.deepspeed_plugin is not None) != (world, deepspeed):
+    default = "bf16" if torch.cuda.is_available() else "no"
+    settings = {"mixed_precision": args.mixed_precision or default}
+    if world > 1 and not torch.accelerator.is_available():  # accelerate must be told, in one of two ways
+        if deepspeed:
+            settings["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
+        else:
+            settings["cpu"] = True
+    accelerator = Accelerator(log_with="tensorboard", project_dir=args.output_dir, **settings)
+    runs_deepspeed = accelerator.state.deepspeed_plugin is not None
+    if accelerator.num_processes != world or runs_deepspeed != deepspeed:
         fail(f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch by benchmark/accelerate/*.yaml")
     set_seed(args.seed)
     return accelerator
@@ -491,12 +589,16 @@ def checkpoint_folder(flag: str, path: str) -> str:
             return str(folder)
     name, _, revision = path.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
-        stage, model, seed = ["sft", "MODEL", "SEED", *path.split("/") * path.startswith("runs/")][-3:]
+        stage, model, seed = "sft", "MODEL", "SEED"
+        if path.startswith("runs/") and path.count("/") >= 3:
+            stage, model, seed = path.split("/")[-3:]
         fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
     wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
     with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
         folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
-        return folder if [*Path(folder).glob("*.safetensors")] else snapshot_download(**wanted)
+        if not list(Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(**wanted)  # pytorch_model.bin
+        return folder
 
 
 def load_tokenizer(path: str):
@@ -515,17 +617,27 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
         for split in ("train", "validation", *data):
             data[split].select_columns(columns)[0]
-    keys, eos_id = [column for column in columns if "_token" in column], tokenizer.eos_token_id
+    keys = [column for column in columns if "_token" in column]
     for split, rows in data.items():
-        same, largest = [], max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
-        for row in rows.select(range(0, len(rows), -(-len(rows) // 16))):
-            query = tokenizer(row["query"], add_special_tokens=False).input_ids
-            real = {key: [x for x in row[key] if x != tokenizer.pad_token_id] for key in keys}
-            same.append(all(x == query if key == "query_token" else x[-1:] == [eos_id] for key, x in real.items()))
-        if 2 * sum(same) <= len(same) or largest >= len(tokenizer):
-            found = f"{sum(same)} of {len(same)} rows are as the model's tokenizer makes them; largest id {largest}"
+        largest = max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
+        looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
+        same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
+        if 2 * same <= len(looked_at) or largest >= len(tokenizer):
+            found = f"{same} of {len(looked_at)} rows are as the model's tokenizer makes them; largest id {largest}"
             fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py --tokenizer MODEL; --check finds more")
     return data.with_format("torch")
+
+
+def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
+    """Whether a row's query is the tokens that the tokenizer makes of its text, and the rest end in its EOS."""
+    for key in keys:
+        tokens = [token for token in row[key] if token != tokenizer.pad_token_id]
+        if key == "query_token":
+            if tokens != tokenizer(row["query"], add_special_tokens=False).input_ids:
+                return False
+        elif tokens[-1:] != [tokenizer.eos_token_id]:
+            return False
+    return True
 
 
 @contextmanager
@@ -553,43 +665,76 @@ def writing(accelerator: Accelerator, path: Path):
 def begin_run(accelerator: Accelerator, args) -> int:
     """Make the run folder or, with --resume, load its newest checkpoint that can be loaded, and start the trackers.
     Returns the update to go on from. Comes last before the training: a bad command leaves nothing behind."""
-    folder, first, lines, old = Path(args.output_dir), 0, "", {}
+    folder = Path(args.output_dir)
+    old = {}
     if (folder / "args.json").exists():
         old = json.loads((folder / "args.json").read_text())
         changed = [f"{key} {old.get(key)} -> {value}" for key, value in vars(args).items() if value != old.get(key)]
         accelerator.print(f"--resume {folder}, changed: {', '.join(changed) or 'nothing'}")
-    for checkpoint in sorted(folder.glob("checkpoints/update_??????"), reverse=True):
+    finished, metrics = load_newest(accelerator, folder)
+    about = {
+        "stage": STAGE,
+        "command": shlex.join(["python", *sys.argv]),
+        "processes": accelerator.num_processes,
+        "wandb_id": old.get("wandb_id", os.urandom(8).hex()),
+    }
+    start_trackers(accelerator, args, about["wandb_id"], finished)
+    write_text(accelerator, folder / "args.json", json.dumps(about | asdict(args), indent=2) + "\n")
+    write_text(accelerator, folder / "metrics.jsonl", metrics)
+    return finished
+
+
+def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
+    """Load the newest checkpoint that every process can load. Returns its update and its metrics.jsonl; 0 and "" where
+    there is no checkpoint."""
+    checkpoints = sorted(folder.glob("checkpoints/update_??????"), reverse=True)
+    for checkpoint in checkpoints:
+        problem = None
         try:
-            lines, problem = (checkpoint / "metrics.jsonl").read_text(), None
+            metrics = (checkpoint / "metrics.jsonl").read_text()
             accelerator.load_state(str(checkpoint))
         except Exception as error:
             problem = f"{error!r:.300}"
         problems = [problem for problem in gather_object([problem]) if problem]
-        accelerator.print(f"--resume: {checkpoint} {f'cannot be loaded: {problems}' if problems else 'is loaded'}")
         if not problems:
-            first = int(checkpoint.name.removeprefix("update_"))
-            break
-    if lines and not first:
+            accelerator.print(f"--resume: {checkpoint} is loaded")
+            return int(checkpoint.name.removeprefix("update_")), metrics
+        accelerator.print(f"--resume: {checkpoint} cannot be loaded: {problems}")
+    if checkpoints:
         fail(f"--resume: no checkpoint in {folder} can be loaded; launch it as before, or delete it")
-    about = {"stage": STAGE, "command": shlex.join(["python", *sys.argv]), "processes": accelerator.num_processes}
-    about["wandb_id"] = old.get("wandb_id", os.urandom(8).hex())
+    return 0, ""
+
+
+def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int):
+    """TensorBoard, and W&B with --track; a resumed run goes on in the same curves."""
     if args.track:
-        run = {"dir": args.output_dir, "name": "__".join(folder.parts[-3:]), "id": about["wandb_id"], "resume": "allow"}
-        run["settings"] = {"finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))}  # seconds
-        accelerator.log_with.append(WandBTracker(None, config=asdict(args), **run))
+        tracker = WandBTracker(
+            None,
+            config=asdict(args),
+            dir=args.output_dir,
+            name="__".join(Path(args.output_dir).parts[-3:]),
+            id=wandb_id,
+            resume="allow",
+            settings={"finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))},  # seconds
+        )
+        accelerator.log_with.append(tracker)
+    purge_step = finished + 1 if finished else 0
     with or_fail("the trackers do not start (WANDB_MODE=offline keeps what W&B gets in the run folder)"):
-        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first + 1 if first else 0}})
-    for name, text in (("args.json", json.dumps(about | asdict(args), indent=2) + "\n"), ("metrics.jsonl", lines)):
-        with writing(accelerator, folder / name) as partial:
-            if accelerator.is_main_process:
-                partial.write_text(text)
-    return first
+        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": purge_step}})
+
+
+def write_text(accelerator: Accelerator, path: Path, text: str):
+    """Write a file whole or not at all."""
+    with writing(accelerator, path) as partial:
+        if accelerator.is_main_process:
+            partial.write_text(text)
 
 
 def updates(accelerator: Accelerator, args, first: int, last: int):
     """Yield the updates first + 1 to last under a progress bar. After each comes a checkpoint where one is due, or
     where SIGTERM or SIGUSR1, a scheduler's notice, has come: then the run ends there, with exit code 75."""
-    caught, folder, left_over = [], Path(args.output_dir), args.total_episodes - last * args.batch_size
+    caught = []
+    left_over = args.total_episodes - last * args.batch_size
     accelerator.print(f"{STAGE}: {last:,} updates of {args.batch_size}, {left_over} left over, on {accelerator.device}")
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: caught.append(number))  # and no more: it ends between two updates
@@ -597,61 +742,78 @@ def updates(accelerator: Accelerator, args, first: int, last: int):
         yield update
         stop = accelerator.reduce(torch.tensor(len(caught), device=accelerator.device), "sum") > 0
         if stop or (args.save_every and update % args.save_every == 0):
-            path = folder / "checkpoints" / f"update_{update:06d}"
-            with writing(accelerator, path) as partial:
-                accelerator.save_state(str(partial))
-                if accelerator.is_main_process:
-                    shutil.copy(folder / "metrics.jsonl", partial)
-            written = sorted(old for old in path.parent.glob("update_??????") if old <= path)
-            for old in written[: -max(args.keep_checkpoints, 1)]:
-                shutil.rmtree(old, ignore_errors=True)  # every process may
+            save_checkpoint(accelerator, args, update)
         if stop:
-            accelerator.print(f"stopped by a signal after update {update}; {folder} continues with --resume")
+            accelerator.print(f"stopped by a signal after update {update}; {args.output_dir} continues with --resume")
             accelerator.end_training()
             raise SystemExit(75)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
 
 
+def save_checkpoint(accelerator: Accelerator, args, update: int):
+    """Write checkpoints/update_NNNNNN and delete all but the newest --keep-checkpoints."""
+    folder = Path(args.output_dir)
+    path = folder / "checkpoints" / f"update_{update:06d}"
+    with writing(accelerator, path) as partial:
+        accelerator.save_state(str(partial))
+        if accelerator.is_main_process:
+            shutil.copy(folder / "metrics.jsonl", partial)
+    written = sorted(old for old in path.parent.glob("update_??????") if old <= path)
+    for old in written[: -max(args.keep_checkpoints, 1)]:
+        shutil.rmtree(old, ignore_errors=True)  # every process may
+
+
 def progress(accelerator: Accelerator, items, description: str):
     """Yield `items` under a rich progress bar with the rate and the time left, shown by the main process only."""
-    columns = *Progress.get_default_columns(), TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
+    rate = TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
+    columns = [*Progress.get_default_columns(), rate]
     with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
         yield from bar.track(items, len(items), description=description)
 
 
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
     """One line of metrics.jsonl, the same to the trackers; at each twentieth of the run the first five are printed."""
-    metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
+    metrics = {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
+    line = json.dumps({"update": update, **metrics})
     if accelerator.is_main_process:
-        with or_fail("metrics.jsonl could not be written"), Path(args.output_dir, "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"update": update, **metrics}) + "\n")
+        with or_fail("metrics.jsonl could not be written"):
+            with Path(args.output_dir, "metrics.jsonl").open("a") as file:
+                file.write(line + "\n")
     accelerator.log(metrics, step=update)
     if update % max(1, last // 20) == 0:
-        accelerator.print(f"update {update}/{last}", *(f" {key} {metrics[key]:.4g}" for key in list(metrics)[:5]))
+        numbers = [f" {key} {metrics[key]:.4g}" for key in list(metrics)[:5]]
+        accelerator.print(f"update {update}/{last}", *numbers)
 
 
 def save_model(accelerator: Accelerator, args, name: str, model, state: dict, prefix: str, tokenizer):
     """Write a transformers checkpoint into the run folder: the weights in `state` whose names begin with `prefix`."""
     with writing(accelerator, Path(args.output_dir, name)) as partial:
         if accelerator.is_main_process:
-            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            model.save_pretrained(partial, state_dict=own)
+            weights = {}
+            for key, value in state.items():
+                if key.startswith(prefix):
+                    weights[key.removeprefix(prefix)] = value
+            model.save_pretrained(partial, state_dict=weights)
             tokenizer.save_pretrained(partial)
 
 
 def prepare(accelerator: Accelerator, model, args):
     """Model and AdamW as the launcher asked for them (plain, DDP, DeepSpeed)."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    settings = {"lr": args.learning_rate, "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(
+        parameters, lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
+    )
     if accelerator.state.deepspeed_plugin:  # what DeepSpeed would else default to, or take from a data loader
         config = accelerator.state.deepspeed_plugin.deepspeed_config
-        config |= {"train_micro_batch_size_per_gpu": args.micro_batch_size, "gradient_clipping": args.max_grad_norm}
-        config |= {"gradient_accumulation_steps": 1, "zero_force_ds_cpu_optimizer": False}  # offloaded, it is torch's
+        config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+        config["gradient_clipping"] = args.max_grad_norm
+        config["gradient_accumulation_steps"] = 1
+        config["zero_force_ds_cpu_optimizer"] = False  # offloaded, it is torch's
         config["data_types"] = {"grad_accum_dtype": "fp32"}  # else the micro-batches' gradients are summed in bfloat16
         if config["zero_optimization"]["stage"] == 3:
             fail("ZeRO-3 is not supported: benchmark/accelerate/zero2_offload.yaml takes every size")
-    return accelerator.prepare(model, torch.optim.AdamW(parameters, **settings))
+    return accelerator.prepare(model, optimizer)
 
 
 def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:

@@ -130,7 +130,8 @@ def policy_and_value(model, queries, responses, pad: int, banned) -> tuple[torch
 def trained_reward(stage, folder: Path):
     """A reward model of a checkpoint folder, with the forward pass of a stage."""
     loaded = ppo.load_reward_model(str(folder), padded_tokenizer(folder))
-    return stage.RewardModel(loaded.model).eval()
+    model = stage.MaskedRewardModel if stage is reward else stage.RewardModel
+    return model(loaded.model).eval()
 
 
 # ---- fixtures: hand-made data --------------------------------------------------------------------------
@@ -818,7 +819,7 @@ def test_detail_12_reward_at_the_last_token(world, reward_run):
     chosen, rejected = torch.tensor([[8, 9, 0], [8, 0, p]]), torch.tensor([[10, 0, p, p], [10, 11, 12, 0]])
     own = trained_reward(reward, reward_run.folder / "model")
     with torch.no_grad():
-        found = reward.pair_rewards(own, query, chosen, rejected, pad)[:2]
+        found = reward.pair_rewards(own, {"query": query, "chosen": chosen, "rejected": rejected}, pad)[:2]
         assert close(found[0], model.last([[5, 6, 8, 9, 0], [5, 6, 7, 8, 0]]))
         assert close(found[1], model.last([[5, 6, 10, 0], [5, 6, 7, 10, 11, 12, 0]]))
 
@@ -828,7 +829,7 @@ def test_detail_13_other_positions_are_only_logged(world, reward_run, reward_by_
     own = trained_reward(reward, reward_run.folder / "model")
     plain = PlainReward(reward_run.folder / "model")
     query, chosen = torch.tensor([[pad, 5, 6], [5, 6, 7]]), torch.tensor([[8, 9, 0], [8, 0, pad]])
-    *rewards, others = reward.pair_rewards(own, query, chosen, chosen, pad)
+    *rewards, others = reward.pair_rewards(own, {"query": query, "chosen": chosen, "rejected": chosen}, pad)
     logits = plain([[5, 6, 8, 9, 0], [5, 6, 7, 8, 0]])
     expected = torch.stack([logits[0, 2], logits[0, 3], logits[1, 3]]).repeat(2)
     assert close(others.sort().values, expected.detach().sort().values)

@@ -275,7 +275,7 @@ def test_pair_inputs_hide_chosen_from_rejected_and_restart_its_positions():
     for b, (query, (_, _, (_, chosen, rejected, _, _))) in enumerate(zip(queries, PAIRS, strict=True)):
         row = prefix[b].tolist() + tokens[b].tolist()
         assert row == query + chosen + rejected + [PAD] * (32 - len(query + chosen + rejected))
-        for at, response in zip(columns, (chosen, rejected), strict=True):
+        for at, response in zip(columns.values(), (chosen, rejected), strict=True):
             own = at[b, : 1 + len(response)].tolist()
             assert tokens[b, own].tolist() == query[-1:] + response
             for n, t in enumerate(own):  # sees a prefix of its own plain row
@@ -402,7 +402,7 @@ def test_pair_rewards_equal_two_plain_rows(small, shortest):
     strengthen(model)
     batch, plain = random_pairs(len(tokenizer) - 2, pad_id, shortest)
     pairs = reward.pair_rows(batch, pad_id)
-    *found, others = reward.pair_rewards(model, pairs["query"], pairs["chosen"], pairs["rejected"], pad_id)
+    *found, others = reward.pair_rewards(model, pairs, pad_id)
     expected_others = []
     for side, name in ((0, "chosen"), (1, "rejected")):
         for i, row in enumerate(plain):

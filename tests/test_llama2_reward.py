@@ -70,7 +70,7 @@ def test_grade_of_a_confidence():
 def test_accuracy_and_gap_by_grade_and_safety():
     columns = ("chosen_reward", "rejected_reward", "grade", "safety")
     rows = [(1.0, 0.5, "better", "both safe"), (0.0, 2.0, "better", None), (3.0, 0.0, "none", "both safe")]
-    table = graded_reward.graded_table("d", [dict(zip(columns, row, strict=True)) for row in rows])
+    table = graded_reward.graded_accuracy_table("d", [dict(zip(columns, row, strict=True)) for row in rows])
     assert [tuple(row.values()) for row in table] == [
         ("d", "overall", "all", 3, pytest.approx(2 / 3), pytest.approx(0.5)),
         ("d", "grade", "better", 2, 0.5, -0.75),
@@ -79,7 +79,8 @@ def test_accuracy_and_gap_by_grade_and_safety():
         ("d", "safety", "null", 1, 0.0, -2.0),
     ]
     labels = {"chosen_safe": [safe for safe, _ in SAFE[:5]], "rejected_safe": [safe for _, safe in SAFE[:5]]}
-    bins = [graded_reward.graded_groups(labels | {"grade": GRADES}, i)["safety"] for i in range(5)]
+    graded = graded_reward.graded_pair_table(labels | {"grade": GRADES}, torch.zeros(5, 2))
+    bins = [pair["safety"] for pair in graded]
     assert bins == ["chosen alone safe", "both safe", "both unsafe", None, None]
 
 
@@ -91,11 +92,11 @@ def test_margins_and_weights_of_pairs():
     data = pairs(grade=GRADES, margin=[0.0, 0.25, 1.5, 3.0, 2.0], weight=[1.0, 0.5, 0.5, 1.0, 1.0])
     expected = {"none": [0] * 5, "small": SMALL, "large": LARGE, "column": [0, 0.25, 1.5, 3, 2]}
     for margin, margins in expected.items():
-        found = graded_reward.pair_terms("here", data, margin)
-        assert close(found[0], margins, 1e-7) and found[1].tolist() == [1, 0.5, 0.5, 1, 1]
+        assert close(graded_reward.pair_margins("here", data, margin), margins, 1e-7)
+    assert graded_reward.pair_weights(data).tolist() == [1, 0.5, 0.5, 1, 1]
     extra = [{"confidence": confidence} for confidence in (1, 4, None, 8, 7)]  # of TL;DR, which has no grades
-    margins, weights = graded_reward.pair_terms("here", pairs(extra=extra), "large")
-    assert margins.tolist() == [3, 0, 0, 2, 1] and weights.tolist() == [1] * 5
+    assert graded_reward.pair_margins("here", pairs(extra=extra), "large").tolist() == [3, 0, 0, 2, 1]
+    assert graded_reward.pair_weights(pairs(extra=extra)).tolist() == [1] * 5
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_margins_and_weights_of_pairs():
 )
 def test_bad_margins(margin, columns, message):
     with pytest.raises(SystemExit) as error:
-        graded_reward.pair_terms("here", pairs(**columns), margin)
+        graded_reward.pair_margins("here", pairs(**columns), margin)
     assert message in str(error.value)
 
 

@@ -52,13 +52,13 @@ def losses(stage: str):
     language = GPTNeoXForCausalLM(config(WIDTH, LAYERS, 4, VOCAB))
     classifier = GPTNeoXForSequenceClassification(config(WIDTH, LAYERS, 4, VOCAB))
     classifier.score = torch.nn.Linear(WIDTH, 1)
-    value = reward.RewardModel(classifier)
+    value = reward.MaskedRewardModel(classifier)
     pairs = {"query": tokens(4, 257), "chosen": tokens(4, 60), "rejected": tokens(4, 52)}  # 256 columns go first
     if stage == "sft":
         batch = {"query_reference_response_token": tokens(4, 320)}
         return language, lambda: sft.loss_and_count(language, batch, "all", PAD, "cpu")[0], [(4, 320, 0)], 320
     if stage == "reward":
-        return value, lambda: reward.pair_rewards(value, *pairs.values(), PAD)[0].sum(), [(4, 384, 256)], 0
+        return value, lambda: reward.pair_rewards(value, pairs, PAD)[0].sum(), [(4, 384, 256)], 0
     if stage == "dpo":
         pairs |= {"chosen_start": torch.zeros(4), "rejected_start": torch.zeros(4)}
         pairs = {key: value.long() for key, value in pairs.items()}

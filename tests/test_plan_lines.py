@@ -86,12 +86,12 @@ def test_a_pass_without_gradient_allocates_what_the_plan_says(stage):
     if stage == "reward":
         model = GPTNeoXForSequenceClassification(config(WIDTH, LAYERS, 4, VOCAB))
         model.score = reward.ScalarHead(WIDTH, 1)
-        model = reward.RewardModel(model)
+        model = reward.MaskedRewardModel(model)
     else:
         model = GPTNeoXForCausalLM(config(WIDTH, LAYERS, 4, VOCAB))
         pairs |= {"chosen_start": torch.zeros(rows).long(), "rejected_start": torch.zeros(rows).long()}
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        reward.pair_rewards(model, *pairs.values(), PAD) if stage == "reward" else dpo.pair_logprobs(model, pairs, PAD)
+        reward.pair_rewards(model, pairs, PAD) if stage == "reward" else dpo.pair_logprobs(model, pairs, PAD)
     allocated = peak = 0
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):

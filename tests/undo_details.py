@@ -151,8 +151,8 @@ PATCHES = r"""
 - if "drop" in k
 + if "dropout" in k
 07 reward.py: attention dropout stays
-- if "drop" in k
-+ if "drop" in k and "att" not in k
+- if "drop" in key and
++ if "drop" in key and "att" not in key and
 
 09 sft.py: epsilon 1e-8 by default
 - adam_eps: float = 1e-5
@@ -183,8 +183,8 @@ PATCHES = r"""
 - adam_eps: float = 1e-5
 + adam_eps: float = 1e-8
 10 reward.py: epsilon 1e-8
-- "eps": args.adam_eps, "weight_decay": args.weight_decay}
-+ "eps": 1e-8, "weight_decay": args.weight_decay}
+- lr=learning_rate, eps=args.adam_eps
++ lr=learning_rate, eps=1e-8
 10 reward.py: learning rate 1e-5
 - learning_rate: float = 3e-6
 + learning_rate: float = 1e-5
@@ -198,8 +198,8 @@ PATCHES = r"""
 - 0.5 * (1 + cos(pi * (update - 1) / num_updates))
 + (1 - (update - 1) / num_updates)
 10 reward.py: the schedule is not applied
-- {"lr": learning_rate, "eps"
-+ {"eps"
+- update(lr=learning_rate, eps
++ update(eps
 
 11 reward.py: standard deviation 0.02
 - std=1 / (model.score.in_features + 1) ** 0.5
@@ -238,33 +238,33 @@ PATCHES = r"""
 + last = mb["lengths"] - 1
 
 13 reward.py: the mean over the response is the reward
-- rewards.append(own.gather(1, last).squeeze(1))
-+ rewards.append(own.mean(1))
+- side_logits.gather(1, last).squeeze(1)
++ side_logits.mean(1)
 13 reward.py: the reward's own position is logged as another
-- & (place < last)]
-+ & (place <= last)]
+- & (positions < last)
++ & (positions <= last)
 13 reward.py: the query's last token is logged as another
-- [(place > 0) &
-+ [(place >= 0) &
+- (positions > 0) &
++ (positions >= 0) &
 13 reward.py: the share of positive ones is logged
-- (others < 0)
-+ (others > 0)
+- (other_logits < 0)
++ (other_logits > 0)
 13 reward.py: the mean is not logged
-- ["other_logits/mean"] += others.sum()
-+ ["other_logits/mean"] += 0 * others.sum()
+- ["other_logits/mean"] += other_logits.sum()
++ ["other_logits/mean"] += 0 * other_logits.sum()
 13 reward.py: other positions are trained
-- own.detach()
-+ own
+- side_logits.detach()
++ side_logits
 
 14 reward.py: positions count the padding
-- mask.long(), "position_ids": position_ids(mask)} if
-+ mask.long(), "position_ids": torch.arange(tokens.shape[1]).expand_as(tokens)} if
+- mask.long(), "position_ids": position_ids(mask)}
++ mask.long(), "position_ids": torch.arange(tokens.shape[1]).expand_as(tokens)}
 14 ppo.py: rewards of left-padded rows
 - tokens = right_padded(torch.cat([mb["queries"], mb["responses"]], 1), pad_id)
 + tokens = torch.cat([mb["queries"], mb["responses"]], 1)
 14 reward.py: padding is attended to
-- "attention_mask": mask.long(), "position_ids": position_ids(mask)} if
-+ "attention_mask": torch.ones_like(tokens), "position_ids": position_ids(mask)} if
+- "attention_mask": mask.long(), "position_ids": position_ids(mask)}
++ "attention_mask": torch.ones_like(tokens), "position_ids": position_ids(mask)}
 14 ppo.py: padding stays where it is
 - return trim_right(tokens.gather(1, real_first), pad_id)
 + return tokens
@@ -278,32 +278,34 @@ PATCHES = r"""
 - return tokens, columns.clamp(
 + return tokens, (columns + 1).clamp(
 14 reward.py: left padding is not looked at
--             tokens = torch.cat([batch["query_token"]
-+             torch.cat([batch["query_token"]
+- tokens = torch.cat([batch["query_token"], batch["reference_response_token"]], 1)
++ tokens = trim_right(batch["query_reference_response_token"], pad_id)
 14 reward.py: the difference is not reported
 - difference.abs().max()
 + 0 * difference.abs().max()
 
 15 reward.py: not centred
-- -rewards.mean(0, keepdim=True)
-+ 0 * rewards.mean(0, keepdim=True)
+- -uncentred.mean(0, keepdim=True)
++ 0 * uncentred.mean(0, keepdim=True)
 15 reward.py: shifted the wrong way
-- -rewards.mean(0, keepdim=True)
-+ rewards.mean(0, keepdim=True)
+- -uncentred.mean(0, keepdim=True)
++ uncentred.mean(0, keepdim=True)
 15 reward.py: statistics are those after centring
-- {"max": rewards.max(), "mean": rewards.mean()
-+ {"max": centred.max(), "mean": rewards.mean()
+- "max": uncentred.max()
++ "max": centred.max()
 15 reward.py: the spread is not reported
-- "std": rewards.std()
-+ "std": 0 * rewards.std()
+- "std": uncentred.std()
++ "std": 0 * uncentred.std()
 15 reward.py: the mean is that of some references
-- rewards.mean(0, keepdim=True)
-+ rewards[:32].mean(0, keepdim=True)
+- uncentred.mean(0, keepdim=True)
++ uncentred[:32].mean(0, keepdim=True)
 15 reward.py: saved before it is centred
--     reward_model.model.score.bias.data = -rewards.mean(0, keepdim=True).float().to(accelerator.device)
--     save_model(accelerator, args, "model", reward_model.model, accelerator.get_state_dict(model), "model.", tokenizer)
-+     save_model(accelerator, args, "model", reward_model.model, accelerator.get_state_dict(model), "model.", tokenizer)
-+     reward_model.model.score.bias.data = -rewards.mean(0, keepdim=True).float().to(accelerator.device)
+-     reward_model.model.score.bias.data = -uncentred.mean(0, keepdim=True).float().to(accelerator.device)
+-     state = accelerator.get_state_dict(model)
+-     save_model(accelerator, args, "model", reward_model.model, state, "model.", tokenizer)
++     state = accelerator.get_state_dict(model)
++     save_model(accelerator, args, "model", reward_model.model, state, "model.", tokenizer)
++     reward_model.model.score.bias.data = -uncentred.mean(0, keepdim=True).float().to(accelerator.device)
 15 reward.py: looked at again in other weights
 -     centred = reference_rewards(accelerator, reward_model,
 +     centred = reference_rewards(accelerator, new_reward_model(sft_folder, tokenizer),
@@ -324,8 +326,8 @@ PATCHES = r"""
 - ("overall", "batch", "confidence", "split", "policies")
 + ("overall", "batch", "confidence", "split")
 16 reward.py: no CNN/DM
-- for split in [split for split in data if split != "train" and args.run_eval]
-+ for split in ["validation"]
+- for split in data:
++ for split in ["validation"]:
 16 reward.py: null is no group
 - dropna=False
 + dropna=True
@@ -378,23 +380,27 @@ PATCHES = r"""
 - F.logsigmoid(beta * h)
 + F.logsigmoid(h)
 19 dpo.py: logged rewards know no beta
-- chosen, rejected = args.beta * (policy_chosen - ref_chosen), args.beta * (policy_rejected - ref_rejected)
-+ chosen, rejected = policy_chosen - ref_chosen, policy_rejected - ref_rejected
+- chosen_reward = args.beta * (chosen.detach() - mb["ref_chosen"])  # equation 5
+-             rejected_reward = args.beta * (
++ chosen_reward = (chosen.detach() - mb["ref_chosen"])
++             rejected_reward = (
 19 dpo.py: the evaluation forgets the reference
-- args.beta * (logprobs - reference[split])
+- args.beta * (logprobs - ref_logprobs[split])
 + args.beta * logprobs
 19 dpo.py: the reference's part goes to other rows
-- reference["train"][used] =
-+ reference["train"][: len(used)] =
+- ref_logprobs["train"][seen] =
++ ref_logprobs["train"][: len(seen)] =
 19 dpo.py: a micro-batch has the reference's part of the first rows
-- reference["train"][mine[index]]
-+ reference["train"][mine[: len(index)]]
+- mb = {key: value[index] for key, value in batch.items()}
++ mb = {key: value[: len(index)] if "ref_" in key else value[index] for key, value in batch.items()}
 19 dpo.py: no CNN/DM
-- for split in [split for split in data if split != "train" and args.run_eval]
-+ for split in ["validation"]
+- table = []
+-         for split in data:
++ table = []
++         for split in ["validation"]:
 19 dpo.py: epsilon 1e-8
-- "eps": args.adam_eps, "weight_decay": args.weight_decay}
-+ "eps": 1e-8, "weight_decay": args.weight_decay}
+- lr=learning_rate, eps=args.adam_eps
++ lr=learning_rate, eps=1e-8
 19 dpo.py: batches of 32
 -     batch_size: int = 64
 +     batch_size: int = 32
@@ -602,13 +608,13 @@ test_stages.py::test_ragged sft.py: a sum of the micro-batches' means
 + mb_sum, target_count = loss_and_count(model, mb
 test_stages.py::test_ragged reward.py: the mean of the micro-batches' means
 - loss * world / args.batch_size
-+ loss * world / len(chosen) / len(groups)
++ loss * world / len(chosen) / len(mbs)
 test_stages.py::test_ragged dpo.py: the mean of the micro-batches' means
 - loss * world / args.batch_size
-+ loss * world / len(index) / len(groups)
++ loss * world / len(chosen) / len(mbs)
 test_stages.py::test_ragged ppo.py: the mean of the micro-batches' means
 - policy_sum / policy_count +
-+ policy_sum / counted.sum() / len(groups) +
++ policy_sum / mb["response_mask"].sum() / len(mbs) +
 test_stages.py::test_ragged ppo.py: the value loss as the mean of the micro-batches' means
 - value_sum / value_count
 + value_sum / value_counted.sum() / len(groups)
