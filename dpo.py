@@ -224,8 +224,7 @@ def main(args: Args):
     # ---- the policy ------------------------------------------------------------------------------
     policy = load_policy(policy_folder, tokenizer)
     model, optimizer = prepare(accelerator, policy, args)
-    # an edit's own state, an object with state_dict and load_state_dict (it comes back on the CPU), is registered here:
-    # accelerator.register_for_checkpointing(it)
+    # state of your own goes here: accelerator.register_for_checkpointing(it); it comes back on the CPU
     finished_updates = begin_run(accelerator, args)
     run_start = time.time()
     if finished_updates == 0:
@@ -460,9 +459,7 @@ def pair_table(batch: dict, rewards: torch.Tensor) -> list[dict]:
     pairs = []
     for i, (chosen, rejected) in enumerate(rewards.tolist()):
         pair = {key: batch[key][i] for key in ("batch", "split", "policies") if key in batch}
-        confidence = None
-        if "extra" in batch:
-            confidence = batch["extra"][i]["confidence"]
+        confidence = batch["extra"][i]["confidence"] if "extra" in batch else None
         pair["confidence"] = None if confidence is None else int(confidence)
         pairs.append(pair | {"chosen_reward": chosen, "rejected_reward": rejected})
     return pairs
@@ -653,8 +650,8 @@ def begin_run(accelerator: Accelerator, args) -> int:
         "wandb_id": old.get("wandb_id", os.urandom(8).hex()),
     }
     start_trackers(accelerator, args, about["wandb_id"], finished)
-    write_text(accelerator, folder / "args.json", json.dumps(about | asdict(args), indent=2) + "\n")
-    write_text(accelerator, folder / "metrics.jsonl", metrics)
+    write_whole(accelerator, folder / "args.json", json.dumps(about | asdict(args), indent=2) + "\n")
+    write_whole(accelerator, folder / "metrics.jsonl", metrics)
     return finished
 
 
@@ -697,7 +694,7 @@ def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int)
         accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": purge_step}})
 
 
-def write_text(accelerator: Accelerator, path: Path, text: str):
+def write_whole(accelerator: Accelerator, path: Path, text: str):
     """Write a file whole or not at all."""
     with writing(accelerator, path) as partial:
         if accelerator.is_main_process:
@@ -764,10 +761,7 @@ def save_model(accelerator: Accelerator, args, name: str, model, state: dict, pr
     """Write a transformers checkpoint into the run folder: the weights in `state` whose names begin with `prefix`."""
     with writing(accelerator, Path(args.output_dir, name)) as partial:
         if accelerator.is_main_process:
-            weights = {}
-            for key, value in state.items():
-                if key.startswith(prefix):
-                    weights[key.removeprefix(prefix)] = value
+            weights = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
             model.save_pretrained(partial, state_dict=weights)
             tokenizer.save_pretrained(partial)
 

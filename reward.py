@@ -185,8 +185,7 @@ def main(args: Args):
     reward_model = new_reward_model(sft_folder, tokenizer)
     reward_model.model.score.bias.requires_grad_(False)  # cancels in the loss; set by Detail 15 below
     model, optimizer = prepare(accelerator, reward_model, args)
-    # an edit's own state, an object with state_dict and load_state_dict (it comes back on the CPU), is registered here:
-    # accelerator.register_for_checkpointing(it)
+    # state of your own goes here: accelerator.register_for_checkpointing(it); it comes back on the CPU
     finished_updates = begin_run(accelerator, args)
     run_start = time.time()
     for update in updates(accelerator, args, finished_updates, num_updates):
@@ -385,25 +384,15 @@ def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
 # ==== models ======================================================================================
 
 
-def new_reward_model(path: str, tokenizer) -> "MaskedRewardModel":
-    """The SFT model of a checkpoint folder with a new scalar head: weights normal with standard deviation
-    1 / sqrt(d + 1), bias 0 (Detail 11)."""
-    settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
-    with or_fail(f"the model in {path} cannot be read"):
-        config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
-        config.pad_token_id = tokenizer.pad_token_id
-        model = AutoModelForSequenceClassification.from_pretrained(path, config=config, **settings)
-    rows = model.get_input_embeddings().num_embeddings
-    if rows < len(tokenizer) - 1:
-        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
-    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
-    model.score = ScalarHead(model.score.in_features, 1)
-    nn.init.normal_(model.score.weight, std=1 / (model.score.in_features + 1) ** 0.5)
-    nn.init.zeros_(model.score.bias)
-    return MaskedRewardModel(model)
+class ScalarHead(nn.Linear):
+    """The head of a reward model, (b, T, d) -> (b, T, 1), in float32 under autocast and in a bfloat16 model, too."""
+
+    def forward(self, hidden):
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), self.weight.float(), self.bias.float())
 
 
-class MaskedRewardModel(nn.Module):
+class RewardModel(nn.Module):
     """A transformers sequence classifier with one label that returns its scalar at every position."""
 
     def __init__(self, model):
@@ -418,12 +407,22 @@ class MaskedRewardModel(nn.Module):
         return self.model.score(hidden).squeeze(-1)
 
 
-class ScalarHead(nn.Linear):
-    """The head of a reward model, (b, T, d) -> (b, T, 1), in float32 under autocast and in a bfloat16 model, too."""
-
-    def forward(self, hidden):
-        with torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(hidden.float(), self.weight.float(), self.bias.float())
+def new_reward_model(path: str, tokenizer) -> RewardModel:
+    """The SFT model of a checkpoint folder with a new scalar head: weights normal with standard deviation
+    1 / sqrt(d + 1), bias 0 (Detail 11)."""
+    settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
+    with or_fail(f"the model in {path} cannot be read"):
+        config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
+        config.pad_token_id = tokenizer.pad_token_id
+        model = AutoModelForSequenceClassification.from_pretrained(path, config=config, **settings)
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer) - 1:
+        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
+    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
+    model.score = ScalarHead(model.score.in_features, 1)
+    nn.init.normal_(model.score.weight, std=1 / (model.score.in_features + 1) ** 0.5)
+    nn.init.zeros_(model.score.bias)
+    return RewardModel(model)
 
 
 def without_dropout(config):
@@ -486,9 +485,7 @@ def pair_table(batch: dict, rewards: torch.Tensor) -> list[dict]:
     pairs = []
     for i, (chosen, rejected) in enumerate(rewards.tolist()):
         pair = {key: batch[key][i] for key in ("batch", "split", "policies") if key in batch}
-        confidence = None
-        if "extra" in batch:
-            confidence = batch["extra"][i]["confidence"]
+        confidence = batch["extra"][i]["confidence"] if "extra" in batch else None
         pair["confidence"] = None if confidence is None else int(confidence)
         pairs.append(pair | {"chosen_reward": chosen, "rejected_reward": rejected})
     return pairs
@@ -679,8 +676,8 @@ def begin_run(accelerator: Accelerator, args) -> int:
         "wandb_id": old.get("wandb_id", os.urandom(8).hex()),
     }
     start_trackers(accelerator, args, about["wandb_id"], finished)
-    write_text(accelerator, folder / "args.json", json.dumps(about | asdict(args), indent=2) + "\n")
-    write_text(accelerator, folder / "metrics.jsonl", metrics)
+    write_whole(accelerator, folder / "args.json", json.dumps(about | asdict(args), indent=2) + "\n")
+    write_whole(accelerator, folder / "metrics.jsonl", metrics)
     return finished
 
 
@@ -723,7 +720,7 @@ def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int)
         accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": purge_step}})
 
 
-def write_text(accelerator: Accelerator, path: Path, text: str):
+def write_whole(accelerator: Accelerator, path: Path, text: str):
     """Write a file whole or not at all."""
     with writing(accelerator, path) as partial:
         if accelerator.is_main_process:
@@ -790,10 +787,7 @@ def save_model(accelerator: Accelerator, args, name: str, model, state: dict, pr
     """Write a transformers checkpoint into the run folder: the weights in `state` whose names begin with `prefix`."""
     with writing(accelerator, Path(args.output_dir, name)) as partial:
         if accelerator.is_main_process:
-            weights = {}
-            for key, value in state.items():
-                if key.startswith(prefix):
-                    weights[key.removeprefix(prefix)] = value
+            weights = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
             model.save_pretrained(partial, state_dict=weights)
             tokenizer.save_pretrained(partial)
 

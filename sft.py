@@ -424,8 +424,8 @@ def begin_run(accelerator: Accelerator, args) -> int:
         "wandb_id": old.get("wandb_id", os.urandom(8).hex()),
     }
     start_trackers(accelerator, args, about["wandb_id"], finished)
-    write_text(accelerator, folder / "args.json", json.dumps(about | asdict(args), indent=2) + "\n")
-    write_text(accelerator, folder / "metrics.jsonl", metrics)
+    write_whole(accelerator, folder / "args.json", json.dumps(about | asdict(args), indent=2) + "\n")
+    write_whole(accelerator, folder / "metrics.jsonl", metrics)
     return finished
 
 
@@ -468,7 +468,7 @@ def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int)
         accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": purge_step}})
 
 
-def write_text(accelerator: Accelerator, path: Path, text: str):
+def write_whole(accelerator: Accelerator, path: Path, text: str):
     """Write a file whole or not at all."""
     with writing(accelerator, path) as partial:
         if accelerator.is_main_process:
@@ -535,10 +535,7 @@ def save_model(accelerator: Accelerator, args, name: str, model, state: dict, pr
     """Write a transformers checkpoint into the run folder: the weights in `state` whose names begin with `prefix`."""
     with writing(accelerator, Path(args.output_dir, name)) as partial:
         if accelerator.is_main_process:
-            weights = {}
-            for key, value in state.items():
-                if key.startswith(prefix):
-                    weights[key.removeprefix(prefix)] = value
+            weights = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
             model.save_pretrained(partial, state_dict=weights)
             tokenizer.save_pretrained(partial)
 

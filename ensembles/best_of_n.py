@@ -433,7 +433,10 @@ def combine(scores: torch.Tensor, method: str = "mean", uwo_lambda: float | None
     if method == "safety_gate":
         return torch.where(safety | (scores[1].sigmoid() < 0.15), scores[1], scores[0])
     mean = scores.mean(0)
-    return mean if method == "mean" else mean - uwo_lambda * (scores - mean).square().mean(0)
+    if method == "uwo":
+        variance = (scores - mean).square().mean(0)
+        return mean - uwo_lambda * variance
+    return mean
 
 
 def bon_kl(n):

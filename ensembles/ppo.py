@@ -363,7 +363,7 @@ def main(args: Args):
     # state of your own goes here: accelerator.register_for_checkpointing(it); it comes back on the CPU
     finished_updates = begin_run(accelerator, args)
     if scales:
-        write_text(accelerator, Path(args.output_dir, "members.json"), json.dumps(scales, indent=2) + "\n")
+        write_whole(accelerator, Path(args.output_dir, "members.json"), json.dumps(scales, indent=2) + "\n")
 
     gold_inputs = accelerator, unwrapped, ref_policy, reward_models, gold, validation, tokenizer, banned, args
     if gold and finished_updates == 0:
@@ -843,11 +843,9 @@ def new_reward_model(path: str, tokenizer) -> RewardModel:
     rows = model.get_input_embeddings().num_embeddings
     if rows < len(tokenizer) - 1:
         fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
-    if rows < len(tokenizer):
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    width = model.score.in_features
-    model.score = ScalarHead(width, 1)
-    nn.init.normal_(model.score.weight, std=1 / (width + 1) ** 0.5)
+    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
+    model.score = ScalarHead(model.score.in_features, 1)
+    nn.init.normal_(model.score.weight, std=1 / (model.score.in_features + 1) ** 0.5)
     nn.init.zeros_(model.score.bias)
     return RewardModel(model)
 
@@ -1235,8 +1233,8 @@ def begin_run(accelerator: Accelerator, args) -> int:
         "wandb_id": old.get("wandb_id", os.urandom(8).hex()),
     }
     start_trackers(accelerator, args, about["wandb_id"], finished)
-    write_text(accelerator, folder / "args.json", json.dumps(about | asdict(args), indent=2) + "\n")
-    write_text(accelerator, folder / "metrics.jsonl", metrics)
+    write_whole(accelerator, folder / "args.json", json.dumps(about | asdict(args), indent=2) + "\n")
+    write_whole(accelerator, folder / "metrics.jsonl", metrics)
     return finished
 
 
@@ -1279,7 +1277,7 @@ def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int)
         accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": purge_step}})
 
 
-def write_text(accelerator: Accelerator, path: Path, text: str):
+def write_whole(accelerator: Accelerator, path: Path, text: str):
     """Write a file whole or not at all."""
     with writing(accelerator, path) as partial:
         if accelerator.is_main_process:
@@ -1346,10 +1344,7 @@ def save_model(accelerator: Accelerator, args, name: str, model, state: dict, pr
     """Write a transformers checkpoint into the run folder: the weights in `state` whose names begin with `prefix`."""
     with writing(accelerator, Path(args.output_dir, name)) as partial:
         if accelerator.is_main_process:
-            weights = {}
-            for key, value in state.items():
-                if key.startswith(prefix):
-                    weights[key.removeprefix(prefix)] = value
+            weights = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
             model.save_pretrained(partial, state_dict=weights)
             tokenizer.save_pretrained(partial)
 

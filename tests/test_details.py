@@ -130,7 +130,7 @@ def policy_and_value(model, queries, responses, pad: int, banned) -> tuple[torch
 def trained_reward(stage, folder: Path):
     """A reward model of a checkpoint folder, with the forward pass of a stage."""
     loaded = ppo.load_reward_model(str(folder), padded_tokenizer(folder))
-    model = stage.MaskedRewardModel if stage is reward else stage.RewardModel
+    model = stage.RewardModel if stage is reward else stage.RewardModel
     return model(loaded.model).eval()
 
 

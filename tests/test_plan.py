@@ -52,7 +52,7 @@ def losses(stage: str):
     language = GPTNeoXForCausalLM(config(WIDTH, LAYERS, 4, VOCAB))
     classifier = GPTNeoXForSequenceClassification(config(WIDTH, LAYERS, 4, VOCAB))
     classifier.score = torch.nn.Linear(WIDTH, 1)
-    value = reward.MaskedRewardModel(classifier)
+    value = reward.RewardModel(classifier)
     pairs = {"query": tokens(4, 257), "chosen": tokens(4, 60), "rejected": tokens(4, 52)}  # 256 columns go first
     if stage == "sft":
         batch = {"query_reference_response_token": tokens(4, 320)}

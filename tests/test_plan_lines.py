@@ -86,7 +86,7 @@ def test_a_pass_without_gradient_allocates_what_the_plan_says(stage):
     if stage == "reward":
         model = GPTNeoXForSequenceClassification(config(WIDTH, LAYERS, 4, VOCAB))
         model.score = reward.ScalarHead(WIDTH, 1)
-        model = reward.MaskedRewardModel(model)
+        model = reward.RewardModel(model)
     else:
         model = GPTNeoXForCausalLM(config(WIDTH, LAYERS, 4, VOCAB))
         pairs |= {"chosen_start": torch.zeros(rows).long(), "rejected_start": torch.zeros(rows).long()}

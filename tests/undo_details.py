@@ -628,8 +628,8 @@ test_stages.py::test_registered ppo.py: the newest checkpoint is not the one tha
 - sorted(folder.glob("checkpoints/update_??????"), reverse=True)
 + sorted(folder.glob("checkpoints/update_??????"))
 test_stages.py::test_registered ppo.py: the metrics begin anew
-- write_text(accelerator, folder / "metrics.jsonl", metrics)
-+ write_text(accelerator, folder / "metrics.jsonl", "")
+- write_whole(accelerator, folder / "metrics.jsonl", metrics)
++ write_whole(accelerator, folder / "metrics.jsonl", "")
 
 test_bad_input.py::test_data_like sft.py: one row of another tokenizer is enough
 - 2 * same <= len(looked_at) or
