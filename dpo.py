@@ -535,7 +535,7 @@ def make_accelerator(args) -> Accelerator:
     """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
     transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
     transformers_logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     default = "bf16" if torch.cuda.is_available() else "no"
@@ -686,7 +686,7 @@ def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int)
             name="__".join(Path(args.output_dir).parts[-3:]),
             id=wandb_id,
             resume="allow",
-            settings={"finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))},  # seconds
+            settings={"finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))},
         )
         accelerator.log_with.append(tracker)
     purge_step = finished + 1 if finished else 0
@@ -745,7 +745,7 @@ def progress(accelerator: Accelerator, items, description: str):
 
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
     """One line of metrics.jsonl, the same to the trackers; at each twentieth of the run the first five are printed."""
-    metrics = {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
+    metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
     line = json.dumps({"update": update, **metrics})
     if accelerator.is_main_process:
         with or_fail("metrics.jsonl could not be written"):

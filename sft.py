@@ -102,7 +102,7 @@ class Args:
 def sft_loss(logits: torch.Tensor, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Sum over the tokens marked in `target` of -log p(token | tokens before it). logits (b, T, V), tokens (b, T),
     target (b, T) bool; a row's first token has nothing before it and never counts."""
-    labels = F.pad(tokens.masked_fill(~target, -100)[:, 1:], (0, 1), value=-100)  # not logits[:, :-1]: that would copy
+    labels = F.pad(tokens.masked_fill(~target, -100)[:, 1:], (0, 1), value=-100)  # logits[:, :-1] would copy
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
@@ -117,7 +117,7 @@ def loss_and_count(model, mb: dict, loss_on: str, pad_id: int, device) -> tuple[
     """Summed loss and number of targets of one micro-batch, cut to its longest row."""
     tokens = trim_right(mb["query_reference_response_token"], pad_id).to(device)  # (b, T)
     target = target_mask(mb, loss_on, pad_id)[:, : tokens.shape[1]].to(device)
-    logits = model(tokens, use_cache=False).logits  # no mask: right-padded, and no token sees what comes after it
+    logits = model(tokens, use_cache=False).logits  # right-padded: needs no mask
     return sft_loss(logits, tokens, target), target[:, 1:].sum()
 
 
@@ -185,7 +185,7 @@ def main(args: Args):
         groups = similar_lengths(lengths, args.micro_batch_size)
         for index in groups:
             mb = {column: batch[column][index] for column in TOKEN_COLUMNS}
-            last = index is groups[-1]  # gradients are exchanged between devices with the last micro-batch
+            last = index is groups[-1]  # micro-batch: with it gradients are exchanged
             accelerator.sync_gradients = last  # for DeepSpeed
             model.require_backward_grad_sync = last  # for DDP
             mb_sum, _ = loss_and_count(model, mb, args.loss_on, pad_id, device)
@@ -309,7 +309,7 @@ def make_accelerator(args) -> Accelerator:
     """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
     transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
     transformers_logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     default = "bf16" if torch.cuda.is_available() else "no"
@@ -460,7 +460,7 @@ def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int)
             name="__".join(Path(args.output_dir).parts[-3:]),
             id=wandb_id,
             resume="allow",
-            settings={"finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))},  # seconds
+            settings={"finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))},
         )
         accelerator.log_with.append(tracker)
     purge_step = finished + 1 if finished else 0
@@ -519,7 +519,7 @@ def progress(accelerator: Accelerator, items, description: str):
 
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
     """One line of metrics.jsonl, the same to the trackers; at each twentieth of the run the first five are printed."""
-    metrics = {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
+    metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
     line = json.dumps({"update": update, **metrics})
     if accelerator.is_main_process:
         with or_fail("metrics.jsonl could not be written"):

@@ -171,7 +171,7 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_taken(stopped, tmp_path, 
     assert end_of(folder) == whole
 
 
-def test_where_no_checkpoint_can_be_loaded_the_run_ends_or_begins_anew(stopped, tmp_path, whole, capsys):
+def test_where_no_checkpoint_can_be_loaded_the_run_ends(stopped, tmp_path, whole, capsys):
     folder = tmp_path / "run"
     shutil.copytree(stopped, folder)
     for checkpoint in (folder / "checkpoints").iterdir():
@@ -180,10 +180,9 @@ def test_where_no_checkpoint_can_be_loaded_the_run_ends_or_begins_anew(stopped, 
     with pytest.raises(SystemExit, match="^error: --resume: no checkpoint in .* can be loaded"):
         toy(toy_args(folder, resume=True))
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    for checkpoint in (folder / "checkpoints").iterdir():
-        (checkpoint / "metrics.jsonl").unlink()
-    assert toy(toy_args(folder, resume=True)) == [1, 2, 3, 4, 5, 6]
-    assert end_of(folder) == whole and capsys.readouterr().out.count("cannot be loaded") == 4
+    assert capsys.readouterr().out.count("cannot be loaded") == 2
+    shutil.rmtree(folder / "checkpoints")  # as the message says
+    assert toy(toy_args(folder, resume=True)) == [1, 2, 3, 4, 5, 6] and end_of(folder) == whole
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(0, [6]), (1, [6]), (3, [4, 5, 6])])
