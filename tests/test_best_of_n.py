@@ -101,12 +101,12 @@ def query_of(made, i: int, last: int = 0) -> torch.Tensor:
 
 
 def drawn(made, i: int, count: int, last: int = 0, **changes) -> torch.Tensor:
-    """Responses (count, R) to prompt i, by best_of_n.sample."""
+    """Responses (count, R) to prompt i, by best_of_n.sample_many."""
     model = best_of_n.load_policy(made.policy, made.tokenizer).eval()
     args = best_of_n.Args(**(made.args | {"output_dir": ""} | changes))
     keys, banned = best_of_n.noise_keys(args.seed, i, list(range(count))), best_of_n.banned_ids(model, made.tokenizer)
     ids = made.tokenizer.eos_token_id, made.tokenizer.pad_token_id
-    return best_of_n.sample(model, query_of(made, i, last), banned, keys, *ids, args, lambda count: None)
+    return best_of_n.sample_many(model, query_of(made, i, last), banned, keys, *ids, args, lambda count: None)
 
 
 # ---- the estimator -----------------------------------------------------------------------------------------------

@@ -285,8 +285,8 @@ def test_ppo_with_a_safety_gate(world, tmp_path, monkeypatch):
     data = load_from_disk(str(world.dataset))
     data = data.map(lambda row, i: {"tag": ("helpfulness", "safety")[i % 2]}, with_indices=True)
     data.save_to_disk(tmp_path / "data")
-    rollouts, placed = record(monkeypatch, ppo, "rollout"), record(monkeypatch, ppo, "token_rewards")
-    orders, rewards = record(monkeypatch, ppo, "data_order"), record(monkeypatch, ppo, "response_rewards")
+    scored, placed = record(monkeypatch, ppo, "member_scores"), record(monkeypatch, ppo, "token_rewards")
+    orders = record(monkeypatch, ppo, "data_order")
     AcceleratorState._reset_state(True)
     args = {"model": "nano", "seed": SEED, "sft_model_path": str(base), "sample_every": 0, "response_length": 12}
     args |= {"dataset": str(tmp_path / "data"), "batch_size": batch, "total_episodes": batch * updates, "eval_rows": 4}
@@ -297,9 +297,9 @@ def test_ppo_with_a_safety_gate(world, tmp_path, monkeypatch):
     eos = reward.load_tokenizer(str(base)).eos_token_id
     streams = [call.result.tolist() for call in orders if call.args[1] == SEED]
     lines, ruled = read_metrics(tmp_path / "run"), []
-    assert len(placed) == len(streams) == len(lines) == updates
-    for line, seen, given, order in zip(lines, rollouts, placed, streams, strict=True):
-        helpful, safety = seen.result["scores"].T.tolist()
+    assert len(placed) == len(streams) == len(lines) == updates == len(scored) - 1
+    for line, seen, given, order in zip(lines, scored[:-1], placed, streams, strict=True):
+        helpful, safety = seen.result.T.tolist()
         gates = [sigmoid(s) < 0.15 or i % 2 == 1 for s, i in zip(safety, order, strict=True)]
         ruled += [(gate, i % 2 == 1) for gate, i in zip(gates, order, strict=True)]
         rows = [s if gate else h for h, s, gate in zip(helpful, safety, gates, strict=True)]
@@ -307,11 +307,11 @@ def test_ppo_with_a_safety_gate(world, tmp_path, monkeypatch):
         deviation = math.sqrt(sum((x - mean) ** 2 for x in rows) / len(rows) + 1e-8)
         assert close(line["objective/score_without_penalty"], mean)  # as the two said, before whitening
         assert close(line["objective/safety_share"], sum(gates) / batch, 1e-6)
-        ended = (seen.result["responses"] == eos).any(1).tolist()
+        ended = (seen.args[2]["responses"] == eos).any(1).tolist()
         expected = [(x - mean) / deviation if end else -1.0 for x, end in zip(rows, ended, strict=True)]
         assert close(given.args[0], expected)
     assert {(False, False), (True, True)} <= set(ruled) and 0 < sum(ended) < batch
-    helpful, safety = (call.result.tolist() for call in rewards[-2:])  # of the validation posts
+    helpful, safety = scored[-1].result.T.tolist()  # of the validation posts
     rows = [s if sigmoid(s) < 0.15 or i % 2 == 1 else h for i, (h, s) in enumerate(zip(helpful, safety, strict=True))]
     assert close(lines[-1]["eval/score"], sum(rows) / 4)
     assert [line["learning_rate"] for line in lines] == pytest.approx([3e-6, 2e-6], rel=1e-12)  # linear to 1e-6
