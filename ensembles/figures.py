@@ -1,5 +1,5 @@
 """Figures 3 to 14 of "Reward Model Ensembles Help Mitigate Overoptimization", its win rates (appendix F.9), figures of
-what else quickstart/ensembles.py asks, and verdicts on what is claimed, with intervals, from whatever runs are there.
+what else ensembles/study.py asks, and verdicts on what is claimed, with intervals, from whatever runs are there.
 
     python ensembles/figures.py --runs runs/ensembles --output-dir benchmark/results/ensembles
 
@@ -83,14 +83,14 @@ NEEDS = {
     "figure_12": "best of n (--uwo-lambdas) or PPO runs of uwo with two lambdas or more",
     "figure_13": "best of n with reward models of two sizes or two numbers of pairs or more",
     "figure_14": "PPO runs of single reward models of two numbers of pairs or more",
-    "leak": "PPO runs of wco whose value model starts from a reward model (python quickstart/ensembles.py)",
-    "bases": "PPO runs of ensembles whose members have several bases (python quickstart/ensembles.py)",
-    "standardised": "PPO runs with --no-standardise-members and --value-start sft (python quickstart/ensembles.py)",
+    "leak": "PPO runs of wco whose value model starts from a reward model (python ensembles/study.py)",
+    "bases": "PPO runs of ensembles whose members have several bases (python ensembles/study.py)",
+    "standardised": "PPO runs with --no-standardise-members and --value-start sft (python ensembles/study.py)",
 }
 COMMANDS = (
     "`bash benchmark/ensembles.sh` makes the runs, with NOISE=0, 25 or 35, PROXY=..., PROMPTS=..., KL=..., MEMBERS=... "
     "and LAMBDAS=... in its environment for other label noise, reward models, numbers of pairs, KL penalties, members "
-    "and lambdas; `python quickstart/ensembles.py` makes those of a nano study."
+    "and lambdas; `python ensembles/study.py` makes those of a nano study."
 )
 
 NO_WORSE = -0.05  # gold: an interval that ends above this is `no worse`

@@ -822,7 +822,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert {f"figure_{number}" for number in (6, 7, 8, 9, 12, 13, 14)} <= named
     assert not {f"figure_{number}" for number in (3, 4, 5, 10, 11)} & named
     assert {"claim 1", "claim 2", "leak", "bases", "standardised"} <= named  # one replicate has no interval
-    assert "bash benchmark/ensembles.sh" in missing and "quickstart/ensembles.py" in missing
+    assert "bash benchmark/ensembles.sh" in missing and "ensembles/study.py" in missing
     assert "runs/ppo/killed: it is not complete" in left_out
     assert "--bon-lambda 0.5: of uwo there is λ 0.1" in left_out and "--ppo-lambda" not in left_out
     monkeypatch.setattr(figures, "read_ppo", None)  # the runs' folders are not looked at again
