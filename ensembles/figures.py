@@ -45,6 +45,7 @@ import numpy
 import pandas
 import tyro
 from matplotlib.figure import Figure
+from scipy import stats
 
 METHODS = {
     "single": ("C0", "o"),
@@ -94,7 +95,6 @@ COMMANDS = (
 )
 
 NO_WORSE = -0.05  # gold: an interval that ends above this is `no worse`
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of 1 to 9 degrees of freedom
 EQUAL_KL = (5, 10, 20, 50)  # nats at which gold scores are compared
 # what a run of PPO does otherwise than by default, in the text of its setup
 VALUE_FROM_REWARD, RAW = "value model from the first reward model", "not standardised"
@@ -797,10 +797,10 @@ def interval(differences: list[float]) -> tuple[float, float, float]:
     n = len(differences)
     if n < 2:
         return (differences[0] if n else float("nan")), -float("inf"), float("inf")
-    if n - 1 > len(T_975):
-        fail(f"{n} replicates: T_975 ends at {len(T_975) + 1}; lengthen it")
-    half = T_975[n - 2] * stdev(differences) / n**0.5
-    return mean(differences), mean(differences) - half, mean(differences) + half
+    quantile = float(stats.t.ppf(0.975, n - 1))
+    half = quantile * stdev(differences) / n**0.5
+    center = mean(differences)
+    return center, center - half, center + half
 
 
 def verdict_of(low: float, high: float, quantity: str) -> str:
