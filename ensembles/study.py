@@ -224,6 +224,8 @@ def draw_pilot(jobs: list[Job], folder: Path):
 def main(args: Args):
     if args.jobs < 1 or args.updates < 1:
         fail("--jobs and --updates are at least 1")
+    if PILOT in args.replicates:
+        fail(f"--replicates: {PILOT} is the pilot's, by which the step size was chosen; leave it out")
     steps = steps_of(args)
     left = {step: left_of(jobs) for step, jobs in steps.items()}
     posts_log = ROOT / args.runs / "logs" / "posts.log"

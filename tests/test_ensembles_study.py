@@ -170,9 +170,17 @@ def test_a_failing_step_is_the_last(tmp_path, monkeypatch):
     assert last == f"ensembles/figures.py --runs {RUNS}/curves --output-dir benchmark/results/ensembles"
 
 
-def test_bad_numbers():
-    with pytest.raises(SystemExit, match="--jobs and --updates are at least 1"):
-        study.main(study.Args(updates=0))
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"updates": 0}, "--jobs and --updates are at least 1"),
+        ({"jobs": 0}, "--jobs and --updates are at least 1"),
+        ({"replicates": (1, 6)}, "--replicates: 6 is the pilot's"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(SystemExit, match=f"^error: {message}"):
+        study.main(study.Args(**arguments, dry_run=True))
 
 
 def test_the_curves_of_the_pilot(tmp_path, monkeypatch):
