@@ -1,6 +1,6 @@
 """ensembles/study.py: a matrix whose commands the scripts understand; its steps read what earlier ones wrote."""
 
-import shlex
+import itertools
 import sys
 from collections import Counter
 from pathlib import Path
@@ -52,6 +52,9 @@ def test_each_run_of_ppo_is_what_its_name_says(steps):
     # five replicates; leak/sft of replicate 1 is raw/wco of replicate 1
     assert groups == {("claims", x): 25 for x in (0, 0.02, 0.1)} | {("bases", 0): 15, ("raw", 0): 10, ("leak", 0): 24}
     assert len({job.name for job, _, _ in steps["PPO"]}) == 124
+    # first what has no penalty, then one replicate after the other
+    order = [0 if "_kl_0/" in job.name else args.seed for job, _, args in steps["PPO"]]
+    assert order == sorted(order)
 
 
 def test_reward_models_differ_as_they_should(steps):
@@ -116,23 +119,19 @@ def test_steps_read_what_earlier_ones_wrote_and_name_what_they_write(steps):
 def test_finished_runs_are_not_left_and_the_cost_follows(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(study, "ROOT", tmp_path)
     args = study.Args(dry_run=True, replicates=(1,), kl_coefs=(0.0,))
-    for job in [job for jobs in study.steps_of(args).values() for job in jobs if not job.name.endswith("1/5")]:
-        job.result.parent.mkdir(parents=True, exist_ok=True)
-        job.result.touch()
+    steps = study.steps_of(args)
+    assert len(steps["PPO"]) == 5 + 3 + 2 + 4  # claims, bases, raw, which is leak/sft as well, leak
+    for job in itertools.chain(*steps.values()):
+        if job.name != "reward/base_1/1/5":
+            job.result.parent.mkdir(parents=True, exist_ok=True)
+            job.result.touch()
     study.main(args)
-    *table, left = capsys.readouterr().out.split("OMP_NUM_THREADS=")[0].splitlines()
-    assert [line.split(" left")[0].split() for line in table[4:7]] == [
-        ["labels", "1", "runs,", "0"],
-        ["members", "9", "runs,", "1"],
-        ["averages", "1", "runs,", "0"],
-    ]
+    *table, left, data, command = capsys.readouterr().out.splitlines()
+    found = [line.split(" left")[0].rsplit(maxsplit=3) for line in table]
+    expected = [[step, str(len(jobs)), "runs,", str(int(step == "members"))] for step, jobs in steps.items()]
+    assert found == expected
     assert left == f"left: about {study.SECONDS['members'] / 60 / 2:.0f} minutes with 2 side by side"
-    study.main(study.Args(dry_run=True, replicates=(2,), kl_coefs=(0.1,)))
-    commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if "ppo.py" in line]
-    names = [*(f"bases/{x}_kl_0" for x in ("mean", "wco", "uwo")), "raw/wco_kl_0", "raw/uwo_kl_0"]
-    names += [f"leak/lambda_{x}_clip_{y}_kl_0" for x in (0.95, 1) for y in (0.2, "inf")]
-    names += [f"claims/{x}_kl_0.1" for x in study.METHODS]
-    assert [command[-1] for command in commands] == [f"{RUNS}/curves/ppo/{name}/2" for name in names]
+    assert data.endswith("run.sh --data-only") and command.endswith("reward/base_1/1/5")
 
 
 def test_a_failing_step_is_the_last(tmp_path, monkeypatch):

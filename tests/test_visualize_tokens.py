@@ -1,7 +1,6 @@
 """eval/visualize_tokens.py against hand counts, rows without padding, and what its page says."""
 
 import json
-import math
 import os
 import re
 import shutil
@@ -212,37 +211,26 @@ def test_every_number_is_that_of_a_single_row(made, written):
 
 
 def test_the_tables_say_what_the_tokens_say(made, tmp_path):
-    args = visualize_tokens.Args(**made.args | {"rows": 7}, output=str(tmp_path / "x"))
-    visualize_tokens.main(args)
+    """All 7 counted responses, of which the page shows as many."""
+    visualize_tokens.main(visualize_tokens.Args(**made.args | {"rows": 7}, output=str(tmp_path / "x")))
     tokens = pandas.read_csv(tmp_path / "x_tokens.csv", keep_default_na=False)
-    tokens = tokens[tokens["rank"] != ""]
+    tokens = tokens[tokens["rank"] != ""].astype({"rank": int})
     positions = pandas.read_csv(tmp_path / "x_positions.csv")
-    responses = {key: rows.to_dict("records") for key, rows in tokens.groupby(["model", "id"])}
     cells = [line.strip("| ").split(" | ") for line in (tmp_path / "x.md").read_text().splitlines() if line[:1] == "|"]
     for name in MODELS:
-        mine = [rows for (model, _), rows in responses.items() if model == name]
-        eos = [rows[-1]["token_id"] == made.tokenizer.eos_token_id for rows in mine]
-        for way, found in (
-            ("beginning", mine),
-            ("end", [rows[::-1] for rows, end in zip(mine, eos, strict=True) if end]),
-        ):
-            table = positions[(positions["model"] == name) & (positions["from"] == way)]
-            assert len(table) == max(map(len, found), default=0)
-            for row in table.to_dict("records"):
-                kinds = [rows[row["position"]]["kind"] for rows in found if len(rows) > row["position"]]
-                assert row["tokens"] == len(kinds)
-                for kind in ("unshifted", "marginal", "shifted"):
-                    assert row[kind] == pytest.approx(kinds.count(kind) / len(kinds))
-        scores = [float(rows[-1]["reward_logit"]) for rows in mine]  # at EOS
-        mean = sum(scores) / 7
-        deviation = math.sqrt(sum((x - mean) ** 2 for x in scores) / 6)
+        responses = [rows for _, rows in tokens[tokens["model"] == name].groupby("id", sort=False)]
+        ranks = [rows["rank"].tolist() for rows in responses]
+        eos = [rows["token_id"].iloc[-1] == made.tokenizer.eos_token_id for rows in responses]
+        expected = pandas.DataFrame(visualize_tokens.position_shares(ranks, eos))
+        found = positions[positions["model"] == name].reset_index(drop=True)
+        pandas.testing.assert_frame_equal(found[expected.columns], expected, check_dtype=False, rtol=1e-5)
+        scores = pandas.Series([float(rows["reward_logit"].iloc[-1]) for rows in responses])  # at EOS
         (line,) = [row for row in cells if row[:2] == [name, "7"]]
-        expected = [sum(map(len, mine)) / 7, sum(eos) / 7, mean, deviation]
+        expected = [sum(map(len, ranks)) / 7, sum(eos) / 7, scores.mean(), scores.std()]
         assert [float(x) for x in line[2:]] == pytest.approx(expected, rel=1e-3)
-        kinds = [row["kind"] for rows in mine for row in rows]
         (line,) = [row for row in cells if row[0] == name and "/" in row[1]]
-        shares = [kinds.count(kind) / len(kinds) for kind in ("unshifted", "marginal", "shifted")]
-        assert [float(x) for x in line[1].split(" / ")] == pytest.approx(shares, abs=6e-4)
+        shares = visualize_tokens.place_shares(ranks, eos).values()
+        assert line[1:] == [share for share in shares if share]
     assert (tmp_path / "x_positions.png").read_bytes().startswith(b"\x89PNG")
 
 
