@@ -226,9 +226,10 @@ def main(args: Args):
     output_dir = Path(args.output_dir)
     if output_dir.exists():
         fail(f"{output_dir} exists; remove it (rm -r {output_dir}) or name another --output-dir")
-    if len(set(args.reward_model_paths)) < max(2, len(args.reward_model_paths)):
-        fail(f"--reward-model-paths {' '.join(args.reward_model_paths)}: two or more, each once, make an average")
     folders = {path: checkpoint_folder("--reward-model-paths", path) for path in args.reward_model_paths}
+    members = {Path(folder).resolve() for folder in folders.values()}  # X and X/model are one
+    if len(members) < max(2, len(args.reward_model_paths)):
+        fail(f"--reward-model-paths {' '.join(args.reward_model_paths)}: two or more, each once, make an average")
     first = args.reward_model_paths[0]
     tokenizer = load_tokenizer(folders[first])
     for path, folder in folders.items():

@@ -289,11 +289,11 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
     return RewardModel(model)
 
 
-def gold_function(gold: str):
-    """The function that path.py:function names."""
-    path, _, name = gold.rpartition(":")
-    with or_fail(f"--gold {gold}: no function there"):
-        spec = importlib.util.spec_from_file_location("gold_function", path)
+def load_function(flag: str, value: str):
+    """The function that a flag's value path.py:function names."""
+    path, _, name = value.rpartition(":")
+    with or_fail(f"{flag} {value}: no function there"):
+        spec = importlib.util.spec_from_file_location("named_function", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return getattr(module, name)
@@ -628,7 +628,10 @@ def main(args: Args):
         fail(f"--split {args.split} --prompts {args.prompts}: {args.dataset} has {there}")
     policy = load_policy(policy_folder, tokenizer).to(device).eval()
     members = [load_reward_model(path, tokenizer).to(device).eval() for path in paths.values()]
-    gold = gold_function(args.gold) if by_function else load_reward_model(gold_folder, tokenizer).to(device).eval()
+    if by_function:
+        gold = load_function("--gold", args.gold)
+    else:
+        gold = load_reward_model(gold_folder, tokenizer).to(device).eval()
     banned, eos_id, pad_id = banned_ids(policy, tokenizer).to(device), tokenizer.eos_token_id, tokenizer.pad_token_id
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 """Figures 3 to 14 of "Reward Model Ensembles Help Mitigate Overoptimization", its win rates (appendix F.9), figures of
-what else quickstart/ensembles.py asks, and verdicts on what is claimed, with intervals, from whatever runs are there.
+what else ensembles/study.py asks, and verdicts on what is claimed, with intervals, from whatever runs are there.
 
     python ensembles/figures.py --runs runs/ensembles --output-dir benchmark/results/ensembles
 
@@ -45,6 +45,7 @@ import numpy
 import pandas
 import tyro
 from matplotlib.figure import Figure
+from scipy import stats
 
 METHODS = {
     "single": ("C0", "o"),
@@ -83,18 +84,17 @@ NEEDS = {
     "figure_12": "best of n (--uwo-lambdas) or PPO runs of uwo with two lambdas or more",
     "figure_13": "best of n with reward models of two sizes or two numbers of pairs or more",
     "figure_14": "PPO runs of single reward models of two numbers of pairs or more",
-    "leak": "PPO runs of wco whose value model starts from a reward model (python quickstart/ensembles.py)",
-    "bases": "PPO runs of ensembles whose members have several bases (python quickstart/ensembles.py)",
-    "standardised": "PPO runs with --no-standardise-members and --value-start sft (python quickstart/ensembles.py)",
+    "leak": "PPO runs of wco whose value model starts from a reward model (python ensembles/study.py)",
+    "bases": "PPO runs of ensembles whose members have several bases (python ensembles/study.py)",
+    "standardised": "PPO runs with --no-standardise-members and --value-start sft (python ensembles/study.py)",
 }
 COMMANDS = (
     "`bash benchmark/ensembles.sh` makes the runs, with NOISE=0, 25 or 35, PROXY=..., PROMPTS=..., KL=..., MEMBERS=... "
     "and LAMBDAS=... in its environment for other label noise, reward models, numbers of pairs, KL penalties, members "
-    "and lambdas; `python quickstart/ensembles.py` makes those of a nano study."
+    "and lambdas; `python ensembles/study.py` makes those of a nano study."
 )
 
 NO_WORSE = -0.05  # gold: an interval that ends above this is `no worse`
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of 1 to 9 degrees of freedom
 EQUAL_KL = (5, 10, 20, 50)  # nats at which gold scores are compared
 # what a run of PPO does otherwise than by default, in the text of its setup
 VALUE_FROM_REWARD, RAW = "value model from the first reward model", "not standardised"
@@ -797,10 +797,10 @@ def interval(differences: list[float]) -> tuple[float, float, float]:
     n = len(differences)
     if n < 2:
         return (differences[0] if n else float("nan")), -float("inf"), float("inf")
-    if n - 1 > len(T_975):
-        fail(f"{n} replicates: T_975 ends at {len(T_975) + 1}; lengthen it")
-    half = T_975[n - 2] * stdev(differences) / n**0.5
-    return mean(differences), mean(differences) - half, mean(differences) + half
+    quantile = float(stats.t.ppf(0.975, n - 1))
+    half = quantile * stdev(differences) / n**0.5
+    center = mean(differences)
+    return center, center - half, center + half
 
 
 def verdict_of(low: float, high: float, quantity: str) -> str:

@@ -215,11 +215,11 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
     return RewardModel(model)
 
 
-def gold_function(gold: str):
-    """The function that path.py:function names."""
-    path, _, name = gold.rpartition(":")
-    with or_fail(f"--gold {gold}: no function there"):
-        spec = importlib.util.spec_from_file_location("gold_function", path)
+def load_function(flag: str, value: str):
+    """The function that a flag's value path.py:function names."""
+    path, _, name = value.rpartition(":")
+    with or_fail(f"{flag} {value}: no function there"):
+        spec = importlib.util.spec_from_file_location("named_function", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return getattr(module, name)
@@ -393,7 +393,7 @@ def main(args: Args):
     tokenizer = load_tokenizer(folder)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if re.fullmatch(r".+\.py:\w+", args.gold):
-        gold = gold_function(args.gold)
+        gold = load_function("--gold", args.gold)
     else:
         path = checkpoint_folder("--gold", args.gold)
         if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():

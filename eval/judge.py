@@ -256,16 +256,14 @@ def estimate(args: Args, prompts: list[str], total: int) -> str:
     return text
 
 
-def load_function(judge: str):
-    """The function that path.py:function names."""
-    path, _, name = judge.rpartition(":")
-    try:
-        spec = importlib.util.spec_from_file_location("judge_function", path)
+def load_function(flag: str, value: str):
+    """The function that a flag's value path.py:function names."""
+    path, _, name = value.rpartition(":")
+    with or_fail(f"{flag} {value}: no function there"):
+        spec = importlib.util.spec_from_file_location("named_function", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return getattr(module, name)
-    except Exception as error:
-        fail(f"--judge {judge}: no function there ({one_line(error)})")
 
 
 def checkpoint_folder(flag: str, path: str) -> str:
@@ -374,7 +372,7 @@ def by_scores(args: Args, kind: str, frame: pandas.DataFrame) -> list[list[float
     below the other."""
     texts = [*zip(frame["query"], frame["summary"], strict=True), *zip(frame["query"], frame["other"], strict=True)]
     if kind == "function":
-        score = load_function(args.judge)
+        score = load_function("--judge", args.judge)
         scores = [score(query, summary) for query, summary in texts]
     else:
         scores = model_scores(args.judge, texts)

@@ -21,6 +21,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import matplotlib
 import numpy
@@ -181,26 +182,48 @@ def markdown_table(header: list[str], rows: list[list]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
-def main(args: Args):
-    # ---- read: everything is checked before anything is written -----------------------------------------------------
-    folders = {name: Path(args.runs, stage, args.model, str(args.seed)) for name, stage in STAGES.items()}
-    output_dir = Path(args.output_dir or Path(args.runs, "report", args.model, str(args.seed)))
-    posts_path, yardsticks_path = (Path(args.raw, kind, "validation.jsonl") for kind in ("posts", "yardsticks"))
-    needed = dict.fromkeys([posts_path, yardsticks_path], f"python quickstart/posts.py --output-dir {args.raw}")
-    needed[Path(args.preference_dataset, "dataset_dict.json")] = "python tldr_dataset.py --preference-dataset ..."
-    splits = ["validation"] + ["validation_cnndm"] * Path(args.preference_dataset, "validation_cnndm").exists()
-    for name, folder in folders.items():
-        tables = ["samples_validation"] if name in POLICIES else [f"pairs_{split}" for split in splits]
-        for path in (folder / "metrics.jsonl", *(folder / "eval" / f"{table}.csv" for table in tables)):
-            made = f"{STAGES[name]}.py --seed {args.seed} --output-dir {folder} ..."
-            made += " --run-eval" * (path.stem.startswith("pairs_"))
-            needed[path] = f"python eval/samples.py {folder}" if path.stem.startswith("samples_") else f"python {made}"
-    missing = [f"\n  {path}, made by  {command}" for path, command in needed.items() if not path.exists()]
-    if missing:
-        fail(f"{len(missing)} of {len(needed)} files are missing:{''.join(missing)}")
+# ---- reading: everything is checked before anything is written ------------------------------------------------------
 
-    all_posts = {row["id"]: row for row in read_rows(posts_path, ["id", "post", "summary"])}
-    yardsticks = {row["id"]: row for row in read_rows(yardsticks_path, ["id", *YARDSTICKS])}
+
+class Chain(NamedTuple):
+    """What the report is about. Lists by post have one order, lists by pair as well."""
+
+    posts: list[dict]  # that were answered
+    samples: dict[str, list[dict]]  # by policy: its rows by post
+    texts: dict[str, list[str]]  # by policy, yardstick and "reference": its summaries by post
+    pairs: dict[str, list[dict]]  # by split
+    policies: dict[str, list[str | None]]  # by split: the pair's two policies, by the table of the reward model
+    gaps: dict[tuple[str, str], list[float]]  # by stage and split: chosen less rejected reward, by pair
+    curves: dict[str, list[tuple]]  # by title of its panel: (episode, value)
+    seconds: list[dict]  # stage, seconds of training
+
+
+def check_files(args: Args, folders: dict[str, Path], splits: list[str]):
+    """An error that names every missing file and the command that makes it."""
+    made_by = {}
+    for kind in ("posts", "yardsticks"):
+        path = Path(args.raw, kind, "validation.jsonl")
+        made_by[path] = f"python quickstart/posts.py --output-dir {args.raw}"
+    made_by[Path(args.preference_dataset, "dataset_dict.json")] = "python tldr_dataset.py --preference-dataset ..."
+    for name, folder in folders.items():
+        command = f"python {STAGES[name]}.py --seed {args.seed} --output-dir {folder} ..."
+        made_by[folder / "metrics.jsonl"] = command
+        if name in POLICIES:
+            made_by[folder / "eval" / "samples_validation.csv"] = f"python eval/samples.py {folder}"
+        else:
+            for split in splits:
+                made_by[folder / "eval" / f"pairs_{split}.csv"] = f"{command} --run-eval"
+    missing = [f"\n  {path}, made by  {command}" for path, command in made_by.items() if not path.exists()]
+    if missing:
+        fail(f"{len(missing)} of {len(made_by)} files are missing:{''.join(missing)}")
+
+
+def read_policies(args: Args, folders: dict[str, Path]) -> tuple[list[dict], dict, dict]:
+    """(posts, samples, texts) of a Chain."""
+    all_posts = read_rows(Path(args.raw, "posts", "validation.jsonl"), ["id", "post", "summary"])
+    all_posts = {row["id"]: row for row in all_posts}
+    yardsticks = read_rows(Path(args.raw, "yardsticks", "validation.jsonl"), ["id", *YARDSTICKS])
+    yardsticks = {row["id"]: row for row in yardsticks}
     samples = {}
     for name in POLICIES:
         path = folders[name] / "eval" / "samples_validation.csv"
@@ -213,128 +236,247 @@ def main(args: Args):
             if post is None or row["id"] not in yardsticks or row["reference"].strip() != post["summary"].strip():
                 fail(f"{path}: {row['id']} with that reference is no post of {args.raw}; run the stages on its posts")
     posts = [all_posts[i] for i in ids]
+    texts = {name: [row["response"] for row in rows] for name, rows in samples.items()}
+    for name in YARDSTICKS:
+        texts[name] = [yardsticks[i][name] for i in ids]
+    texts["reference"] = [post["summary"] for post in posts]
+    return posts, samples, texts
 
-    pairs, rewards, gaps = {}, {}, {}
+
+def read_gaps(args: Args, path: Path, split: str, pairs: list[dict]) -> tuple[list[float], list[str | None]]:
+    """A stage's table of the pairs of a split: (chosen less rejected reward, the two policies) of each."""
+    rows = read_rows(path, ["chosen_reward", "rejected_reward"])
+    if len(rows) != len(pairs):
+        fail(f"{path} has {len(rows)} rows, {args.preference_dataset} has {len(pairs)} pairs of {split}")
+    for row, pair in zip(rows, pairs, strict=True):
+        if row.get("policies") and row["policies"] != pair.get("policies"):
+            fail(f"{path} is about other pairs than {args.preference_dataset}; run the stage on that data")
+    gaps = [float(row["chosen_reward"]) - float(row["rejected_reward"]) for row in rows]
+    return gaps, [row.get("policies") for row in rows]
+
+
+def read_pair_rewards(args: Args, folders: dict[str, Path], splits: list[str]) -> tuple[dict, dict, dict]:
+    """(pairs, policies, gaps) of a Chain."""
     data = load_from_disk(args.preference_dataset)
+    pairs = {}
+    policies = {}
+    gaps = {}
     for split in splits:
         columns = [column for column in ("query", "chosen", "rejected", "policies") if column in data[split].features]
         pairs[split] = data[split].select_columns(columns).to_list()
-        for name in ("reward", "DPO"):
-            path = folders[name] / "eval" / f"pairs_{split}.csv"
-            if not path.exists():  # DPO may have none
-                continue
-            rewards[name, split] = rows = read_rows(path, ["chosen_reward", "rejected_reward"])
-            if len(rows) != len(pairs[split]):
-                fail(f"{path} has {len(rows)} rows, {args.preference_dataset} has {len(pairs[split])} pairs of {split}")
-            for row, pair in zip(rows, pairs[split], strict=True):
-                if row.get("policies") and row["policies"] != pair.get("policies"):
-                    fail(f"{path} is about other pairs than {args.preference_dataset}; run the stage on that data")
-            gaps[name, split] = [float(row["chosen_reward"]) - float(row["rejected_reward"]) for row in rows]
+        path = f"eval/pairs_{split}.csv"
+        gaps["reward", split], policies[split] = read_gaps(args, folders["reward"] / path, split, pairs[split])
+        if (folders["DPO"] / path).exists():  # DPO may have none
+            gaps["DPO", split], _ = read_gaps(args, folders["DPO"] / path, split, pairs[split])
+    return pairs, policies, gaps
 
+
+def read_panels(folders: dict[str, Path]) -> tuple[dict, list[dict]]:
+    """(curves, seconds) of a Chain."""
     metrics = {name: read_rows(folder / "metrics.jsonl", ["update"]) for name, folder in folders.items()}
-    times = [{"stage": STAGES[name], "seconds": rows[-1].get("time/total")} for name, rows in metrics.items()]
+    seconds = [{"stage": STAGES[name], "seconds": rows[-1].get("time/total")} for name, rows in metrics.items()]
     curves = {}
     for name, key, title in PANELS:
         curves[title] = [(row["episode"], row[key]) for row in metrics[name] if key in row]
         if not curves[title]:
             fail(f"{folders[name] / 'metrics.jsonl'} has no {key}")
+    return curves, seconds
 
-    # ---- policies ---------------------------------------------------------------------------------------------------
-    texts = {name: [row["response"] for row in rows] for name, rows in samples.items()}
-    texts |= {name: [yardsticks[i][name] for i in ids] for name in YARDSTICKS}
-    texts["reference"] = references = [post["summary"] for post in posts]
-    rouge, values, truths = RougeScorer(["rougeL"]), {}, {}
-    for name, summaries in texts.items():
-        told = list(zip(posts, summaries, references, strict=True))
-        truths[name] = [score(post["post"], summary) for post, summary, _ in told]
-        wins = [judge(post["post"], summary, reference) for post, summary, reference in told]
-        if name in samples:
-            rouges = [float(row["rougeL"]) for row in samples[name]]
-        else:
-            rouges = [rouge.score(reference, summary)["rougeL"].fmeasure for _, summary, reference in told]
-        low, high = bootstrap_interval(wins, 2_000)
-        values[name] = {"rougeL": fmean(rouges), "truth": fmean(truths[name])}
-        values[name] |= {"win_rate": fmean(wins), "win_rate_low": low, "win_rate_high": high}
-        values[name]["words"] = fmean(len(re.findall(r"\w+", summary)) for summary in summaries)  # as the truth counts
-        if name in samples:
-            values[name]["tokens"] = fmean(int(row["response_tokens"]) for row in samples[name])
-            values[name]["eos_rate"] = fmean(row["has_eos"] == "True" for row in samples[name])
-    values["PPO"]["share_of_near_perfect"] = values["PPO"]["truth"] / values["near_perfect"]["truth"]
-    for name in ("PPO", "DPO"):  # paired: both wrote about the same posts
-        gains = [ours - sft for ours, sft in zip(truths[name], truths["SFT"], strict=True)]
-        low, high = bootstrap_interval(gains, 10_000)
-        difference = {"truth_difference": fmean(gains), "truth_difference_low": low, "truth_difference_high": high}
-        values[f"{name}-SFT"] = difference
 
-    # ---- facts by kind ----------------------------------------------------------------------------------------------
-    held = [find_facts(post["post"]) for post in posts]
-    per_kind = []
+def read_chain(args: Args) -> Chain:
+    folders = {name: Path(args.runs, stage, args.model, str(args.seed)) for name, stage in STAGES.items()}
+    splits = ["validation"]
+    if Path(args.preference_dataset, "validation_cnndm").exists():
+        splits.append("validation_cnndm")
+    check_files(args, folders, splits)
+    return Chain(*read_policies(args, folders), *read_pair_rewards(args, folders, splits), *read_panels(folders))
+
+
+# ---- numbers: {row: {metric: value}} of table.csv -------------------------------------------------------------------
+
+
+def rouge_l(chain: Chain, name: str) -> list[float]:
+    """ROUGE-L of a row's summaries by post: what eval/samples.py found, or of the yardsticks our own."""
+    if name in chain.samples:
+        return [float(row["rougeL"]) for row in chain.samples[name]]
+    scorer = RougeScorer(["rougeL"])
+    told = zip(chain.texts["reference"], chain.texts[name], strict=True)
+    return [scorer.score(reference, summary)["rougeL"].fmeasure for reference, summary in told]
+
+
+def true_scores(chain: Chain, name: str) -> list[float]:
+    """The truth's scores of a row's summaries by post."""
+    return [score(post["post"], summary) for post, summary in zip(chain.posts, chain.texts[name], strict=True)]
+
+
+def policy_values(chain: Chain, name: str) -> dict[str, float]:
+    """Means over the posts of what one policy, a yardstick or the reference wrote."""
+    summaries = chain.texts[name]
+    told = zip(chain.posts, summaries, strict=True)
+    wins = [judge(post["post"], summary, post["summary"]) for post, summary in told]
+    low, high = bootstrap_interval(wins, 2_000)
+    found = {"rougeL": fmean(rouge_l(chain, name)), "truth": fmean(true_scores(chain, name))}
+    found |= {"win_rate": fmean(wins), "win_rate_low": low, "win_rate_high": high}
+    found["words"] = fmean(len(re.findall(r"\w+", summary)) for summary in summaries)  # as the truth counts
+    if name in chain.samples:
+        found["tokens"] = fmean(int(row["response_tokens"]) for row in chain.samples[name])
+        found["eos_rate"] = fmean(row["has_eos"] == "True" for row in chain.samples[name])
+    return found
+
+
+def truth_difference(chain: Chain, name: str) -> dict[str, float]:
+    """True score of a policy above SFT's, paired: both wrote about the same posts."""
+    both = zip(true_scores(chain, name), true_scores(chain, "SFT"), strict=True)
+    gains = [ours - sft for ours, sft in both]
+    low, high = bootstrap_interval(gains, 10_000)
+    return {"truth_difference": fmean(gains), "truth_difference_low": low, "truth_difference_high": high}
+
+
+def fact_shares(chain: Chain, name: str) -> dict[str, float]:
+    """Of each kind of fact the share of the posts that have it whose summary says it (left out where no post has it),
+    and the share of all posts whose summary says another."""
+    held = [find_facts(post["post"]) for post in chain.posts]
+    said = [find_facts(text) for text in chain.texts[name]]
+    both = list(zip(said, held, strict=True))
+    found = {}
     for kind in FACTS:
-        having = [i for i, facts in enumerate(held) if facts[kind]]
-        per_kind.append([kind, len(having)])
-        for name in POLICIES:
-            said = [find_facts(text)[kind] for text in texts[name]]
-            right = [bool(said[i] & held[i][kind]) for i in having]
-            wrong = [bool(ours - facts[kind]) for ours, facts in zip(said, held, strict=True)]
-            values[name] |= {f"{kind}_right": fmean(right)} if right else {}
-            values[name] |= {f"{kind}_wrong": fmean(wrong)}
-            per_kind[-1] += [values[name].get(f"{kind}_right"), values[name][f"{kind}_wrong"]]
+        right = [bool(ours[kind] & facts[kind]) for ours, facts in both if facts[kind]]
+        wrong = [bool(ours[kind] - facts[kind]) for ours, facts in both]
+        if right:
+            found[f"{kind}_right"] = fmean(right)
+        found[f"{kind}_wrong"] = fmean(wrong)
+    return found
 
-    # ---- rewards: agreement with the labels as given (noisy) and with the truth (clean) -----------------------------
-    notes, per_policies = [], []
-    for split, suffix in zip(splits, ("", "_cnndm"), strict=False):
-        both = [(p["query"], p["chosen"].removesuffix(EOS), p["rejected"].removesuffix(EOS)) for p in pairs[split]]
-        better = [judge(query, chosen, rejected) for query, chosen, rejected in both]
-        notes.append(f"{len(better)} pairs of {split} ({better.count(0.5)} of equal truth left out of clean)")
-        for name, row in (("reward", "reward"), ("DPO", "dpo_implicit")):
-            if (name, split) in gaps:
-                accuracies = values.setdefault(row, {})
-                accuracies[f"accuracy_noisy{suffix}"] = agreement(gaps[name, split], [1] * len(better))
-                accuracies[f"accuracy_clean{suffix}"] = agreement(gaps[name, split], better)
-        groups = [row.get("policies") for row in rewards["reward", split]]
-        for group in sorted(set(groups) - {None}) if split == "validation" else []:
-            rows = [i for i, found in enumerate(groups) if found == group]
-            clean = agreement([gaps["reward", split][i] for i in rows], [better[i] for i in rows])
-            per_policies.append([group or "null", len(rows), clean])
 
-    # ---- tables -----------------------------------------------------------------------------------------------------
-    share = f"PPO has {shown(values['PPO']['share_of_near_perfect'])} of the truth of near_perfect"
-    header = ["rougeL", "truth", "win_rate", "win_rate_low", "win_rate_high", "words", "tokens", "eos_rate"]
-    tables = [(f"{len(posts)} posts of validation; {share}", list(texts), header)]
-    tables += [("True score above SFT, with its 95 % interval", ["PPO-SFT", "DPO-SFT"], list(values["PPO-SFT"]))]
-    tables += [(f"Accuracy on {'; '.join(notes)}", ["reward", "dpo_implicit"], list(values["reward"]))]
-    for i, (title, rows, header) in enumerate(tables):
-        cells = [[row, *(values[row].get(key) for key in header)] for row in rows if row in values]
-        tables[i] = (title, ["", *header], cells)
+def truly_better(pairs: list[dict]) -> list[float]:
+    """1 where the truth prefers the chosen response, 0 where the rejected one, 0.5 where neither, by pair."""
+    return [judge(p["query"], p["chosen"].removesuffix(EOS), p["rejected"].removesuffix(EOS)) for p in pairs]
+
+
+def reward_accuracies(chain: Chain, stage: str) -> dict[str, float]:
+    """Agreement of a stage's rewards with the labels as given (noisy) and with the truth (clean), by split."""
+    found = {}
+    for split, pairs in chain.pairs.items():
+        suffix = split.removeprefix("validation")
+        if (stage, split) in chain.gaps:
+            gaps = chain.gaps[stage, split]
+            found[f"accuracy_noisy{suffix}"] = agreement(gaps, [1] * len(pairs))
+            found[f"accuracy_clean{suffix}"] = agreement(gaps, truly_better(pairs))
+    return found
+
+
+def values_of(chain: Chain) -> dict[str, dict[str, float]]:
+    """Every number of the report."""
+    values = {name: policy_values(chain, name) for name in chain.texts}
+    values["PPO"]["share_of_near_perfect"] = values["PPO"]["truth"] / values["near_perfect"]["truth"]
+    for name in ("PPO", "DPO"):
+        values[f"{name}-SFT"] = truth_difference(chain, name)
+    for name in POLICIES:
+        values[name] |= fact_shares(chain, name)
+    values["reward"] = reward_accuracies(chain, "reward")
+    implicit = reward_accuracies(chain, "DPO")
+    if implicit:
+        values["dpo_implicit"] = implicit
+    return values
+
+
+# ---- tables: (title, header, rows) ----------------------------------------------------------------------------------
+
+
+def value_table(title: str, values: dict[str, dict], names: list[str], metrics: list[str]) -> tuple:
+    """A table of these rows, where they are there."""
+    rows = [[name, *(values[name].get(metric) for metric in metrics)] for name in names if name in values]
+    return title, ["", *metrics], rows
+
+
+def kinds_table(chain: Chain, values: dict[str, dict]) -> tuple:
     title = "Facts by kind: share of the posts that have it whose summary says it, of all whose summary says another"
-    header = ["kind", "posts", *(f"{name} {what}" for name in POLICIES for what in ("right", "wrong"))]
-    tables.append((title, header, per_kind))
+    header = ["kind", "posts"]
+    for name in POLICIES:
+        header += [f"{name} right", f"{name} wrong"]
+    held = [find_facts(post["post"]) for post in chain.posts]
+    rows = []
+    for kind in FACTS:
+        row = [kind, sum(bool(facts[kind]) for facts in held)]
+        for name in POLICIES:
+            row += [values[name].get(f"{kind}_right"), values[name][f"{kind}_wrong"]]
+        rows.append(row)
+    return title, header, rows
+
+
+def policy_pairs_table(chain: Chain) -> tuple:
+    """Of the pairs of validation, by their two policies; no row where these are not known."""
+    policies = chain.policies["validation"]
+    gaps = chain.gaps["reward", "validation"]
+    better = truly_better(chain.pairs["validation"])
+    rows = []
+    for name in sorted(set(policies) - {None}):
+        places = [i for i, found in enumerate(policies) if found == name]
+        clean = agreement([gaps[i] for i in places], [better[i] for i in places])
+        rows.append([name or "null", len(places), clean])
     title = "Clean accuracy of the reward model on each pair of policies, validation"
-    tables += [(title, ["policies", "pairs", "accuracy_clean"], per_policies)] if per_policies else []
-    timing = ("Seconds of training", ["stage", "seconds"], [list(row.values()) for row in times])
-    for title, header, rows in [*tables, timing]:
+    return title, ["policies", "pairs", "accuracy_clean"], rows
+
+
+def tables_of(chain: Chain, values: dict[str, dict]) -> list[tuple]:
+    """The tables of table.md."""
+    share = f"PPO has {shown(values['PPO']['share_of_near_perfect'])} of the truth of near_perfect"
+    metrics = ["rougeL", "truth", "win_rate", "win_rate_low", "win_rate_high", "words", "tokens", "eos_rate"]
+    tables = [value_table(f"{len(chain.posts)} posts of validation; {share}", values, list(chain.texts), metrics)]
+    title = "True score above SFT, with its 95 % interval"
+    tables.append(value_table(title, values, ["PPO-SFT", "DPO-SFT"], list(values["PPO-SFT"])))
+    notes = []
+    for split, pairs in chain.pairs.items():
+        ties = truly_better(pairs).count(0.5)
+        notes.append(f"{len(pairs)} pairs of {split} ({ties} of equal truth left out of clean)")
+    title = f"Accuracy on {'; '.join(notes)}"
+    tables.append(value_table(title, values, ["reward", "dpo_implicit"], list(values["reward"])))
+    tables.append(kinds_table(chain, values))
+    by_policies = policy_pairs_table(chain)
+    return [*tables, by_policies] if by_policies[2] else tables
+
+
+def print_tables(tables: list[tuple]):
+    for title, header, rows in tables:
         table = Table(*header, title=title, title_justify="left")
         for row in rows:
             table.add_row(*(shown(value) for value in row))
         Console(width=140).print(table)
 
-    # ---- samples: ten evenly spaced rows ----------------------------------------------------------------------------
-    samples_text = f"# Samples of {args.model}, seed {args.seed}\n"
-    count = min(10, len(posts))
-    for i in [n * len(posts) // count for n in range(count)]:
-        rows = [[name, texts[name][i], truths[name][i]] for name in ("reference", *POLICIES)]
-        quoted = posts[i]["post"].replace("\n", "\n> ")
-        samples_text += f"\n## {ids[i]}\n\n> {quoted}\n\n{markdown_table(['', 'summary', 'true score'], rows)}"
 
-    # ---- figures ----------------------------------------------------------------------------------------------------
-    curves_figure, axes = plt.subplots(2, 4, figsize=(14, 6))
+def samples_text(args: Args, chain: Chain) -> str:
+    """samples.md: ten evenly spaced posts, or all where there are fewer."""
+    names = ("reference", *POLICIES)
+    truths = {name: true_scores(chain, name) for name in names}
+    text = f"# Samples of {args.model}, seed {args.seed}\n"
+    count = min(10, len(chain.posts))
+    for n in range(count):
+        i = n * len(chain.posts) // count
+        post = chain.posts[i]
+        rows = [[name, chain.texts[name][i], truths[name][i]] for name in names]
+        quoted = post["post"].replace("\n", "\n> ")
+        text += f"\n## {post['id']}\n\n> {quoted}\n\n{markdown_table(['', 'summary', 'true score'], rows)}"
+    return text
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+def draw_curves(curves: dict[str, list[tuple]]):
+    """Every panel's metric against episodes, as it is and as a running mean."""
+    figure, axes = plt.subplots(2, 4, figsize=(14, 6))
     for axis, (title, points) in zip(axes.flat, curves.items(), strict=True):
         episodes, heights = zip(*points, strict=True)
         axis.plot(episodes, heights, alpha=0.35, linewidth=0.8)
         axis.plot(episodes, running_mean(heights), color="C0")
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("episodes")
-    bars_figure, axis = plt.subplots(figsize=(6, 4))
+    return figure
+
+
+def draw_win_rates(values: dict[str, dict[str, float]]):
+    """Win rates of the policies as bars with their intervals, those of the yardsticks as lines."""
+    figure, axis = plt.subplots(figsize=(6, 4))
     for i, name in enumerate(("SFT", "DPO", "PPO")):
         row = values[name]
         axis.bar(name, row["win_rate"], color="C0", width=0.6)
@@ -345,20 +487,34 @@ def main(args: Args):
     axis.axhline(0.5, color="grey", linewidth=0.8, label="as good as the reference")
     axis.set(ylim=(0, 1.08), ylabel="win rate against the reference")
     axis.legend(fontsize=8, ncols=3, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    return figure
+
+
+def finish_figure(figure, path: Path):
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+    Image.open(path).quantize(64).save(path)  # a third of the size
+    plt.close(figure)
+    print(path)
+
+
+def main(args: Args):
+    chain = read_chain(args)
+    values = values_of(chain)
+    tables = tables_of(chain, values)
+    timing = ("Seconds of training", ["stage", "seconds"], [list(row.values()) for row in chain.seconds])
+    print_tables([*tables, timing])
 
     # ---- write: table.csv last, so that a report that has it is whole -----------------------------------------------
+    output_dir = Path(args.output_dir or Path(args.runs, "report", args.model, str(args.seed)))
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / "table.csv").unlink(missing_ok=True)
     parts = [f"{title}:\n\n{markdown_table(header, rows)}" for title, header, rows in tables]
     (output_dir / "table.md").write_text("\n".join(parts), encoding="utf-8")
-    (output_dir / "samples.md").write_text(samples_text, encoding="utf-8")
-    for name, figure in (("learning_curves.png", curves_figure), ("win_rates.png", bars_figure)):
-        figure.tight_layout()
-        figure.savefig(output_dir / name, dpi=80)
-        Image.open(output_dir / name).quantize(64).save(output_dir / name)  # a third of the size
-        plt.close(figure)
-        print(output_dir / name)
-    pandas.DataFrame(times).to_csv(output_dir / "times.csv", index=False)
+    (output_dir / "samples.md").write_text(samples_text(args, chain), encoding="utf-8")
+    finish_figure(draw_curves(chain.curves), output_dir / "learning_curves.png")
+    finish_figure(draw_win_rates(values), output_dir / "win_rates.png")
+    pandas.DataFrame(chain.seconds).to_csv(output_dir / "times.csv", index=False)
     long = [(row, metric, value) for row, each in values.items() for metric, value in each.items()]
     pandas.DataFrame(long, columns=["row", "metric", "value"]).to_csv(output_dir / "table.tmp", index=False)
     (output_dir / "table.tmp").rename(output_dir / "table.csv")

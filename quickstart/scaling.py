@@ -18,25 +18,22 @@ The paper's figures of these runs are made by eval/figures.py, with the command 
 """
 
 import csv
-import os
 import platform
 import shlex
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import tyro
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "benchmark"))
+from study_runs import Job, cores, fail, fail_of, left_of, print_commands, run_jobs, runs_bar  # noqa: E402
+
 SIZES = ("xs", "s", "m")  # small to large
 
 # the quantities of the table: "row metric" of a run's report
@@ -78,85 +75,6 @@ class Args:
     """folder for the table, below the repository; files from before are replaced"""
     dry_run: bool = False
     """print the commands that would run, and nothing else"""
-
-
-class Job(NamedTuple):
-    """A command, the log that it appends to and the file that it has to leave behind (none where it makes data)."""
-
-    posts_seed: int
-    name: str
-    command: list[str]
-    log: Path
-    result: Path | None
-
-
-# ---- helpers: running -----------------------------------------------------------------------------------------------
-
-
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
-
-
-def end_groups(processes: Iterable[subprocess.Popen], patience: float = 10):
-    """End the process groups of `processes`: SIGTERM, and SIGKILL for those that are left after `patience` seconds."""
-    groups, number, begin = {process.pid: process for process in processes}, signal.SIGTERM, time.monotonic()
-    while groups:
-        for group, process in list(groups.items()):
-            process.poll()  # an ended process that nobody waits for would keep its group alive
-            try:
-                os.killpg(group, number)
-            except (ProcessLookupError, PermissionError):
-                del groups[group]
-        if number == signal.SIGKILL:
-            break
-        number = signal.SIGKILL if time.monotonic() - begin > patience else 0  # 0: is anyone left?
-        time.sleep(0.05)
-
-
-def run_jobs(jobs: list[Job], at_once: int, threads: int, progress: Progress, bar) -> dict[str, str]:
-    """Run every job, `at_once` side by side; a job that fails stops no other. {name: what went wrong} of the failures.
-    A signal to end this process ends the jobs first."""
-    waiting, running, failures, signals = list(jobs), {}, {}, []
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # as quickstart/setup.sh
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    handlers = {number: old for number, old in handlers.items() if old not in (signal.SIG_IGN, None)}  # nohup
-    for number in handlers:
-        signal.signal(number, lambda number, _: signals.append(signal.Signals(number).name))
-    try:
-        while (waiting or running) and not signals:
-            while waiting and len(running) < at_once:
-                job = waiting.pop(0)
-                job.log.parent.mkdir(parents=True, exist_ok=True)
-                with job.log.open("a") as log:
-                    print(f"\n# {time.strftime('%F %T')}  {shlex.join(job.command)}", file=log, flush=True)
-                    streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-                    where = {"cwd": ROOT, "env": environment, "start_new_session": True}
-                    process = subprocess.Popen(job.command, **streams, **where)
-                running[job.name] = job, process, time.monotonic()
-                progress.update(bar, description=" and ".join(running))
-            time.sleep(0.1)
-            for job, process, begin in list(running.values()):
-                code = process.poll()
-                if code is None:
-                    continue
-                del running[job.name]
-                problem = f"exit code {code}" if code else f"no {job.result} at its end"
-                if code or (job.result and not job.result.exists()):
-                    tail = "".join(f"\n    {line}" for line in job.log.read_text(errors="replace").splitlines()[-8:])
-                    failures[job.name] = f"{job.name}: {problem}; {job.log} ends with{tail}"
-                state = "failed" if job.name in failures else "finished"
-                progress.console.print(f"{job.name}: {state} after {time.monotonic() - begin:.0f} s", highlight=False)
-                done = int(state == "finished" and job.result is not None)
-                progress.update(bar, advance=done, description=" and ".join(running))
-    finally:
-        end_groups(process for _, process, _ in running.values())
-        for number, old in handlers.items():
-            signal.signal(number, old)
-    if signals:
-        fail(f"stopped by {signals[0]}, and with it {' and '.join(running) or 'no run'}; the same command continues")
-    return failures
 
 
 # ---- helpers: numbers -----------------------------------------------------------------------------------------------
@@ -202,8 +120,6 @@ def main(args: Args):
         fail(f"--jobs is {args.jobs}; it must be 1 or more")
     runs_folder, output_dir = ROOT / args.runs, ROOT / args.output_dir
     sizes = [size for size in SIZES if size in args.sizes]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = max(1, cores // args.jobs)
 
     # ---- what is left to run ----------------------------------------------------------------------------------------
     reports = {  # (posts seed, size, seed) -> folder
@@ -212,38 +128,38 @@ def main(args: Args):
         for size in sizes
         for seed in args.seeds
     }
-    todo = [key for key, folder in reports.items() if not (folder / "table.csv").exists()]
-    todo.sort(key=lambda key: (args.posts_seeds.index(key[0]), -sizes.index(key[1])))  # stable: seeds stay as given
-    data_jobs, jobs = [], []
-    for posts, size, seed in todo:
-        script, logs = ["bash", "quickstart/run.sh"], runs_folder / f"posts-{posts}" / "logs"
-        if posts not in [job.posts_seed for job in data_jobs]:
-            command = [*script, "--data-only", "--posts-seed", str(posts)]
-            data_jobs.append(Job(posts, f"posts-{posts} data", command, logs / "data.log", None))
-        command = [*script, "--continue", "--size", size, "--seed", str(seed), "--posts-seed", str(posts)]
-        log, result = logs / f"nano-{size}-{seed}.log", reports[posts, size, seed] / "table.csv"
-        jobs.append(Job(posts, f"posts-{posts} nano-{size} {seed}", command, log, result))
-    if jobs and runs_folder != ROOT / Args.runs:
-        fail(f"{jobs[0].result} is missing, and run.sh writes to {Args.runs} only; leave --runs out to run it")
+    jobs = {}  # posts seed -> its runs, the largest size first
+    data_jobs = {}  # posts seed -> what makes its data, where a run is left
+    for posts in args.posts_seeds:
+        logs = runs_folder / f"posts-{posts}" / "logs"
+        of_posts = []
+        for size in reversed(sizes):
+            for seed in args.seeds:
+                flags = ["--continue", "--size", size, "--seed", str(seed), "--posts-seed", str(posts)]
+                command = ["bash", "quickstart/run.sh", *flags]
+                result = reports[posts, size, seed] / "table.csv"
+                log = logs / f"nano-{size}-{seed}.log"
+                of_posts.append(Job(f"posts-{posts} nano-{size} {seed}", command, log, result))
+        jobs[posts] = left_of(of_posts)
+        if jobs[posts]:
+            command = ["bash", "quickstart/run.sh", "--data-only", "--posts-seed", str(posts)]
+            data_jobs[posts] = Job(f"posts-{posts} data", command, logs / "data.log", None)
+    left = [job for of_posts in jobs.values() for job in of_posts]
+    finished = len(reports) - len(left)
+    if left and runs_folder != ROOT / Args.runs:
+        fail(f"{left[0].result} is missing, and run.sh writes to {Args.runs} only; leave --runs out to run it")
     if args.dry_run:
-        print(f"# {len(reports) - len(todo)} of {len(reports)} runs are finished")
-        for job in [*data_jobs, *jobs]:
-            print(f"OMP_NUM_THREADS={threads if job.result else cores} {shlex.join(job.command)}")
+        print(f"# {finished} of {len(reports)} runs are finished")
+        print_commands(data_jobs.values(), 1)
+        print_commands(left, args.jobs)
         return
 
     # ---- run: data first, as the runs of a posts seed share them ----------------------------------------------------
-    if todo:
-        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("runs")]
-        columns += [TimeElapsedColumn(), TimeRemainingColumn()]
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            bar = progress.add_task("", total=len(reports), completed=len(reports) - len(todo))
-            failures = run_jobs(data_jobs, 1, cores, progress, bar)
-            without_data = {job.posts_seed for job in data_jobs if job.name in failures}
-            jobs = [job for job in jobs if job.posts_seed not in without_data]
-            failures |= run_jobs(jobs, args.jobs, threads, progress, bar)
-        if failures:
-            names = f"{', '.join(failures)} failed, so that no table is written"
-            fail("\n".join([f"{names}; the same command keeps what is finished and tries again", *failures.values()]))
+    with runs_bar(len(reports), finished) as progress:
+        failures = run_jobs(data_jobs.values(), 1, ROOT, progress)
+        with_data = [posts for posts, job in data_jobs.items() if job.name not in failures]
+        failures |= run_jobs([job for posts in with_data for job in jobs[posts]], args.jobs, ROOT, progress)
+    fail_of(failures, after=", so that no table is written")
 
     # ---- collect ----------------------------------------------------------------------------------------------------
     found, long, seconds = {}, [], {}  # run -> {quantity: value}; rows of runs.csv; (posts seed, size, stage) -> sum
@@ -266,7 +182,7 @@ def main(args: Args):
     for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
         cpu = line.partition(":")[2].strip() if line.startswith("model name") else cpu
     lines = [f"`{shlex.join(['python', 'quickstart/scaling.py', *sys.argv[1:]])}`", ""]
-    lines += [f"{cpu}, {cores} cores, {args.jobs} runs side by side; torch {version('torch')}."]
+    lines += [f"{cpu}, {cores()} cores, {args.jobs} runs side by side; torch {version('torch')}."]
     lines += ["± is the sample standard deviation over seeds."]
     for posts in args.posts_seeds:
         lines += ["", f"## Posts seed {posts}"]

@@ -92,11 +92,14 @@ def test_what_cannot_be_averaged(world, made, tmp_path):
     other_tokenizer = tmp_path / "other_tokenizer"
     shutil.copytree(first, other_tokenizer)
     give_other_tokenizer(world, other_tokenizer)
+    run = tmp_path / "run"
+    shutil.copytree(second, run / "model")
     for paths, part in (
         ([first, str(other_base)], f"{other_base} is of another base than {first} (a cosine of -?0.0"),
         ([first, str(other_tokenizer)], f"{other_tokenizer} has another tokenizer than {first}"),
         ([first], "two or more, each once"),
         ([first, second, first], "two or more, each once"),
+        ([first, str(run), f"{run}/model"], "two or more, each once"),
         ([first, str(world.model)], f"{world.model} holds no reward model that can be read"),
         ([first, f"{tmp_path}/nowhere"], "no checkpoint there"),
     ):

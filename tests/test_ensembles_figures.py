@@ -1,6 +1,7 @@
 """ensembles/figures.py: what is read, drawn and judged, against hand-made runs and hand-computed numbers."""
 
 import importlib.util
+import itertools
 import json
 import statistics
 import sys
@@ -430,33 +431,42 @@ def test_single_reward_models_by_penalty_size_and_pairs(world):
         assert ends(plot) == pytest.approx({"50 pairs": few, "100 pairs": single_end(BASE, kl, (1, 2))})
 
 
+def bar(series: str, setting=BASE, members: int = 3, kl: float = 0.0, seeds=(0,)) -> float:
+    """The height of a bar of hand-made runs, by the name of its series."""
+    if series == "single":
+        return single_end(setting, kl, seeds)
+    method, _, uwo_lambda = series.partition(", λ ")
+    found = [end(setting, method, float(uwo_lambda or 0), members, kl=kl, seed=seed) for seed in seeds]
+    return statistics.mean(found)
+
+
 def test_bars_by_kl_penalty(world):
     (plot,) = world[1][7]
-    expected = {("single", kl): single_end(BASE, kl, (1, 2)) for kl in (0, 0.05, 0.2)}
-    for method, uwo_lambda in (("mean", None), ("wco", None), ("uwo", 0.1)):
-        name = "uwo, λ 0.1" if uwo_lambda else method
-        for kl in (0, 0.05, 0.2):
-            expected[name, kl] = statistics.mean(end(BASE, method, uwo_lambda, 3, kl=kl, seed=s) for s in (1, 2))
-    assert finals(plot) == pytest.approx(expected)
+    keys = itertools.product(("single", "mean", "wco", "uwo, λ 0.1"), (0, 0.05, 0.2))
+    assert finals(plot) == pytest.approx({(name, kl): bar(name, kl=kl, seeds=(1, 2)) for name, kl in keys})
     row = next(row for row in plot.rows if row["series"] == "wco" and row["x"] == 0.05)
     sd = statistics.stdev(end(BASE, "wco", members=3, kl=0.05, seed=s) for s in (1, 2))
     assert [row["low"], row["high"], row["start"], row["runs"]] == pytest.approx([row["y"] - sd, row["y"] + sd, 10, 2])
 
 
-@pytest.mark.parametrize(("number", "other", "column"), [(8, SETTINGS[2], 1), (9, SETTINGS[3], 2)])
-def test_bars_by_size_and_by_pairs(world, number, other, column):
-    plots = world[1][number]
-    assert [plot.title for plot in plots] == ["BoN", "PPO, KL penalty 0", "PPO, KL penalty 0.05"]
-    for plot, kl, uwo_lambda in zip(plots, (0, 0, 0.05), (0.5, 0.1, 0.1), strict=True):
-        expected = {}
-        for setting in (BASE, other):
-            seeds = (0,) if plot.title == "BoN" else (1, 2) if setting == BASE else (1,)
-            expected["single", setting[column]] = single_end(setting, kl, seeds)
-            for name, method, x in (("mean",) * 2 + (None,), ("wco",) * 2 + (None,), ("uwo, λ %g", "uwo", uwo_lambda)):
-                found = [end(setting, method, x, 3, kl=kl, seed=seed) for seed in seeds]
-                expected[name % x if "%" in name else name, setting[column]] = statistics.mean(found)
-        assert finals(plot) == pytest.approx(expected)
-    band = next(row for row in plots[0].rows if row["series"] == "mean")
+def test_bars_of_each_procedure(world):
+    """By size (figure 8), pairs (9), members (11) and lambda (12)."""
+    bon = ("BoN", 0, (0,), 0.5, (0.1, 0.5))
+    ppo = [(f"PPO, KL penalty {kl:g}", kl, (1, 2), 0.1, (0.1, 0.4)) for kl in (0, 0.05)]
+    for i, (title, kl, seeds, uwo_lambda, lambdas) in enumerate([bon, *ppo]):
+        names = ("mean", "wco", f"uwo, λ {uwo_lambda}")
+        by_size, by_pairs = {}, {}
+        for name in ("single", *names):
+            by_size[name, "nano-s"] = by_pairs[name, 100] = bar(name, BASE, 3, kl, seeds)
+            by_size[name, "nano-xs"] = bar(name, SETTINGS[2], 3, kl, seeds[:1])
+            by_pairs[name, 50] = bar(name, SETTINGS[3], 3, kl, seeds[:1])
+        by_members = {(name, k): bar(name, BASE, k, kl, seeds) for name in names for k in (2, 3)}
+        by_lambda = {(f"{k} members", x): bar(f"uwo, λ {x}", BASE, k, kl, seeds) for x in lambdas for k in (2, 3)}
+        for number, expected in {8: by_size, 9: by_pairs, 11: by_members, 12: by_lambda}.items():
+            plot = world[1][number][i]
+            assert (plot.title, len(world[1][number])) == (title, 3)
+            assert finals(plot) == pytest.approx(expected), (number, title)
+    band = next(row for row in world[1][8][0].rows if row["series"] == "mean")
     assert [band["low"], band["high"]] == pytest.approx([band["y"] - 0.3, band["y"] + 0.1])
 
 
@@ -491,25 +501,6 @@ def test_variance_over_updates(world):
                 gain = statistics.mean(level(setting, method, x, 3, kl=kl, seed=seed) for seed in seeds)
                 assert list(mine["x"]) == [1, 2, 3, 4, 5]
                 assert list(mine["y"]) == pytest.approx([update * gain for update in range(1, 6)])
-
-
-def test_bars_by_members_and_by_lambda(world):
-    for number in (11, 12):
-        assert [plot.title for plot in world[1][number]] == ["BoN", "PPO, KL penalty 0", "PPO, KL penalty 0.05"]
-    for plot, kl, seeds in zip(world[1][11], (0, 0, 0.05), ((0,), (1, 2), (1, 2)), strict=True):
-        x = 0.5 if seeds == (0,) else 0.1
-        expected = {}
-        for k in (2, 3):
-            for name, method, y in (("mean", "mean", None), ("wco", "wco", None), (f"uwo, λ {x}", "uwo", x)):
-                expected[name, k] = statistics.mean(end(BASE, method, y, k, kl=kl, seed=seed) for seed in seeds)
-        assert finals(plot) == pytest.approx(expected)
-    for plot, kl, seeds in zip(world[1][12], (0, 0, 0.05), ((0,), (1, 2), (1, 2)), strict=True):
-        expected = {}
-        for k in (2, 3):
-            for x in (0.1, 0.5) if seeds == (0,) else (0.1, 0.4):
-                ends = [end(BASE, "uwo", x, k, kl=kl, seed=seed) for seed in seeds]
-                expected[f"{k} members", x] = statistics.mean(ends)
-        assert finals(plot) == pytest.approx(expected)
 
 
 def a_run(method, *golds, procedure="PPO", kl=0.0, se=0.25, uwo_lambda=None, members=None, **more):
@@ -604,6 +595,15 @@ def test_gold_at_a_kl_distance_is_where_the_curve_first_reaches_it():
     assert found == {0: 1, 1: 1.25, 4: 2, 5: 3, 8: 6, 10: 2.4, 12: 3, 13: None}
 
 
+@pytest.mark.parametrize(("df", "quantile"), [(1, 12.7062), (2, 4.3027), (9, 2.2622), (10, 2.2281), (30, 2.0423)])
+def test_the_interval_of_any_number_of_replicates(df, quantile):
+    """Against a printed table of t, two-sided 95 %."""
+    values = [0.0] * df + [1.0]  # of n = df + 1 values mean 1 / n and sample sd n ** -0.5
+    center = 1 / (df + 1)
+    half = quantile / (df + 1)
+    assert figures.interval(values) == pytest.approx((center, center - half, center + half), abs=1e-4)
+
+
 def test_paired_differences_and_their_interval_by_hand():
     """Of five replicates; what has another seed, no reward model in common or no such KL is no pair."""
     single = [a_run("single", 1, 2, seed=i, paths=str(i)) for i in range(1, 6)]
@@ -611,13 +611,10 @@ def test_paired_differences_and_their_interval_by_hand():
     others = [a_run("single", 1, 9, seed=1, paths="y"), a_run("single", 1, 9, seed=6, paths="1")]
     differences = figures.paired(wco, single + others, "final")
     assert differences == pytest.approx([0.1, 0.3, 0.2, 0.5, 0.4])
-    # sd of 0.1, ..., 0.5: sqrt(0.1 / 4); times t of 4 degrees of freedom, 2.776, over sqrt(5)
-    half = 2.776 * (0.1 / 4) ** 0.5 / 5**0.5
+    # sd of 0.1, ..., 0.5: sqrt(0.1 / 4); times t of 4 degrees of freedom, 2.7764, over sqrt(5)
+    half = 2.776445 * (0.1 / 4) ** 0.5 / 5**0.5
     assert figures.interval(differences) == pytest.approx((0.3, 0.3 - half, 0.3 + half))
-    assert figures.interval([1.0, 3.0]) == pytest.approx((2, 2 - 12.706, 2 + 12.706))
     assert figures.interval([1.0]) == (1.0, -float("inf"), float("inf"))
-    with pytest.raises(SystemExit, match="11 replicates: T_975 ends at 10"):
-        figures.interval([0.0, 1.0] * 5 + [2.0])
     far = [a_run("wco", 1, *[0.0] * 4, 2, seed=i, made_of=str(i)) for i in (1, 2)]  # KL 5; single ones reach 1
     assert figures.paired(far, single, "at KL 5") == [] and figures.paired(far, far, "at KL 5") == [0, 0]
     assert figures.paired(far, None, "at KL 5") == [2, 2]
@@ -822,7 +819,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert {f"figure_{number}" for number in (6, 7, 8, 9, 12, 13, 14)} <= named
     assert not {f"figure_{number}" for number in (3, 4, 5, 10, 11)} & named
     assert {"claim 1", "claim 2", "leak", "bases", "standardised"} <= named  # one replicate has no interval
-    assert "bash benchmark/ensembles.sh" in missing and "quickstart/ensembles.py" in missing
+    assert "bash benchmark/ensembles.sh" in missing and "ensembles/study.py" in missing
     assert "runs/ppo/killed: it is not complete" in left_out
     assert "--bon-lambda 0.5: of uwo there is λ 0.1" in left_out and "--ppo-lambda" not in left_out
     monkeypatch.setattr(figures, "read_ppo", None)  # the runs' folders are not looked at again

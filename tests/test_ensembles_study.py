@@ -1,13 +1,14 @@
-"""quickstart/ensembles.py: a matrix whose commands the scripts understand; its steps read what earlier ones wrote."""
+"""ensembles/study.py: a matrix whose commands the scripts understand; its steps read what earlier ones wrote."""
 
-import shlex
+import itertools
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import study
 import tyro
 from conftest import read_csv, script, write_jsonl
-
-import ensembles
 
 RUNS = "runs/ensembles"
 
@@ -21,7 +22,7 @@ def parsed(job):
 @pytest.fixture(scope="module")
 def steps() -> dict:
     """{step: [(job, script, Args)]} of the default matrix."""
-    return {step: [(job, *parsed(job)) for job in jobs] for step, jobs in ensembles.steps_of(ensembles.Args()).items()}
+    return {step: [(job, *parsed(job)) for job in jobs] for step, jobs in study.steps_of(study.Args()).items()}
 
 
 def own(replicate: int) -> list[str]:
@@ -29,30 +30,31 @@ def own(replicate: int) -> list[str]:
     return [f"{RUNS}/reward/base_1/{replicate}/{5 * replicate + k}" for k in range(-4, 1)]
 
 
-def test_the_matrix_is_that_of_the_docstring(steps):
-    assert {step: len(jobs) for step, jobs in steps.items()} == {
-        "corpus": 1, "bases": 4, "pretraining": 4, "SFT": 6, "labels": 5, "members": 45, "averages": 5, "PPO": 124,
-        "best of n": 5, "tables": 10,
-    }  # fmt: skip
-    found = Counter()
-    for _, _, args in steps["PPO"]:
-        how = args.value_start, args.standardise_members, args.lam, args.cliprange_value
-        objective = args.reward_combination, args.uwo_lambda
-        found[*how, *objective, args.kl_coef, args.seed, *args.reward_model_paths] += 1
-    usual, raw, leaky = ("sft", True, 0.95, 0.2), ("sft", False, 0.95, 0.2), ("reward", False)
-    mean, wco, uwo, expected = ("mean", None), ("wco", None), ("uwo", 0.1), []
-    for seed in (1, 2, 3, 4, 5):
-        members, others = own(seed), [f"{RUNS}/reward/base_{x}/{seed}/{5 * seed - 4}" for x in (1, 2, 3, 4, 5)]
-        for kl in (0.0, 0.02, 0.1):
-            expected += [(*usual, *objective, kl, seed, *members) for objective in (mean, wco, uwo)]
-            expected += [(*usual, *mean, kl, seed, x) for x in (members[0], f"{RUNS}/reward/warm/{seed}")]
-        expected += [(*usual, *objective, 0.0, seed, *others) for objective in (mean, wco, uwo)]
-        expected += [(*raw, *objective, 0.0, seed, *members) for objective in (wco, uwo)]
-        channels = [(lam, clip) for lam in (0.95, 1.0) for clip in (0.2, float("inf"))]
-        expected += [(*leaky, *channel, *wco, 0.0, seed, *own(1)) for channel in channels]
-        expected += [(*raw, *wco, 0.0, seed, *own(1))] * (seed > 1)  # that of seed 1 is there already
-    assert found == Counter(expected) and max(found.values()) == 1
-    assert all(args.penalty_reward_value is None and args.gold for _, _, args in steps["PPO"])
+def test_each_run_of_ppo_is_what_its_name_says(steps):
+    groups = Counter()
+    for job, _, args in steps["PPO"]:
+        *_, group, name, seed = job.name.split("/")
+        method, kl_coef = name.split("_kl_")
+        members = own(1 if group == "leak" else args.seed)
+        if group == "bases":
+            members = [f"{RUNS}/reward/base_{base}/{seed}/{5 * args.seed - 4}" for base in study.BASES]
+        members = {"single": members[:1], "warm": [f"{RUNS}/reward/warm/{seed}"]}.get(method, members)
+        combination = {"mean": "mean", "uwo": "uwo", "single": "mean", "warm": "mean"}.get(method, "wco")
+        from_reward = method.startswith("lambda")
+        channel = f"lambda_{args.lam:g}_clip_{args.cliprange_value:g}"
+        assert (args.seed, args.kl_coef) == (int(seed), float(kl_coef)) and args.reward_model_paths == members
+        assert (args.reward_combination, args.uwo_lambda) == (combination, 0.1 if method == "uwo" else None)
+        assert args.standardise_members == (group in ("claims", "bases"))
+        assert args.value_start == ("reward" if from_reward else "sft")
+        assert channel == (method if from_reward else "lambda_0.95_clip_0.2")
+        assert args.penalty_reward_value is None and args.gold
+        groups[group, float(kl_coef)] += 1
+    # five replicates; leak/sft of replicate 1 is raw/wco of replicate 1
+    assert groups == {("claims", x): 25 for x in (0, 0.02, 0.1)} | {("bases", 0): 15, ("raw", 0): 10, ("leak", 0): 24}
+    assert len({job.name for job, _, _ in steps["PPO"]}) == 124
+    # first what has no penalty, then one replicate after the other
+    order = [0 if "_kl_0/" in job.name else args.seed for job, _, args in steps["PPO"]]
+    assert order == sorted(order)
 
 
 def test_reward_models_differ_as_they_should(steps):
@@ -81,8 +83,15 @@ def test_tables_are_of_the_members_of_their_name(steps):
         assert args.estimate and [paths[k - 1] for k in args.members] == expected[name]
 
 
+def calls_of(folder: Path) -> list[str]:
+    """The steps of the stand-in's calls since this was asked last."""
+    calls = (folder / "calls").read_text().splitlines()
+    (folder / "calls").unlink()
+    return calls
+
+
 def test_the_pilot_is_of_a_replicate_of_its_own():
-    jobs = ensembles.steps_of(ensembles.Args(pilot=True))
+    jobs = study.steps_of(study.Args(pilot=True))
     assert {step: len(x) for step, x in jobs.items() if x} == {"SFT": 2, "labels": 1, "members": 2, "PPO": 6}
     found = [parsed(job)[1] for job in jobs["PPO"]]
     assert {(x.seed, x.kl_coef, x.value_start, x.standardise_members) for x in found} == {(6, 0.0, "sft", True)}
@@ -102,86 +111,85 @@ def test_steps_read_what_earlier_ones_wrote_and_name_what_they_write(steps):
             read = [path for path in read if not path.startswith(("quickstart/bases", "nano-s"))]
             assert all(any(path == x or path.startswith(f"{x}/") for x in written) for path in read), job.name
             folder = getattr(args, "tables_dir", None) or args.output_dir
-            assert ensembles.ROOT / folder in job.result.parents
-            assert folder == (ensembles.CORPUS if job.name == "corpus" else f"{RUNS}/{job.name}")
+            assert study.ROOT / folder in job.result.parents
+            assert folder == (study.CORPUS if job.name == "corpus" else f"{RUNS}/{job.name}")
         written |= {args.output_dir for _, _, args in jobs}
 
 
 def test_finished_runs_are_not_left_and_the_cost_follows(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(ensembles, "ROOT", tmp_path)
-    args = ensembles.Args(dry_run=True, replicates=(1,), kl_coefs=(0.0,))
-    for job in [job for jobs in ensembles.steps_of(args).values() for job in jobs if not job.name.endswith("1/5")]:
-        job.result.parent.mkdir(parents=True, exist_ok=True)
-        job.result.touch()
-    ensembles.main(args)
-    *table, left = capsys.readouterr().out.split("OMP_NUM_THREADS=")[0].splitlines()
-    assert [line.split(" left")[0].split() for line in table[4:7]] == [
-        ["labels", "1", "runs,", "0"],
-        ["members", "9", "runs,", "1"],
-        ["averages", "1", "runs,", "0"],
-    ]
-    assert left == f"left: about {ensembles.SECONDS['members'] / 60 / 2:.0f} minutes with 2 side by side"
-    ensembles.main(ensembles.Args(dry_run=True, replicates=(2,), kl_coefs=(0.1,)))
-    commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if "ppo.py" in line]
-    names = [*(f"bases/{x}_kl_0" for x in ("mean", "wco", "uwo")), "raw/wco_kl_0", "raw/uwo_kl_0"]
-    names += [f"leak/lambda_{x}_clip_{y}_kl_0" for x in (0.95, 1) for y in (0.2, "inf")]
-    names += [f"claims/{x}_kl_0.1" for x in ensembles.METHODS]
-    assert [command[-1] for command in commands] == [f"{RUNS}/curves/ppo/{name}/2" for name in names]
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    args = study.Args(dry_run=True, replicates=(1,), kl_coefs=(0.0,))
+    steps = study.steps_of(args)
+    assert len(steps["PPO"]) == 5 + 3 + 2 + 4  # claims, bases, raw, which is leak/sft as well, leak
+    for job in itertools.chain(*steps.values()):
+        if job.name != "reward/base_1/1/5":
+            job.result.parent.mkdir(parents=True, exist_ok=True)
+            job.result.touch()
+    study.main(args)
+    *table, left, data, command = capsys.readouterr().out.splitlines()
+    found = [line.split(" left")[0].rsplit(maxsplit=3) for line in table]
+    expected = [[step, str(len(jobs)), "runs,", str(int(step == "members"))] for step, jobs in steps.items()]
+    assert found == expected
+    assert left == f"left: about {study.SECONDS['members'] / 60 / 2:.0f} minutes with 2 side by side"
+    assert data.endswith("run.sh --data-only") and command.endswith("reward/base_1/1/5")
 
 
-def test_a_failing_run_ends_after_its_step_and_is_named(tmp_path, monkeypatch):
-    """The scripts replaced by one that leaves its result but for one member."""
-    monkeypatch.setattr(ensembles, "ROOT", tmp_path)
-    for folder in ("quickstart", "ensembles"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "quickstart/run.sh").write_text("exit 0")
-    others = [f"ensembles/{name}.py" for name in ("gold_label", "average", "best_of_n", "ppo", "figures")]
-    others += [f"quickstart/{name}.py" for name in ("posts", "nano", "pretrain")]
-    for path in ("sft.py", "reward.py", *others):
-        (tmp_path / path).write_text(
-            "import pathlib, sys\n"
-            "line = ' '.join(sys.argv)\n"
-            f"open('{tmp_path}/calls', 'a').write(line + chr(10))\n"
-            "flag = '--tables-dir' if '--tables-dir' in line else '--output-dir'\n"
-            "if 'base_1/2/8' in line and 'reward.py' in line: raise SystemExit('no room')\n"
-            "names = 'eval/accuracy.csv noise_25/dataset_dict.json model/config.json config.json args.json '\n"
-            "for name in (names + 'best_of_n.md pretraining.jsonl').split():\n"
-            "    path = pathlib.Path(sys.argv[sys.argv.index(flag) + 1], name)\n"
-            "    path.parent.mkdir(parents=True, exist_ok=True), path.touch()\n"
-        )
-    with pytest.raises(SystemExit, match="members: reward/base_1/2/8 failed; the same command(.|\n)*no room"):
-        ensembles.main(ensembles.Args())
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert Counter(call.split()[0] for call in calls) == {
-        "quickstart/posts.py": 1, "quickstart/nano.py": 4, "quickstart/pretrain.py": 4, "sft.py": 6,
-        "ensembles/gold_label.py": 5, "reward.py": 45,
-    }  # fmt: skip
-    (tmp_path / "reward.py").write_text((tmp_path / "sft.py").read_text().replace("base_1/2/8", "nothing"))
-    (tmp_path / "calls").unlink()
-    ensembles.main(ensembles.Args())
-    calls = (tmp_path / "calls").read_text().splitlines()
-    counts = Counter(call.split()[0] for call in calls)
-    assert counts == {"reward.py": 1, "ensembles/average.py": 5, "ensembles/ppo.py": 124, "ensembles/figures.py": 1} | {
-        "ensembles/best_of_n.py": 15
-    }
-    assert calls[-1].startswith(
-        "ensembles/figures.py --runs runs/ensembles/curves --output-dir benchmark/results/ensembles"
+def test_a_failing_step_is_the_last(tmp_path, monkeypatch):
+    """The scripts replaced by one that leaves its job's result, but for one member as long as `broken` is there."""
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    (tmp_path / "quickstart").mkdir()
+    (tmp_path / "quickstart/run.sh").write_text("echo posts >>calls")
+    (tmp_path / "ensembles").mkdir()
+    (tmp_path / "ensembles/figures.py").write_text("import sys\nprint(*sys.argv, file=open('calls', 'a'))")
+    stand_in = tmp_path / "stand_in.py"
+    stand_in.write_text(
+        "import pathlib, sys\n"
+        "name, step, result = sys.argv[1:]\n"
+        "print(step, file=open('calls', 'a'))\n"
+        "if name == 'reward/base_1/2/8' and pathlib.Path('broken').exists(): raise SystemExit('no room')\n"
+        "pathlib.Path(result).parent.mkdir(parents=True, exist_ok=True)\n"
+        "pathlib.Path(result).touch()\n"
     )
+    steps = study.steps_of(study.Args(replicates=(2,), kl_coefs=(0.0,)))
+    for step, jobs in steps.items():
+        command = [sys.executable, str(stand_in)]
+        steps[step] = [job._replace(command=[*command, job.name, step, str(job.result)]) for job in jobs]
+    monkeypatch.setattr(study, "steps_of", lambda args: steps)
+    (tmp_path / "broken").touch()
+    with pytest.raises(SystemExit, match="members: reward/base_1/2/8 failed; the same command(.|\n)*no room"):
+        study.main(study.Args(jobs=2))
+    until = ["corpus", "bases", "pretraining", "SFT", "labels", "members"]
+    counts = {step: len(jobs) for step, jobs in steps.items()}
+    assert Counter(calls_of(tmp_path)) == {"posts": 1} | {step: counts[step] for step in until}
+    (tmp_path / "broken").unlink()
+    study.main(study.Args(jobs=2))
+    rest = {step: count for step, count in counts.items() if step not in until}
+    *calls, last = calls_of(tmp_path)
+    assert Counter(calls) == {"posts": 1, "members": 1} | rest
+    assert last == f"ensembles/figures.py --runs {RUNS}/curves --output-dir benchmark/results/ensembles"
 
 
-def test_bad_numbers():
-    with pytest.raises(SystemExit, match="--jobs and --updates are at least 1"):
-        ensembles.main(ensembles.Args(updates=0))
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"updates": 0}, "--jobs and --updates are at least 1"),
+        ({"jobs": 0}, "--jobs and --updates are at least 1"),
+        ({"replicates": (1, 6)}, "--replicates: 6 is the pilot's"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(SystemExit, match=f"^error: {message}"):
+        study.main(study.Args(**arguments, dry_run=True))
 
 
 def test_the_curves_of_the_pilot(tmp_path, monkeypatch):
-    monkeypatch.setattr(ensembles, "ROOT", tmp_path)
-    jobs = ensembles.steps_of(ensembles.Args(pilot=True))["PPO"][1:3]
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    jobs = study.steps_of(study.Args(pilot=True))["PPO"][1:3]
     for i, job in enumerate(jobs):
         lines = [{"update": 0, "gold/score": 0.5, "gold/kl_k2": 0.0}, {"update": 1}]
         lines += [{"update": 2, "gold/score": 0.6 + i, "gold/kl_k2": 3.0 + i}]
         write_jsonl(job.result.parents[1] / "metrics.jsonl", lines)
-    ensembles.draw_pilot(jobs, tmp_path / "out")
+    study.draw_pilot(jobs, tmp_path / "out")
     assert read_csv(tmp_path / "out/pilot.csv") == [
         {"step_size": size, "member": member, "update": update, "gold": gold, "kl": kl}
         for size, member, end in (("5e-05", "27", ("2", "0.6", "3.0")), ("0.0001", "26", ("2", "1.6", "4.0")))

@@ -1,21 +1,16 @@
 """quickstart/scaling.py: what it runs and in which order, what it does when a run fails, its table."""
 
-import csv
-import importlib.util
-import os
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import figures
 import pytest
+import scaling
+import study_runs
 import tyro
-
-ROOT = Path(__file__).resolve().parents[1]
+from conftest import REPOSITORY, read_csv
 
 # run.sh of the tests: notes how it was called, and "runs" by copying a report made beforehand
 STAND_IN = """#!/usr/bin/env bash
@@ -33,9 +28,8 @@ while (($#)); do
 done
 [[ $name == data || $continue ]] || exit 8
 name=$posts/$name
-echo "begin $name $OMP_NUM_THREADS $PWD" >>calls
+echo "$name" >>calls
 if [[ -e behave ]]; then source behave; fi
-echo "end $name" >>calls
 [[ $name != */data ]] || exit 0
 mkdir -p runs/quickstart/posts-$posts/report/nano-$size # cp alone would race with another one
 cp -r "ready/$name/." runs/quickstart/posts-$posts
@@ -52,17 +46,14 @@ REPORT = {
 
 
 class Clone:
-    """A repository with scaling.py and the stand-in for run.sh, whose runs are made by `prepare`."""
+    """A repository with the stand-in for run.sh, whose runs are made by `prepare`."""
 
     def __init__(self, folder: Path):
-        self.root, self.runs = folder / "clone", folder / "clone/runs/quickstart"
-        self.output = self.root / "benchmark/results/nano"
-        (self.root / "quickstart").mkdir(parents=True)
-        (self.root / "quickstart/run.sh").write_text(STAND_IN)
-        shutil.copy(ROOT / "quickstart/scaling.py", self.root / "quickstart")
-        spec = importlib.util.spec_from_file_location("tested_scaling", self.root / "quickstart/scaling.py")
-        sys.modules["tested_scaling"] = self.scaling = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(self.scaling)
+        self.root = folder
+        self.runs = folder / "runs/quickstart"
+        self.output = folder / "benchmark/results/nano"
+        (folder / "quickstart").mkdir()
+        (folder / "quickstart/run.sh").write_text(STAND_IN)
 
     def prepare(self, size: str, seed: int, posts: int = 1, **changes: float | None):
         """What a run leaves behind; changes are PPO__win_rate=0.7 and the like, None leaves a metric out."""
@@ -85,20 +76,19 @@ class Clone:
                     self.prepare(size, seed, posts)
 
     def main(self, sizes=("xs", "s"), seeds=(1, 2), **arguments):
-        self.scaling.main(self.scaling.Args(sizes=sizes, seeds=seeds, **arguments))
+        scaling.main(scaling.Args(sizes=sizes, seeds=seeds, **arguments))
 
-    def calls(self, event: str = "begin") -> list[str]:
-        """Names of the calls of run.sh so far, in order: 1/data, 1/xs-7."""
+    def new_calls(self) -> list[str]:
+        """Names of the calls of run.sh since this was asked last, in order: 1/data, 1/xs-7."""
         path = self.root / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
-        return [line.split()[1] for line in lines if line.split()[0] == event]
-
-    def forget_calls(self):
-        (self.root / "calls").unlink()
+        path.unlink(missing_ok=True)
+        return lines
 
 
 @pytest.fixture
-def clone(tmp_path) -> Clone:
+def clone(tmp_path, monkeypatch) -> Clone:
+    monkeypatch.setattr(scaling, "ROOT", tmp_path)
     return Clone(tmp_path)
 
 
@@ -120,55 +110,30 @@ def test_dry_run_prints_the_commands_in_order_and_does_nothing(clone, capsys):
     clone.main(("xs", "s", "m"), (7, 3), posts_seeds=(2, 1), jobs=1, dry_run=True)
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "# 1 of 12 runs are finished"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    command = f"OMP_NUM_THREADS={cores} bash quickstart/run.sh"
+    command = f"OMP_NUM_THREADS={study_runs.cores()} bash quickstart/run.sh"
     runs = [(2, "m", 7), (2, "m", 3), (2, "s", 3), (2, "xs", 7), (2, "xs", 3)]
     runs += [(1, size, seed) for size in ("m", "s", "xs") for seed in (7, 3)]
     expected = [f"{command} --data-only --posts-seed {posts}" for posts in (2, 1)]
     expected += [f"{command} --continue --size {size} --seed {seed} --posts-seed {posts}" for posts, size, seed in runs]
     assert lines == expected
-    assert sorted(clone.root.rglob("*")) == before and clone.calls() == []
+    assert sorted(clone.root.rglob("*")) == before
     flags = {word for line in lines for word in line.split() if word.startswith("--")}
-    assert all(flag in (ROOT / "quickstart/run.sh").read_text() for flag in flags)
-
-
-def test_data_first_then_runs_side_by_side_each_with_its_share_of_the_cores(clone, monkeypatch):
-    clone.prepare_all(("xs", "s", "m"), (1, 2), (1, 2))
-    # the data take a while, and a run waits for a second one: 3 begin lines are the two data and a run
-    wait = "for i in {1..100}; do (($(grep -c begin calls) > 3)) && break; sleep 0.1; done; sleep 0.3"
-    (clone.root / "behave").write_text(f"if [[ $name == */data ]]; then sleep 0.3; else {wait}; fi\n")
-    monkeypatch.setattr(clone.scaling.os, "sched_getaffinity", lambda _: set(range(7)), raising=False)
-    clone.main(("xs", "s", "m"), (1, 2), posts_seeds=(1, 2), jobs=2)
-    lines = [line.split() for line in (clone.root / "calls").read_text().splitlines()]
-    assert [line[:2] for line in lines[:4]] == [[x, f"{posts}/data"] for posts in (1, 2) for x in ("begin", "end")]
-    running, most = set(), 0
-    for event, name, *_ in lines:
-        (running.add if event == "begin" else running.remove)(name)
-        most = max(most, len(running))
-    assert most == 2 and not running
-    assert {line[2] for line in lines if line[0] == "begin"} == {"7", "3"}
-    assert all(line[2:] == (["7"] if "data" in line[1] else ["3"]) + [str(clone.root)] for line in lines if line[2:])
-    assert (clone.runs / "posts-2/logs/nano-xs-2.log").exists() and (clone.runs / "posts-1/logs/data.log").exists()
+    assert all(flag in (REPOSITORY / "quickstart/run.sh").read_text() for flag in flags)
 
 
 def test_finished_runs_are_not_started_again_and_unfinished_are(clone, capsys):
     clone.prepare_all()
     shutil.copytree(clone.root / "ready/1/s-2", clone.runs / "posts-1")
     (clone.runs / "posts-1/report/nano-xs/1").mkdir(parents=True)  # a report without table.csv
-    (clone.runs / "posts-1/logs").mkdir()
-    (clone.runs / "posts-1/logs/nano-xs-1.log").write_text("from before\n")
     clone.main(jobs=1)
-    assert clone.calls() == ["1/data", "1/s-1", "1/xs-1", "1/xs-2"]
-    log = (clone.runs / "posts-1/logs/nano-xs-1.log").read_text()
-    assert log.startswith("from before\n") and "run.sh --continue --size xs --seed 1 --posts-seed 1" in log
-    errors = capsys.readouterr().err
-    assert errors.count("finished after") == 4 and "4/4 runs" in errors  # the one from before counts as well
+    assert clone.new_calls() == ["1/data", "1/s-1", "1/xs-1", "1/xs-2"]
+    assert "run.sh --continue --size xs --seed 1" in (clone.runs / "posts-1/logs/nano-xs-1.log").read_text()
+    assert "4/4 runs" in capsys.readouterr().err  # the one from before counts as well
 
     written = {path.name: path.read_bytes() for path in clone.output.iterdir()}
     shutil.rmtree(clone.output)
-    clone.forget_calls()
     clone.main(jobs=1)  # nothing is left to run; the same is written
-    assert clone.calls() == []
+    assert clone.new_calls() == []
     assert {path.name: path.read_bytes() for path in clone.output.iterdir()} == written
     assert sorted(written) == ["runs.csv", "table.md", "times.csv"]
     command = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("figures: python eval/figures.py"))
@@ -181,87 +146,17 @@ def test_finished_runs_are_not_started_again_and_unfinished_are(clone, capsys):
 
 
 def test_a_failing_run_stops_no_other_and_there_is_no_table(clone):
-    clone.prepare_all()
-    (clone.root / "behave").write_text('if [[ $name == 1/s-1 ]]; then seq -f "line %g" 50; exit 3; fi\n')
-    with pytest.raises(SystemExit) as error:
-        clone.main(jobs=1)
-    message = str(error.value)
-    assert message.startswith("error: posts-1 nano-s 1 failed, so that no table is written;")
-    assert f"exit code 3; {clone.runs}/posts-1/logs/nano-s-1.log ends with" in message
-    assert message.endswith("    line 49\n    line 50") and "line 9\n" not in message and "nano-xs" not in message
-    assert clone.calls() == ["1/data", "1/s-1", "1/s-2", "1/xs-1", "1/xs-2"] and not clone.output.exists()
-
-    (clone.root / "behave").unlink()
-    clone.forget_calls()
-    clone.main()
-    assert clone.calls() == ["1/data", "1/s-1"] and (clone.output / "table.md").exists()
-
-
-def test_a_run_without_a_report_failed(clone):
-    clone.prepare_all()
-    shutil.rmtree(clone.root / "ready/1/xs-2/report")
-    with pytest.raises(SystemExit, match=r"^error: posts-1 nano-xs 2 failed") as error:
-        clone.main()
-    assert f"no {clone.runs}/posts-1/report/nano-xs/2/table.csv at its end" in str(error.value)
-    assert len(clone.calls("end")) == 5 and not clone.output.exists()
-
-
-def test_runs_without_their_data_are_not_started(clone):
+    """Nor is a run started whose data could not be made."""
     clone.prepare_all(posts_seeds=(1, 2))
-    (clone.root / "behave").write_text("[[ $name != 1/data ]] || exit 4\n")
-    with pytest.raises(SystemExit, match=r"^error: posts-1 data failed.*\nposts-1 data: exit code 4"):
+    (clone.root / "behave").write_text("[[ $name != 1/data && $name != 2/s-1 ]] || exit 4\n")
+    with pytest.raises(SystemExit, match=r"^error: posts-1 data, posts-2 nano-s 1 failed, so that no table is written"):
         clone.main(posts_seeds=(1, 2), jobs=1)
-    assert clone.calls() == ["1/data", "2/data", "2/s-1", "2/s-2", "2/xs-1", "2/xs-2"]
-
-
-def alive(number: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(number)], capture_output=True, text=True).stdout
-    return state.strip()[:1] not in ("", "Z")
-
-
-def wait_for(condition, seconds: float = 30):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_runs_and_their_children(clone, number):
-    (clone.root / "behave").write_text("[[ $name == */data ]] || { sleep 300 & echo $! >>children; wait; }\n")
-    command = [sys.executable, "quickstart/scaling.py", "--sizes", "xs", "--seeds", "1", "2", "3"]
-
-    def set_signals():  # as under nohup; a test in the background may have been told to ignore SIGINT
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=clone.root, preexec_fn=set_signals, **streams)
-    children = clone.root / "children"
-    wait_for(lambda: children.exists() and children.read_text().count("\n") == 2)
-    numbers = [int(line) for line in children.read_text().split()]
-    assert all(map(alive, numbers))
-    process.send_signal(signal.SIGHUP)  # ignored
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 1
-    expected = f"error: stopped by {number.name}, and with it posts-1 nano-xs 1 and posts-1 nano-xs 2; "
-    assert errors.splitlines()[-1] == expected + "the same command continues" and "Traceback" not in errors
-    wait_for(lambda: not any(map(alive, numbers)), 5)
-    assert len(clone.calls()) == 3  # the data and two runs: the third was not started
-
-
-def test_a_process_that_ignores_sigterm_is_killed(clone, tmp_path):
-    script = f"trap '' TERM; sleep 300 & echo $! >{tmp_path}/child; wait; wait"
-    process = subprocess.Popen(["bash", "-c", script], start_new_session=True)
-    wait_for(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text())
-    begin = time.monotonic()
-    clone.scaling.end_groups([process], patience=0.5)
-    assert 0.5 < time.monotonic() - begin < 5
-    wait_for(lambda: not alive(process.pid) and not alive(int((tmp_path / "child").read_text())), 5)
-    process.wait()
-    assert process.returncode == -signal.SIGKILL
+    assert clone.new_calls() == ["1/data", "2/data", "2/s-1", "2/s-2", "2/xs-1", "2/xs-2"]
+    assert not clone.output.exists()
+    (clone.root / "behave").unlink()
+    clone.main(posts_seeds=(1, 2), jobs=1)
+    assert clone.new_calls() == ["1/data", "2/data", "1/s-1", "1/s-2", "1/xs-1", "1/xs-2", "2/s-1"]
+    assert (clone.output / "table.md").exists()
 
 
 @pytest.mark.parametrize(
@@ -277,7 +172,7 @@ def test_a_process_that_ignores_sigterm_is_killed(clone, tmp_path):
 def test_bad_arguments(clone, arguments, words):
     with pytest.raises(SystemExit, match="^error: ") as error:
         clone.main(**arguments)
-    assert words in str(error.value) and clone.calls() == [] and not clone.output.exists()
+    assert words in str(error.value) and clone.new_calls() == [] and not clone.output.exists()
 
 
 @pytest.mark.parametrize(
@@ -288,9 +183,8 @@ def test_bad_arguments(clone, arguments, words):
     ],
 )
 def test_a_report_of_another_version(clone, change, words):
-    clone.prepare("xs", 1)
+    clone.prepare_all(seeds=(1,))
     clone.prepare("xs", 2)
-    clone.prepare("s", 1)
     clone.prepare("s", 2, **change)
     with pytest.raises(SystemExit, match="^error: ") as error:
         clone.main()
@@ -342,18 +236,16 @@ def test_numbers(clone, capsys, monkeypatch):
     assert cells(checks, "yes", "") == ["8 of 9", "8 of 9", "8 of 9", "8 of 9", "2 of 9", "8 of 9", "2 of 9"]
 
     # runs.csv: the reports as they are
-    with (clone.output / "runs.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(clone.output / "runs.csv")
     assert list(rows[0]) == ["posts_seed", "size", "seed", "row", "metric", "value"]
     order = list(dict.fromkeys((row["posts_seed"], row["size"], row["seed"]) for row in rows))
     assert order == [(p, size, seed) for p in "14" for size in ("xs", "s", "m") for seed in "123"]
     of_run = [row for row in rows if (row["posts_seed"], row["size"], row["seed"]) == ("1", "s", "3")]
-    with (clone.runs / "posts-1/report/nano-s/3/table.csv").open(newline="") as file:
-        assert [{key: row[key] for key in ("row", "metric", "value")} for row in of_run] == list(csv.DictReader(file))
+    table = read_csv(clone.runs / "posts-1/report/nano-s/3/table.csv")
+    assert [{key: row[key] for key in ("row", "metric", "value")} for row in of_run] == table
 
     # times.csv: sums over the three seeds
-    with (clone.output / "times.csv").open(newline="") as file:
-        rows = [list(row.values()) for row in csv.DictReader(file)]
+    rows = [list(row.values()) for row in read_csv(clone.output / "times.csv")]
     stages = {"sft": "30.8", "reward": "60.0", "ppo": "300.0", "dpo": "15.0", "all stages": "405.8"}
     expected = [[p, size, x, "3", stages[x]] for p in "14" for size in ("xs", "s", "m") for x in stages]
     assert rows == expected

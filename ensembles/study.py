@@ -1,8 +1,8 @@
 """Reward-model ensembles against overoptimisation, at laptop size: a matrix of PPO runs whose gold reward is the truth.
 
-    python quickstart/ensembles.py                # everything that is not there yet, then the figures and the claims
-    python quickstart/ensembles.py --dry-run      # its cost and the commands that are left to run
-    python quickstart/ensembles.py --pilot        # the pilot alone, by which STEP_SIZE and UPDATES were fixed
+    python ensembles/study.py                # everything that is not there yet, then the figures and the claims
+    python ensembles/study.py --dry-run      # its cost and the commands that are left to run
+    python ensembles/study.py --pilot        # the pilot alone, by which STEP_SIZE and UPDATES were fixed
 
 After "Reward Model Ensembles Help Mitigate Overoptimization", and after "Helping or Herding?" (Eisenstein et al. 2023)
 and WARM (Rame et al. 2024) where it says so. A policy (size s) answers the posts twice, the truth of truth.py says
@@ -35,23 +35,19 @@ OUTPUT_DIR/ what ensembles/figures.py writes of curves/; of the pilot pilot.csv 
 import csv
 import itertools
 import json
-import os
 import shlex
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import tyro
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "benchmark"))
+from study_runs import Job, fail, fail_of, left_of, minutes, print_commands, run_jobs, runs_bar  # noqa: E402
+
 POSTS = "data/quickstart/posts-1/tldr/sft"
 CORPUS = "data/quickstart/pretraining"
 GOLD = "quickstart/truth.py:score"
@@ -92,103 +88,31 @@ class Args:
     """print the cost and the commands that are left, and nothing else"""
 
 
-class Job(NamedTuple):
-    """A command, the log that it appends to and the file that it has to leave behind (none where it makes data)."""
-
-    posts_seed: int
-    name: str
-    command: list[str]
-    log: Path
-    result: Path | None
-
-
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
-
-
-def end_groups(processes: Iterable[subprocess.Popen], patience: float = 10):
-    """End the process groups of `processes`: SIGTERM, and SIGKILL for those that are left after `patience` seconds."""
-    groups, number, begin = {process.pid: process for process in processes}, signal.SIGTERM, time.monotonic()
-    while groups:
-        for group, process in list(groups.items()):
-            process.poll()  # an ended process that nobody waits for would keep its group alive
-            try:
-                os.killpg(group, number)
-            except (ProcessLookupError, PermissionError):
-                del groups[group]
-        if number == signal.SIGKILL:
-            break
-        number = signal.SIGKILL if time.monotonic() - begin > patience else 0  # 0: is anyone left?
-        time.sleep(0.05)
-
-
-def run_jobs(jobs: list[Job], at_once: int, threads: int, progress: Progress, bar) -> dict[str, str]:
-    """Run every job, `at_once` side by side; a job that fails stops no other. {name: what went wrong} of the failures.
-    A signal to end this process ends the jobs first."""
-    waiting, running, failures, signals = list(jobs), {}, {}, []
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # as quickstart/setup.sh
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    handlers = {number: old for number, old in handlers.items() if old not in (signal.SIG_IGN, None)}  # nohup
-    for number in handlers:
-        signal.signal(number, lambda number, _: signals.append(signal.Signals(number).name))
-    try:
-        while (waiting or running) and not signals:
-            while waiting and len(running) < at_once:
-                job = waiting.pop(0)
-                job.log.parent.mkdir(parents=True, exist_ok=True)
-                with job.log.open("a") as log:
-                    print(f"\n# {time.strftime('%F %T')}  {shlex.join(job.command)}", file=log, flush=True)
-                    streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-                    where = {"cwd": ROOT, "env": environment, "start_new_session": True}
-                    process = subprocess.Popen(job.command, **streams, **where)
-                running[job.name] = job, process, time.monotonic()
-                progress.update(bar, description=" and ".join(running))
-            time.sleep(0.1)
-            for job, process, begin in list(running.values()):
-                code = process.poll()
-                if code is None:
-                    continue
-                del running[job.name]
-                problem = f"exit code {code}" if code else f"no {job.result} at its end"
-                if code or (job.result and not job.result.exists()):
-                    tail = "".join(f"\n    {line}" for line in job.log.read_text(errors="replace").splitlines()[-8:])
-                    failures[job.name] = f"{job.name}: {problem}; {job.log} ends with{tail}"
-                state = "failed" if job.name in failures else "finished"
-                progress.console.print(f"{job.name}: {state} after {time.monotonic() - begin:.0f} s", highlight=False)
-                done = int(state == "finished" and job.result is not None)
-                progress.update(bar, advance=done, description=" and ".join(running))
-    finally:
-        end_groups(process for _, process, _ in running.values())
-        for number, old in handlers.items():
-            signal.signal(number, old)
-    if signals:
-        fail(f"stopped by {signals[0]}, and with it {' and '.join(running) or 'no run'}; the same command continues")
-    return failures
-
-
 # ---- the matrix -----------------------------------------------------------------------------------------------------
 
 
 def steps_of(args: Args) -> dict[str, list[Job]]:
     """All jobs, step by step; those of a step need nothing of one another."""
-    runs, steps = args.runs, {step: [] for step in SECONDS}
+    runs = args.runs
+    logs = ROOT / runs / "logs"
+    steps = {step: [] for step in SECONDS}
+
+    def add_job(step: str, name: str, command: str, log: str, result: Path):
+        steps[step].append(Job(name, [sys.executable, *command.split()], logs / log, result, SECONDS[step]))
 
     def add(step: str, name: str, result: str, command: str) -> str:
         """A job whose output folder is named as it is; returns that folder."""
-        log = ROOT / runs / "logs" / f"{name.replace('/', '_')}.log"
-        command = f"{command} --output-dir {runs}/{name}"
-        steps[step].append(Job(1, name, [sys.executable, *command.split()], log, ROOT / runs / name / result))
-        return f"{runs}/{name}"
+        folder = f"{runs}/{name}"
+        log = f"{name.replace('/', '_')}.log"
+        add_job(step, name, f"{command} --output-dir {folder}", log, ROOT / folder / result)
+        return folder
 
     # ---- bases, SFT ------------------------------------------------------------------------------
     bases = BASES[:1] if args.pilot else BASES
     models = {1: "quickstart/bases/nano-xs"}
     if bases[1:]:
         command = f"quickstart/posts.py --seed 0 --num-pretraining 100000 --output-dir {CORPUS}"
-        log, result = ROOT / runs / "logs" / "corpus.log", ROOT / CORPUS / "pretraining.jsonl"
-        steps["corpus"].append(Job(1, "corpus", [sys.executable, *command.split()], log, result))
+        add_job("corpus", "corpus", command, "corpus.log", ROOT / CORPUS / "pretraining.jsonl")
     for base in bases[1:]:
         command = f"quickstart/nano.py --size xs --seed {base} --tokenizer quickstart/bases/nano-s"
         random = add("bases", f"random/{base}", "config.json", command)
@@ -260,11 +184,10 @@ def steps_of(args: Args) -> dict[str, list[Job]]:
         command += f" --gold {GOLD} --dataset {POSTS} --seed {i} --prompts 64 --samples 512 --micro-batch-size 256"
         add("best of n", f"samples/{i}", "best_of_n.md", f"{command} --standardise-posts 64")
         for name, members in (("five", "1 2 3 4 5"), ("warm", "6")):
-            command = f"ensembles/best_of_n.py --estimate --members {members} --tables-dir"
-            command += f" {runs}/curves/best_of_n/{name}/{i} --output-dir {runs}/samples/{i}"
-            log, result = ROOT / runs / "logs" / f"tables_{name}_{i}.log", f"curves/best_of_n/{name}/{i}/best_of_n.md"
-            job = [sys.executable, *command.split()]
-            steps["tables"].append(Job(1, f"curves/best_of_n/{name}/{i}", job, log, ROOT / runs / result))
+            table = f"curves/best_of_n/{name}/{i}"
+            command = f"ensembles/best_of_n.py --estimate --members {members} --tables-dir {runs}/{table}"
+            command += f" --output-dir {runs}/samples/{i}"
+            add_job("tables", table, command, f"tables_{name}_{i}.log", ROOT / runs / table / "best_of_n.md")
     # each question first where it is sharpest, then one replicate after the other
     steps["PPO"].sort(key=lambda job: 0 if "_kl_0/" in job.name else int(Path(job.name).name))
     return steps
@@ -301,36 +224,30 @@ def draw_pilot(jobs: list[Job], folder: Path):
 def main(args: Args):
     if args.jobs < 1 or args.updates < 1:
         fail("--jobs and --updates are at least 1")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = max(1, cores // args.jobs)
+    if PILOT in args.replicates:
+        fail(f"--replicates: {PILOT} is the pilot's, by which the step size was chosen; leave it out")
     steps = steps_of(args)
-    left = {step: [job for job in jobs if not job.result.exists()] for step, jobs in steps.items()}
-    data = Job(1, "posts", ["bash", "quickstart/run.sh", "--data-only"], ROOT / args.runs / "logs" / "posts.log", None)
+    left = {step: left_of(jobs) for step, jobs in steps.items()}
+    posts_log = ROOT / args.runs / "logs" / "posts.log"
+    posts = [Job("posts", ["bash", "quickstart/run.sh", "--data-only"], posts_log, None)]
 
     # ---- what it costs ----------------------------------------------------------------------------------------------
-    seconds = {step: SECONDS[step] * len(jobs) for step, jobs in left.items()}
     for step, jobs in steps.items():
-        print(
-            f"{step:<10} {len(jobs):>3} runs, {len(left[step]):>3} left, about {seconds[step]:>6,} seconds of one core"
-        )
-    print(
-        f"left: about {sum(seconds.values()) / 60 / min(args.jobs, cores):,.0f} minutes with {args.jobs} side by side"
-    )
+        seconds = SECONDS[step] * len(left[step])
+        print(f"{step:<10} {len(jobs):>3} runs, {len(left[step]):>3} left, about {seconds:>6,} seconds of one core")
+    all_left = [job for jobs in left.values() for job in jobs]
+    print(f"left: about {minutes(all_left, args.jobs):,.0f} minutes with {args.jobs} side by side")
     if args.dry_run:
-        for job in [data, *(job for jobs in left.values() for job in jobs)]:
-            print(f"OMP_NUM_THREADS={threads if job.result else cores} {shlex.join(job.command)}")
+        print_commands(posts, 1)
+        print_commands(all_left, args.jobs)
         return
 
     # ---- run --------------------------------------------------------------------------------------------------------
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("runs")]
-    columns += [TimeElapsedColumn(), TimeRemainingColumn()]
-    everything = sum(map(len, steps.values()))
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=everything, completed=everything - sum(map(len, left.values())))
-        for step, jobs in {"posts": [data], **left}.items():
-            if failures := run_jobs(jobs, args.jobs, threads, progress, bar):
-                names = f"{step}: {', '.join(failures)} failed; the same command keeps what is finished and tries again"
-                fail("\n".join([names, *failures.values()]))
+    total = sum(map(len, steps.values()))
+    with runs_bar(total, total - len(all_left)) as progress:
+        fail_of(run_jobs(posts, 1, ROOT, progress), "posts: ")
+        for step, jobs in left.items():
+            fail_of(run_jobs(jobs, args.jobs, ROOT, progress), f"{step}: ")
     if args.pilot:
         return draw_pilot(steps["PPO"], ROOT / args.output_dir)
     command = [sys.executable, "ensembles/figures.py", "--runs", f"{args.runs}/curves", "--output-dir", args.output_dir]
