@@ -560,7 +560,8 @@ def checkpoint_folder(flag: str, path: str) -> str:
             return str(folder)
     name, _, revision = path.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
-        stage, model, seed = "sft", "MODEL", "SEED"
+        stage = "reward" if "reward" in flag or flag == "--gold" else "sft"
+        model, seed = "MODEL", "SEED"
         if path.startswith("runs/") and path.count("/") >= 3:
             stage, model, seed = path.split("/")[-3:]
         fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")

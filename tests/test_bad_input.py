@@ -191,7 +191,7 @@ def test_missing_base_and_reward_model(stage_args, tmp_path):
     nowhere = str(tmp_path / "nowhere")
     expect("sft", stage_args("sft", model=nowhere), f"--model {nowhere}")
     args = stage_args("ppo", reward_model_path=nowhere)
-    expect("ppo", args, f"--reward-model-path {nowhere}", "Train it first: python")
+    expect("ppo", args, f"--reward-model-path {nowhere}", "Train it first: python reward.py")
 
 
 @pytest.mark.parametrize("stage", STAGES)
