@@ -897,6 +897,8 @@ def check_combination(args):
         fail("--reward-combination uwo needs --uwo-lambda of at least 0 (the paper's PPO: 0.1); nothing else takes it")
     if args.reward_combination == "safety_gate" and args.standardise_members:
         fail("--reward-combination safety_gate needs --no-standardise-members: its threshold is a probability")
+    if args.standardise_members and args.standardise_posts < 2:
+        fail(f"--standardise-posts {args.standardise_posts}: a standard deviation needs 2 or more")
     if not args.reward_model_paths or (args.reward_combination == "safety_gate" and len(args.reward_model_paths) != 2):
         fail("--reward-model-paths needs one or more; safety_gate needs two, helpfulness, then safety")
 
@@ -964,9 +966,10 @@ def combined_score(accelerator: Accelerator, policy, reward_models, data, tokeni
 
 
 def kept_scales(args) -> dict | None:
-    """What member_scales has measured in the run that --resume continues."""
+    """What member_scales measured for the checkpoints that --resume continues from; None where there are none: then the
+    run begins anew, and what an earlier one has left says nothing of it."""
     kept = Path(args.output_dir, "members.json")
-    if kept.exists():
+    if kept.exists() and list(kept.parent.glob("checkpoints/update_??????")):
         scales = json.loads(kept.read_text())
         if scales.keys() == set(args.reward_model_paths):
             return scales

@@ -405,6 +405,18 @@ def test_a_resumed_run_keeps_the_scale_of_its_members(standard, monkeypatch):
     assert weights(run(replace(args, resume=True))) == weights(standard.folder)
 
 
+def test_a_run_that_begins_anew_measures_anew(standard, monkeypatch):
+    """It was killed before its first checkpoint, and members.json is of other models, posts or another seed."""
+    args = replace(standard.args, output_dir=f"{standard.folder}_anew")
+    with pytest.raises(SystemExit), monkeypatch.context() as patch:
+        patch.setattr(ppo, "write_metrics", lambda *_: ppo.fail("killed"))
+        run(args)
+    kept = Path(args.output_dir, "members.json")
+    measured = kept.read_text()
+    kept.write_text(json.dumps({path: {"mean": 1.0, "sd": 7.0} for path in args.reward_model_paths}))
+    assert weights(run(replace(args, resume=True))) == weights(standard.folder) and kept.read_text() == measured
+
+
 def test_a_member_that_says_one_thing_of_all_is_named(setting, tmp_path):
     folder = make_constant(setting.members[1], tmp_path / "constant")
     paths = [str(setting.members[0]), str(folder)]
@@ -483,6 +495,8 @@ def test_a_gold_that_is_also_trained_against_is_told(setting, monkeypatch, capsy
     ("changes", "parts"),
     [
         ({"uwo_lambda": -0.1}, ["--uwo-lambda of at least 0"]),
+        ({"standardise_members": True, "standardise_posts": 0}, ["--standardise-posts 0", "2 or more"]),
+        ({"standardise_members": True, "standardise_posts": 1}, ["--standardise-posts 1", "2 or more"]),
         ({"uwo_lambda": None}, ["--uwo-lambda of at least 0"]),
         ({"reward_combination": "mean"}, ["nothing else takes it"]),
         ({"reward_model_paths": None}, ["--reward-model-paths needs one or more"]),

@@ -704,8 +704,11 @@ test_ensembles.py::test_a_value_model_from_a_reward_model_has_its_scale ensemble
 + if False:
 +             standardise(
 test_ensembles.py::test_a_resumed_run_keeps_the_scale ensembles/ppo.py: measured anew at every start
-- if kept.exists():
-+ if False:
+- if kept.exists() and list(
++ if not kept.exists() and list(
+test_ensembles.py::test_a_run_that_begins_anew ensembles/ppo.py: the scale of whatever was there before
+- if kept.exists() and list(kept.parent.glob("checkpoints/update_??????")):
++ if kept.exists():
 test_ensembles.py::test_a_member_that_says_one_thing ensembles/ppo.py: a standard deviation of 0 is taken
 - if sd < 1e-6 * max(1, abs(mean)):
 + if sd < 0:
