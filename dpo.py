@@ -356,14 +356,14 @@ def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dic
     chosen_length = (chosen != pad_id).sum(1, keepdim=True)
     prefix_width = max(int(query_length.min()) - 1, 0)
     prefix_width = prefix_width // 16 * 16 or prefix_width
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
-    is_query = positions < query_length  # (b, T)
-    is_rejected = positions >= query_length + chosen_length
+    t = torch.arange(tokens.shape[1], device=tokens.device)
+    is_query = t < query_length  # (b, T)
+    is_rejected = t >= query_length + chosen_length
     same_response = is_rejected[:, prefix_width:, None] == is_rejected[:, None]  # (b, S, T)
-    causal = positions[prefix_width:, None] >= positions  # (S, T)
+    causal = t[prefix_width:, None] >= t  # (S, T)
     mask = causal & (is_query[:, None] | same_response)
-    position_ids = positions - is_rejected * chosen_length
-    inputs = {"input_ids": tokens[:, prefix_width:], "position_ids": position_ids[:, prefix_width:]}
+    positions = t - is_rejected * chosen_length
+    inputs = {"input_ids": tokens[:, prefix_width:], "position_ids": positions[:, prefix_width:]}
     inputs["attention_mask"] = mask[:, None]
     query_end = query_length - 1 - prefix_width  # (b, 1), the query's last token, which comes before either response
     columns = {}

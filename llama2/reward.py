@@ -319,12 +319,12 @@ def main(args: Args):
             sums["rewards/rejected"] += rejected.detach().sum()
             sums["other_logits/share_negative"] += (other_logits < 0).sum()
             sums["other_logits/mean"] += other_logits.sum()
-            sums["other_logits/count"] += torch.ones_like(other_logits).sum()
+            sums["other_count"] += torch.ones_like(other_logits).sum()
         grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
 
         # ---- 3. log ------------------------------------------------------------------------------
         sums = {key: accelerator.reduce(value, "sum").item() for key, value in sums.items()}
-        other_count = max(sums["other_logits/count"], 1)
+        other_count = max(sums["other_count"], 1)
         metrics = {
             "loss/train": sums["loss/train"] / args.batch_size,
             "accuracy/train": sums["accuracy/train"] / args.batch_size,
@@ -418,14 +418,14 @@ def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dic
     chosen_length = (chosen != pad_id).sum(1, keepdim=True)
     prefix_width = max(int(query_length.min()) - 1, 0)
     prefix_width = prefix_width // 16 * 16 or prefix_width
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
-    is_query = positions < query_length  # (b, T)
-    is_rejected = positions >= query_length + chosen_length
+    t = torch.arange(tokens.shape[1], device=tokens.device)
+    is_query = t < query_length  # (b, T)
+    is_rejected = t >= query_length + chosen_length
     same_response = is_rejected[:, prefix_width:, None] == is_rejected[:, None]  # (b, S, T)
-    causal = positions[prefix_width:, None] >= positions  # (S, T)
+    causal = t[prefix_width:, None] >= t  # (S, T)
     mask = causal & (is_query[:, None] | same_response)
-    position_ids = positions - is_rejected * chosen_length
-    inputs = {"input_ids": tokens[:, prefix_width:], "position_ids": position_ids[:, prefix_width:]}
+    positions = t - is_rejected * chosen_length
+    inputs = {"input_ids": tokens[:, prefix_width:], "position_ids": positions[:, prefix_width:]}
     inputs["attention_mask"] = mask[:, None]
     query_end = query_length - 1 - prefix_width  # (b, 1), the query's last token, which comes before either response
     columns = {}
