@@ -18,7 +18,7 @@ responses, T of query and response together, V vocabulary, D of a hidden state. 
 
     queries (B, Q) left-padded; responses (B, R) right-padded; lengths, row_lengths and raw_scores (B,)
     response_mask (B, R) through EOS: logprobs, ref_logprobs, entropy and advantages are 0 outside of it
-    value_mask (B, R) through one past EOS, where the score lies: values are 0 outside of it, returns unused
+    value_mask (B, R) through one past EOS, where the score lies: values are 0 outside of it; of returns this part counts
 
 Details are those of the paper's list (README, "The 25 details"). Deviations from the paper (P) and the authors' code
 (C), each on purpose:
@@ -404,6 +404,7 @@ def main(args: Args):
 def sample(accelerator: Accelerator, policy, queries, keys, tokenizer, args, temperature: float) -> torch.Tensor:
     """A response (b, R) to each left-padded query (b, Q), [PAD] after its EOS (Detail 23); keys (b, 2): noise_keys."""
     pad_id = tokenizer.pad_token_id
+    keys = keys.to(queries.device)
     response_length = args.response_length
     responses = queries.new_full((len(queries), response_length), pad_id)
     for index in similar_lengths((queries != pad_id).sum(1), args.forward_batch_size):
@@ -419,7 +420,8 @@ def forward_passes(accelerator: Accelerator, model, ref_policy, batch: dict, pad
     outputs = {}
     for key in ("logprobs", "ref_logprobs", "values", "entropy"):
         outputs[key] = torch.zeros(batch["responses"].shape, device=accelerator.device)
-    mbs = micro_batches(batch, torch.arange(len(batch["responses"])), args.forward_batch_size)
+    rows = torch.arange(len(batch["responses"]), device=accelerator.device)
+    mbs = micro_batches(batch, rows, args.forward_batch_size)
     for mb in mbs:
         with accelerator.autocast():
             logits, values = model(mb["queries"], mb["responses"], pad_id, banned)
@@ -441,9 +443,10 @@ def forward_passes(accelerator: Accelerator, model, ref_policy, batch: dict, pad
 @torch.no_grad()
 def reward_scores(accelerator: Accelerator, reward_model, batch: dict, pad_id: int, args) -> torch.Tensor:
     """The reward model's score (b,) of each response in a batch (make_batch), read at its last token (Detail 12)."""
-    scores = torch.zeros(len(batch["responses"]), device=accelerator.device)
+    rows = torch.arange(len(batch["responses"]), device=accelerator.device)
+    scores = torch.zeros(len(rows), device=accelerator.device)
     with on_device(accelerator, reward_model, args.offload):
-        for mb in micro_batches(batch, torch.arange(len(scores)), args.forward_batch_size):
+        for mb in micro_batches(batch, rows, args.forward_batch_size):
             tokens = right_padded(torch.cat([mb["queries"], mb["responses"]], 1), pad_id)
             last = mb["row_lengths"] - 1
             with accelerator.autocast():
@@ -789,8 +792,8 @@ def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, u
     table = Table(*columns, title=f"samples of update {update}", show_lines=True)
     samples = []
     for i in range(min(4, len(scores))):
-        query = tokenizer.decode(batch["queries"][i]).replace(tokenizer.pad_token, "")
-        response = tokenizer.decode(batch["responses"][i]).replace(tokenizer.pad_token, "")
+        query = tokenizer.decode(batch["queries"][i].tolist()).replace(tokenizer.pad_token, "")
+        response = tokenizer.decode(batch["responses"][i].tolist()).replace(tokenizer.pad_token, "")
         samples.append([query[-200:], response, f"{scores[i]:.3f}", f"{kl[i]:.3f}"])
         table.add_row(*samples[-1])
     Console(width=160, markup=False, emoji=False).print(table)
