@@ -19,7 +19,7 @@ of tensors:
 
     queries (B, Q) left-padded; responses (B, R) right-padded; lengths and row_lengths (B,); member_scores (B, k)
     response_mask (B, R) through EOS: logprobs, ref_logprobs, entropy and advantages are 0 outside of it
-    value_mask (B, R) through one past EOS, where the score lies: values are 0 outside of it; of returns this part counts
+    value_mask (B, R) through one past EOS, where the score lies: values are 0 outside of it
 
 Details are those of the paper's list (README, "The 25 details"). Deviations from the paper (P) and the authors' code
 (C), each on purpose:
@@ -535,7 +535,7 @@ def forward_passes(accelerator: Accelerator, model, ref_policy, batch: dict, pad
 
 @torch.no_grad()
 def reward_scores(accelerator: Accelerator, reward_model, batch: dict, pad_id: int, args) -> torch.Tensor:
-    """The reward model's score (b,) of each response in a batch (make_batch), read at its last token (Detail 12)."""
+    """The reward model's score (b,) of each response in a batch, read at its last token (Detail 12)."""
     rows = torch.arange(len(batch["responses"]), device=accelerator.device)
     scores = torch.zeros(len(rows), device=accelerator.device)
     with on_device(accelerator, reward_model, args.offload):
@@ -577,8 +577,7 @@ def on_device(accelerator: Accelerator, model, offload: bool):
 
 def make_batch(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> dict:
     """A batch, as far as the tokens say: queries (b, Q), responses (b, R), lengths (b,) of the responses in tokens, EOS
-    counted, row_lengths (b,) of query and response, response_mask (through EOS) and value_mask (through one past EOS,
-    where the score lies), both (b, R) bool."""
+    counted, row_lengths (b,) of query and response, response_mask and value_mask (b, R) bool."""
     lengths = (responses != pad_id).sum(1)
     positions = torch.arange(responses.shape[1], device=responses.device)
     return {
