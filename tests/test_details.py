@@ -1158,7 +1158,7 @@ def sampled_by_hand(policy, run, episode, i: int) -> list[int]:
     return sampled
 
 
-def test_detail_20_ppo_training(short, talker, reward_run, ppo_run):
+def test_detail_20_table_7(ppo_run):
     args = vars(ppo.Args())
     table_7 = {"total_episodes": 1_000_000, "batch_size": 512, "num_mini_batches": 1, "num_ppo_epochs": 4}
     table_7 |= {"kl_coef": 0.05, "gamma": 1.0, "lam": 0.95, "cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1}
@@ -1169,10 +1169,10 @@ def test_detail_20_ppo_training(short, talker, reward_run, ppo_run):
     rates = [LEARNING_RATE * (1 - update / PPO_UPDATES) for update in range(PPO_UPDATES)]
     assert close([row["learning_rate"] for row in ppo_run.metrics], rates, 1e-9)
     assert math.isclose(rates[-1], LEARNING_RATE / PPO_UPDATES)
-    allowed, eos, pad = ppo_run.allowed, ppo_run.tokenizer.eos_token_id, ppo_run.tokenizer.pad_token_id
-    reference = plain_policy(talker)
 
-    # sampling, with noise of its own for every (seed, update, episode)
+
+def test_detail_20_sampling_has_noise_of_its_own_for_every_seed_update_and_episode(talker, ppo_run):
+    reference = plain_policy(talker)
     for i, response in enumerate(ppo_run.episodes[0].responses[:4]):
         assert sampled_by_hand(reference, ppo_run, ppo_run.episodes[0], i)[: len(response)] == response
     for update, episode in enumerate(ppo_run.episodes, 1):
@@ -1180,7 +1180,9 @@ def test_detail_20_ppo_training(short, talker, reward_run, ppo_run):
             text = f"{SEED} {update} {(update - 1) * PPO_BATCH + i}"
             assert struct.pack("<ii", *key) == hashlib.blake2b(text.encode(), digest_size=8).digest()
 
-    # old and reference log-probabilities: of the policy at the update's start and of the SFT model
+
+def test_detail_20_log_probabilities_of_the_policy_at_the_update_s_start_and_of_the_sft_model(talker, ppo_run):
+    reference, allowed = plain_policy(talker), ppo_run.allowed
     for start, episode in zip(ppo_run.starts, ppo_run.episodes, strict=True):
         for name, policy in (("logprobs", plain_policy(talker, start.policy)), ("ref_logprobs", reference)):
             with torch.no_grad():
@@ -1188,8 +1190,11 @@ def test_detail_20_ppo_training(short, talker, reward_run, ppo_run):
             padded = [row.tolist() + [0.0] * (RESPONSE_LENGTH - len(row)) for row in expected]
             assert close(episode.found[name], padded), name
 
-    # the losses by hand: 4 epochs of one step over the whole batch
-    policy, value = plain_policy(talker), PlainReward(reward_run.folder / "model").eval()
+
+def test_detail_20_training_by_hand(talker, reward_run, ppo_run):
+    """Four epochs of one step over the whole batch."""
+    policy, value, allowed = plain_policy(talker), PlainReward(reward_run.folder / "model").eval(), ppo_run.allowed
+    rates = [LEARNING_RATE * (1 - update / PPO_UPDATES) for update in range(PPO_UPDATES)]
     found = []
 
     def losses():
@@ -1233,14 +1238,10 @@ def test_detail_20_ppo_training(short, talker, reward_run, ppo_run):
     saved = PlainReward(ppo_run.folder / "value_model")
     assert_same_weights(saved.state_dict(), value.state_dict(), 1e-4)
 
-    # ½ max of clipped and unclipped squares, on numbers made by hand: values 0.5 and -1 move 0.3 from 0.2 and -0.7
-    values, old_values, returns = ([[0.5, -1.0, 9.0]], [[0.2, -0.7, 0.0]], [[0.9, -1.5, 0.0]])
-    mask = torch.tensor([[True, True, False]])
-    mb = {"values": torch.tensor(old_values), "returns": torch.tensor(returns), "value_mask": mask}
-    loss, _ = ppo.value_loss(torch.tensor(values), mb, 0.2)
-    assert close(loss, 0.5 * ((0.4 - 0.9) ** 2 + (-0.9 + 1.5) ** 2), 1e-6)
 
-    # a validation score on a fixed batch, here at updates 2 and 3, sampled at temperature 0.01
+def test_detail_20_validation_score_on_a_fixed_batch(short, talker, reward_run, ppo_run):
+    """Here at updates 2 and 3, sampled at temperature 0.01."""
+    allowed, eos, pad = ppo_run.allowed, ppo_run.tokenizer.eos_token_id, ppo_run.tokenizer.pad_token_id
     assert ["eval/score" in row for row in ppo_run.metrics] == [False, True, True]
     validation = load_from_disk(str(short.dataset))["validation"]
     queries = [row["query_token"][-row["query_token_len"] :] for row in validation.select(range(5))]
