@@ -224,9 +224,9 @@ PATCHES = r"""
 12 reward.py: the first pad anywhere
 - return query_width - 1 + (tokens[:, query_width:] != pad_id).long().cumprod(1).sum(1)
 + return (tokens == pad_id).int().argmax(1) - 1
-12 ppo.py: the first pad anywhere
+12 ppo.py: one position late
 - last = mb["row_lengths"] - 1
-+ last = (tokens == pad_id).int().argmax(1) - 1
++ last = mb["row_lengths"].clamp(max=tokens.shape[1] - 1)
 12 reward.py: the last token that is no pad
 - return query_width - 1 + (tokens[:, query_width:] != pad_id).long().cumprod(1).sum(1)
 + return tokens.shape[1] - 1 - (tokens != pad_id).int().flip(1).argmax(1)
