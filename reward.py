@@ -706,10 +706,15 @@ def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
 def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int):
     """TensorBoard, and W&B with --track; a resumed run goes on in the same curves."""
     if args.track:
-        name = "__".join(Path(args.output_dir).parts[-3:])
-        settings = {"finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))}  # seconds
+        seconds = float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))
         tracker = WandBTracker(
-            None, config=asdict(args), dir=args.output_dir, name=name, id=wandb_id, resume="allow", settings=settings
+            None,
+            config=asdict(args),
+            dir=args.output_dir,
+            name="__".join(Path(args.output_dir).parts[-3:]),
+            id=wandb_id,
+            resume="allow",
+            settings={"finish_timeout": seconds},
         )
         accelerator.log_with.append(tracker)
     purge_step = finished + 1 if finished else 0

@@ -18,13 +18,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "ppo.py: lines": 1110,
-    "ppo.py: characters": 60_000,
+    "ppo.py: lines": 1115,
+    "ppo.py: characters": 60_200,
     "ppo.py: last line of main": 400,
-    "reward.py: lines": 825,
-    "dpo.py: lines": 800,
-    "sft.py: lines": 575,
-    "tldr_dataset.py: lines": 670,
+    "reward.py: lines": 830,
+    "dpo.py: lines": 805,
+    "sft.py: lines": 580,
+    "tldr_dataset.py: lines": 785,
     "plumbing: lines": 300,
     "README.md: lines": 250,
     "ppo.py to ensembles/ppo.py: lines of the diff": 380,

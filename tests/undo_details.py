@@ -36,20 +36,23 @@ PATCHES = r"""
 - "cnndm0", "cnndm2")
 + "cnndm0")
 01 tldr_dataset.py: CNN/DM stays in validation too
-- splits["validation"] = [(where, row) for where, row in validation if not is_cnndm(row)]
-+ splits["validation"] = validation
+-         splits[split].append((where, row))
++         splits[split].append((where, row))
++         splits["validation"] += [(where, row)] * (split != "validation")
 01 tldr_dataset.py: confidence is lost
-- "extra": {"confidence": confidence}
-+ "extra": {"confidence": None}
+- columns["extra"] = {"confidence": confidence}
++ columns["extra"] = {"confidence": None}
 01 tldr_dataset.py: notes are lost
-- k == "text") for k in ("text", "policy", "note")}
-+ k == "text") for k in ("text", "policy")} | {"note": None}
+- columns["summaries"][i][field] = text
++ columns["summaries"][i][field] = text if field != "note" else None
 01 tldr_dataset.py: the choice is read the wrong way round
-- columns["summaries"][choice], columns["summaries"][1 - choice]
-+ columns["summaries"][1 - choice], columns["summaries"][choice]
+- chosen = columns["summaries"][columns["choice"]]
+-     rejected = columns["summaries"][1 - columns["choice"]]
++ rejected = columns["summaries"][columns["choice"]]
++     chosen = columns["summaries"][1 - columns["choice"]]
 01 tldr_dataset.py: the post is stored stripped of its title
-- ("title", "post", "summary")}
-+ ("post", "summary")}
+- for field in ("title", "post", "summary"):
++ for field in ("post", "summary"):
 
 02 tldr_dataset.py: a space after TL;DR:
 - POST: {post}\n\nTL;DR:"
@@ -132,8 +135,8 @@ PATCHES = r"""
 + query_response_length_cnndm: int = 2047
 
 06 tldr_dataset.py: groups of pairs are not counted
-- "value": x, "pairs": pairs}
-+ "value": x, "pairs": 1}
+- "value": value, "pairs": count})
++ "value": value, "pairs": 1})
 06 tldr_dataset.py: (a, b) and (b, a) are two pairs
 - "--".join(sorted(
 + "--".join(list(
@@ -141,8 +144,10 @@ PATCHES = r"""
 - "unique pairs": len(counts)
 + "unique pairs": len(data["preference"][split])
 06 tldr_dataset.py: pairs are not counted
-- sorted(Counter(policies).items()
-+ sorted(Counter(set(policies)).items()
+- counts = Counter(policies)
+-     return sorted
++ counts = Counter(set(policies))
++     return sorted
 
 07 sft.py reward.py ppo.py dpo.py: dropout stays
 - setattr(config, key, 0.0)
