@@ -20,8 +20,7 @@ responses, T of query and response together, V vocabulary, D of a hidden state. 
     response_mask (B, R) through EOS: logprobs, ref_logprobs, entropy and advantages are 0 outside of it
     value_mask (B, R) through one past EOS, where the score lies: values are 0 outside of it
 
-Details are those of the paper's list (README, "The 25 details"). Deviations from the paper (P) and the authors' code
-(C), each on purpose:
+Details: README, "The 25 details". Deviations from the paper (P) and the authors' code (C), each on purpose:
 - P: the score is added one position past EOS, as in C and OpenAI's code; the text of figure 9 says at EOS.
 - C: whitening and loss means are over the whole batch; C takes them per device and micro-batch, so that its objective
   changes with the hardware. The policy loss is divided by the number of response tokens (through EOS), the value loss

@@ -9,7 +9,6 @@ Samples, ROUGE: python eval/samples.py runs/sft/nano-xs/44413
 The run folder (default runs/sft/{model}/{seed}) holds model/ (a plain transformers checkpoint), metrics.jsonl,
 args.json, TensorBoard files and, with --save-every, checkpoints/. The file goes from the algorithm outwards: arguments,
 loss, main, padding, models, evaluation, plumbing.
-
 Shapes: b rows at hand, T width of the tokens, V vocabulary.
 
 Deviations from the authors' code, each on purpose (README, "The 25 details", says what a Detail is):

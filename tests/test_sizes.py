@@ -18,12 +18,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "ppo.py: lines": 1115,
-    "ppo.py: characters": 60_200,
+    "ppo.py: lines": 1110,
+    "ppo.py: characters": 60_000,
     "ppo.py: last line of main": 400,
     "reward.py: lines": 830,
     "dpo.py: lines": 805,
-    "sft.py: lines": 580,
+    "sft.py: lines": 575,
     "tldr_dataset.py: lines": 785,
     "plumbing: lines": 300,
     "README.md: lines": 250,
