@@ -14,7 +14,8 @@ otherwise than by default (where its value model starts, members not standardise
 
 Writes runs.jsonl, every curve as it was read, from which --runs draws the same again without the runs' folders;
 figure_3 to figure_14, leak, bases and standardised as PNG (--pdf: as PDF, too) and as CSV of exactly what is
-drawn; claims.csv and methods.csv; win_rates.csv; ppo_runs.csv, the first, best and final gold score of each PPO run;
+drawn; claims.csv and methods.csv; later.csv, what was asked after the runs; win_rates.csv; ppo_runs.csv, the first,
+best and final gold score of each PPO run;
 figures.md: the tables, win rates beside the paper's, what is missing, what was left out. Gold is drawn on the left
 axis, solid, the proxy on the right one, dashed; figures 4 and 5 have panels over updates, too. Lines are means over
 runs at equal updates in a band of one sample standard deviation: over seeds, of `single` over members and seeds. A
@@ -96,6 +97,7 @@ COMMANDS = (
 
 NO_WORSE = -0.05  # gold: an interval that ends above this is `no worse`
 EQUAL_KL = (5, 10, 20, 50)  # nats at which gold scores are compared
+EARLY = (3, 6)  # updates at which the gold scores of the leak are compared
 # what a run of PPO does otherwise than by default, in the text of its setup
 VALUE_FROM_REWARD, RAW = "value model from the first reward model", "not standardised"
 
@@ -748,6 +750,12 @@ def liking(run: Run) -> float | None:
     return None if run.likings.empty else float(run.likings["y"].mean())
 
 
+def at_update(run: Run, update: int) -> float | None:
+    """Gold at an update; None where it was not taken there."""
+    found = run.curve.loc[run.curve["step"] == update, "y"]
+    return float(found.iloc[0]) if len(found) else None
+
+
 def channel(setup: str) -> str:
     """A setup of the question where the first reward model leaks, in short."""
     words = {VALUE_FROM_REWARD: "from member 1", RAW: "", "λ of GAE 1": "λ 1", "no value clipping": "no clipping"}
@@ -759,6 +767,7 @@ QUANTITIES: dict[str, Callable[[Run], float | None]] = {
     "best": lambda run: float(run.curve["y"].max()),
     "drop": drop,
     **{f"at KL {kl}": lambda run, kl=kl: at_kl(run.curve, kl) for kl in EQUAL_KL},
+    **{f"at update {update}": lambda run, update=update: at_update(run, update) for update in EARLY},
     "fall beyond noise": beyond_noise,
     "log growth of the variance": lambda run: float(numpy.log(growth(run))),
     "first member's liking": liking,
@@ -912,6 +921,116 @@ def methods_table(runs: list[Run], args: Args) -> list[dict]:
     return table
 
 
+# ---- asked after the runs ------------------------------------------------------------------------------------------
+
+
+class Later(NamedTuple):
+    """A comparison that was thought of after the runs: its paired differences, one a replicate."""
+
+    question: str
+    what: str
+    quantity: str
+    differences: list[float]
+
+
+def averaged(comparisons: list[tuple[list[Run], list[Run]]], quantity: str) -> list[float]:
+    """Of each replicate the mean difference over several comparisons; one that lacks a comparison is left out."""
+    seeds = sorted({run.seed for mine, _ in comparisons for run in mine})
+    found = [[paired(pick(mine, seed=seed), others, quantity) for mine, others in comparisons] for seed in seeds]
+    return [mean(map(mean, of_seed)) for of_seed in found if all(of_seed)]
+
+
+def p_value(differences: list[float]) -> float:
+    """Of the two-sided t test that belongs to `interval`."""
+    return float(stats.ttest_1samp(differences, 0).pvalue)
+
+
+def holm(p_values: list[float]) -> list[float]:
+    """Holm's adjusted p values: one below 0.05 stands when all of these questions are asked at once."""
+    adjusted = [0.0] * len(p_values)
+    largest = 0.0
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    for rank, i in enumerate(order):
+        largest = max(largest, (len(p_values) - rank) * p_values[i])
+        adjusted[i] = min(1.0, largest)
+    return adjusted
+
+
+def replicates_for(differences: list[float], power: float) -> int | None:
+    """How many replicates the two-sided t test at 5 % needs to tell a difference as large as the one seen with this
+    probability, its standard deviation being the one seen; None above 1,000."""
+    effect = abs(mean(differences)) / stdev(differences)
+    n = numpy.arange(2, 1001)
+    limit = stats.t.ppf(0.975, n - 1)
+    above = stats.nct.sf(limit, n - 1, effect * numpy.sqrt(n))  # the other side's share is below 0.025
+    enough = n[above >= power]
+    return int(enough[0]) if len(enough) else None
+
+
+def penalty_comparisons(usual: list[Run], args: Args) -> list[Later]:
+    """What the largest KL penalty does to final gold, of each method and in the mean over the methods."""
+    largest = max(values(usual, "kl_coef"), default=0.0)
+    comparisons = {}
+    for method in METHODS:
+        penalised = of_method(pick(usual, kl_coef=largest), method, args)
+        free = of_method(pick(usual, kl_coef=0), method, args)
+        if largest > 0 and penalised and free:
+            comparisons[method] = (penalised, free)
+    question = f"KL penalty {largest:g} to 0"
+    rows = [Later(question, method, "final", averaged([pair], "final")) for method, pair in comparisons.items()]
+    return [*rows, Later(question, "mean over methods", "final", averaged(list(comparisons.values()), "final"))]
+
+
+def leak_comparisons(here: list[Run]) -> list[Later]:
+    """Early gold of the setups of the leak against that of the first; what clipping and lambda do to final gold."""
+    setups = {setup: pick(here, setup=setup, kl_coef=0, method="wco") for setup in values(here, "setup")}
+    from_reward = f"{VALUE_FROM_REWARD}, {RAW}"
+    leaky = setups.get(from_reward, [])
+    rows = []
+    for update in EARLY:
+        quantity = f"at update {update}"
+        for setup, runs in setups.items():
+            if RAW in setup and runs is not leaky:
+                what = f"value model {channel(setup)} to from member 1"
+                rows.append(Later("leak", what, quantity, paired(runs, leaky, quantity)))
+    unclipped = setups.get(f"{from_reward}, no value clipping", [])
+    long = setups.get(f"{from_reward}, λ of GAE 1", [])
+    both = setups.get(f"{from_reward}, λ of GAE 1, no value clipping", [])
+    clipping = averaged([(unclipped, leaky), (both, long)], "final") if leaky and long else []
+    lam = averaged([(long, leaky), (both, unclipped)], "final") if leaky and unclipped else []
+    rows.append(Later("leak", "no clipping, mean over both λ", "final", clipping))
+    rows.append(Later("leak", "λ 1, mean over both clippings", "final", lam))
+    return rows
+
+
+def later_table(everything: list[Run], base: dict, args: Args) -> list[dict]:
+    """A row for each comparison of two replicates or more, with its interval and p value. Claim 6's nine have Holm's p
+    and the replicates that would tell the difference seen with a probability of 50 and of 80 %."""
+    here = pick(everything, procedure="PPO", bases=1, **{key: base[key] for key in ("noise", "size", "pairs")})
+    usual = pick(here, setup=base["setup"])
+    claim_6 = []
+    for claim in claims_of(everything, base, args):
+        if claim.number == "6":
+            claim_6 += [Later("claim 6", what, x, paired(a, b, x)) for what, a, b, x in claim.rows if a and b]
+    comparisons = claim_6 + penalty_comparisons(usual, args) + leak_comparisons(here)
+    table = []
+    for comparison in comparisons:
+        differences = comparison.differences
+        if len(differences) < 2 or stdev(differences) == 0:
+            continue
+        middle, low, high = interval(differences)
+        row = {"question": comparison.question, "what": comparison.what, "quantity": comparison.quantity}
+        row |= {"n": len(differences), "difference": middle, "low": low, "high": high, "p": p_value(differences)}
+        if comparison.question == "claim 6":
+            row["replicates_50"] = replicates_for(differences, 0.5)
+            row["replicates_80"] = replicates_for(differences, 0.8)
+        table.append(row)
+    several = [row for row in table if row["question"] == "claim 6"]
+    for row, adjusted in zip(several, holm([row["p"] for row in several]), strict=True):
+        row["holm"] = adjusted
+    return table
+
+
 def main(args: Args):
     # ---- runs ------------------------------------------------------------------------------------
     runs, problems = read_runs(args.runs)
@@ -935,6 +1054,7 @@ def main(args: Args):
     figures = paper_figures(runs, base, small, args) | question_figures(everything, base, args)
     wins, claims = win_rate_rows(everything, args), claims_table(claims_of(everything, base, args))
     methods = methods_table(pick(here, procedure="PPO"), args)
+    later = pandas.DataFrame(later_table(everything, base, args))
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     put(folder / "runs.jsonl", lines.encode())
@@ -945,6 +1065,8 @@ def main(args: Args):
     ]
     for name, rows in (("claims", claims), ("methods", methods), ("win_rates", wins)):
         put(folder / f"{name}.csv", pandas.DataFrame(rows).to_csv(index=False, float_format="%.6g").encode())
+    if not later.empty:
+        put(folder / "later.csv", later.to_csv(index=False, float_format="%.6g").encode())
     ppo = pick(everything, procedure="PPO")
     ppo = sorted(ppo, key=lambda run: setting_order(fields(run, AVERAGED)) + (run.seed, run.paths))
     if ppo:
@@ -970,6 +1092,10 @@ def main(args: Args):
     text += "\n"
     if methods:
         text += f"## Methods\n\n{markdown(methods)}\n"
+    if not later.empty:
+        text += "## Asked after the runs\n\nPaired differences, a 95 % t interval, p of its test. Holm's p and the "
+        text += "replicates that tell the difference seen in half and in 80 % of studies are of claim 6.\n\n"
+        text += markdown(later.astype(object).where(later.notna(), "").to_dict("records")) + "\n"
     if wins:
         shown = [row | {"win rate, %": f"{100 * row['win_rate']:.1f} ± {100 * row['win_rate_sd']:.1f}"} for row in wins]
         columns = "procedure noise size pairs bases setup kl_coef method uwo_lambda members against".split()

@@ -626,7 +626,7 @@ def test_quantities_by_hand():
     assert found.pop("log growth of the variance") == pytest.approx(0.6931472)
     assert found == {
         "final": 3.25, "best": 4, "drop": 0.75, "at KL 5": None, "at KL 10": None, "at KL 20": None, "at KL 50": None,
-        "fall beyond noise": -0.25, "first member's liking": 8.25,
+        "at update 3": 3.25, "at update 6": None, "fall beyond noise": -0.25, "first member's liking": 8.25,
     }  # fmt: skip
     calm = a_run("uwo", 0, 4, 3.75, seed=1)
     assert figures.paired([run], [calm], "drop") == [-0.5] and figures.paired([run], [calm], "best") == [0]
@@ -709,6 +709,83 @@ def test_table_of_methods():
     # differences -1 + 0.04 i: mean -0.92, sd 0.04, 4.303 x 0.04 / sqrt(3) = 0.0994
     assert (wco["mean"], wco["to single"], wco["pairs"]) == (pytest.approx(1.12), "-0.920 (-1.019 to -0.821)", 3)
     assert (rows["wco", "at KL 5"]["n"], rows["wco", "at KL 5"]["pairs"]) == (3, 0)  # single ones end at 2
+
+
+def test_holm_by_hand():
+    """Sorted 0.01, 0.02, 0.03, 0.5 are times 4, 3, 2, 1, and none is below the one before it: 0.06 stays."""
+    assert figures.holm([0.5, 0.02, 0.01, 0.03]) == pytest.approx([0.5, 0.06, 0.04, 0.06])
+    assert figures.holm([0.9, 0.8]) == [1.0, 1.0]
+    assert figures.holm([]) == []
+
+
+def test_p_value_and_interval_end_together():
+    """Mean half of t(2) = 4.3027 of the standard error 1 / sqrt(3) away from 0: p is 5 % where the interval ends."""
+    end = 4.302653 / 3**0.5
+    assert figures.p_value([end - 1, end, end + 1]) == pytest.approx(0.05, abs=1e-5)
+
+
+def test_replicates_for_a_power_against_printed_tables():
+    """Two-sided t test of one sample at 5 %: with power 80 %, 34 for an effect of 0.5 and 10 for one of 1."""
+    for effect, needed in ((0.5, 34), (1.0, 10), (-1.0, 10)):
+        values = [effect - 1, effect, effect + 1]  # sample standard deviation 1
+        assert figures.replicates_for(values, 0.8) == needed
+    assert figures.replicates_for([-0.999, 0.001, 1.001], 0.8) is None
+
+
+def later_rows(runs) -> dict:
+    """{(question, what, quantity): row}"""
+    table = figures.later_table(runs, WHERE, figures.Args())
+    return {(row["question"], row["what"], row["quantity"]): row for row in table}
+
+
+def test_what_the_penalty_does_by_hand():
+    """Final gold of replicate i is end + 0.02 i for a penalty and end + 0.04 i without: three steps, and five."""
+    runs = (
+        replicates("single", 1, 5, 2, 2, 2)
+        + replicates("single", 1, 5, 4, kl=0.1)
+        + replicates("single", 1, 5, 3, kl=0.02)
+    )
+    runs += replicates("wco", 1, 5, 3, 3, 3) + replicates("wco", 1, 5, 4, kl=0.1) + replicates("mean", 1, 5, 2)
+    found = later_rows(runs)
+    single = found["KL penalty 0.1 to 0", "single", "final"]
+    # 2 - 0.02 i: mean 1.96, sd 0.02
+    half = 4.302653 * 0.02 / 3**0.5
+    assert [single[key] for key in ("n", "difference", "low", "high")] == pytest.approx(
+        [3, 1.96, 1.96 - half, 1.96 + half]
+    )
+    assert found["KL penalty 0.1 to 0", "wco", "final"]["difference"] == pytest.approx(0.96)
+    assert ("KL penalty 0.1 to 0", "mean", "final") not in found  # has no run with the penalty
+    all_methods = found["KL penalty 0.1 to 0", "mean over methods", "final"]
+    assert (all_methods["n"], all_methods["difference"]) == (3, pytest.approx(1.46))
+    claim_6 = [row for row in found.values() if row["question"] == "claim 6"]
+    assert [row["holm"] for row in claim_6] == pytest.approx(figures.holm([row["p"] for row in claim_6]))
+    assert not [row for row in found.values() if row["question"] != "claim 6" and "holm" in row]
+
+
+def test_a_replicate_without_one_of_the_comparisons_is_left_out():
+    wco, single = replicates("wco", 1, 5, 4), replicates("single", 1, 5, 2)
+    assert figures.averaged([(wco, single)], "final") == pytest.approx([2, 2, 2])
+    assert figures.averaged([(wco, single), (wco[1:], single)], "final") == pytest.approx([2, 2])
+
+
+def test_the_leak_early_and_without_clipping_by_hand():
+    """Clipping off costs 1 with lambda 0.95 and 2 with lambda 1: 1.5; lambda 1 gives 3 and 2."""
+    leak = "value model from the first reward model, not standardised"
+    off = "no value clipping"
+    ends = {leak: 5, f"{leak}, {off}": 4, f"{leak}, λ of GAE 1": 8, f"{leak}, λ of GAE 1, {off}": 6}
+    runs = replicates("single", 1, 2)
+    for setup, end in ends.items():
+        mine = replicates("wco", 0, 0, 0, 1, 0, 0, 2, end, setup=setup)
+        runs += [run._replace(curve=run.curve.assign(y=run.curve["y"] + run.seed * (end - 5) / 50)) for run in mine]
+    start = replicates("wco", 0, 0, 0, 1.5, 0, 0, 4, 3, setup="not standardised")
+    runs += [run._replace(curve=run.curve.assign(y=run.curve["y"] + run.seed / 10)) for run in start]
+    found = later_rows(runs)
+    what = "value model from SFT to from member 1"
+    assert found["leak", what, "at update 3"]["difference"] == pytest.approx(0.5 + 0.2)
+    assert found["leak", what, "at update 6"]["difference"] == pytest.approx(2 + 0.2)
+    # seeds add (end - 5) / 50 each, 2 in the mean: to -1 and -2 that is -0.04 and -0.08, to 3 and 2 0.12 and 0.08
+    assert found["leak", "no clipping, mean over both λ", "final"]["difference"] == pytest.approx(-1.5 - 0.06)
+    assert found["leak", "λ 1, mean over both clippings", "final"]["difference"] == pytest.approx(2.5 + 0.10)
 
 
 def test_question_figures_compare_equal_members_only():
@@ -837,6 +914,6 @@ def test_committed_tables_are_those_of_the_committed_runs(tmp_path):
     folder = SCRIPT.parents[1] / "benchmark" / "results" / "ensembles"
     figures.main(figures.Args(runs=str(folder / "runs.jsonl"), output_dir=str(tmp_path)))
     made = {path.name for path in tmp_path.iterdir()}
-    assert made | {"pilot.csv", "pilot.png"} == {path.name for path in folder.iterdir()}
+    assert made | {"pilot.csv", "pilot.png", "rounding.csv"} == {path.name for path in folder.iterdir()}
     for name in sorted(name for name in made if name.endswith(".csv")):
         pandas.testing.assert_frame_equal(pandas.read_csv(tmp_path / name), pandas.read_csv(folder / name), rtol=1e-5)
