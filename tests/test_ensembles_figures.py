@@ -739,26 +739,24 @@ def later_rows(runs) -> dict:
 
 
 def test_what_the_penalty_does_by_hand():
-    """Final gold of replicate i is end + 0.02 i for a penalty and end + 0.04 i without: three steps, and five."""
-    runs = (
-        replicates("single", 1, 5, 2, 2, 2)
-        + replicates("single", 1, 5, 4, kl=0.1)
-        + replicates("single", 1, 5, 3, kl=0.02)
-    )
-    runs += replicates("wco", 1, 5, 3, 3, 3) + replicates("wco", 1, 5, 4, kl=0.1) + replicates("mean", 1, 5, 2)
+    """Final gold of replicate i is its end and 0.01 i for each step after the first."""
+    runs = replicates("single", 1, 5, 2, 2, 2) + replicates("wco", 1, 5, 3, 3) + replicates("mean", 1, 5, 2)
+    runs += replicates("single", 1, 5, 3, kl=0.02)  # not the largest penalty
+    runs += replicates("single", 1, 5, 4, kl=0.1) + replicates("wco", 1, 5, 4, kl=0.1)
     found = later_rows(runs)
     single = found["KL penalty 0.1 to 0", "single", "final"]
-    # 2 - 0.02 i: mean 1.96, sd 0.02
-    half = 4.302653 * 0.02 / 3**0.5
-    assert [single[key] for key in ("n", "difference", "low", "high")] == pytest.approx(
-        [3, 1.96, 1.96 - half, 1.96 + half]
-    )
-    assert found["KL penalty 0.1 to 0", "wco", "final"]["difference"] == pytest.approx(0.96)
+    half = 4.302653 * 0.02 / 3**0.5  # of 2 - 0.02 i: mean 1.96, sd 0.02
+    values = [single[key] for key in ("n", "difference", "low", "high")]
+    assert values == pytest.approx([3, 1.96, 1.96 - half, 1.96 + half])
+    assert found["KL penalty 0.1 to 0", "wco", "final"]["difference"] == pytest.approx(0.98)
     assert ("KL penalty 0.1 to 0", "mean", "final") not in found  # has no run with the penalty
-    all_methods = found["KL penalty 0.1 to 0", "mean over methods", "final"]
-    assert (all_methods["n"], all_methods["difference"]) == (3, pytest.approx(1.46))
-    claim_6 = [row for row in found.values() if row["question"] == "claim 6"]
-    assert [row["holm"] for row in claim_6] == pytest.approx(figures.holm([row["p"] for row in claim_6]))
+    over_methods = found["KL penalty 0.1 to 0", "mean over methods", "final"]
+    assert (over_methods["n"], over_methods["difference"]) == (3, pytest.approx(1.47))
+    # claim 6: two comparisons that vary, so Holm doubles the smaller p
+    mean_row, wco_row = [found["claim 6", f"{method} to single at 0", "final"] for method in ("mean", "wco")]
+    assert mean_row["difference"] == pytest.approx(-0.04)
+    assert wco_row["holm"] == pytest.approx(2 * wco_row["p"])
+    assert mean_row["holm"] == pytest.approx(mean_row["p"])
     assert not [row for row in found.values() if row["question"] != "claim 6" and "holm" in row]
 
 
