@@ -247,7 +247,7 @@ def test_a_policy_that_scales_its_logits(stage_args, world, tmp_path):
 
 
 def test_mini_batches_that_do_not_divide(stage_args):
-    expect("ppo", stage_args("ppo", num_mini_batches=3), "--batch-size 8 does not split into 3 mini-batches")
+    expect("ppo", stage_args("ppo", num_mini_batches=3), "--batch-size 8: no multiple of 3 mini-batches")
 
 
 @pytest.mark.parametrize("stage", STAGES)
