@@ -29,8 +29,8 @@ Details: README, "The 25 details". Deviations from the paper (P) and the authors
   EOS, which equals sampling on and truncating. [PAD] and ids beyond the tokenizer have probability 0 in sampling and in
   every log-probability.
 - C: old log-probabilities come from a forward pass over the finished response, not from the generation's scores.
-- P: validation samples are drawn at temperature 0.01, as in C. The value head's bias is decayed with all other weights,
-  as in C: torch's AdamW does so by default.
+- C: the value head's bias holds Detail 15's shift (apart in C) and is decayed.
+- P: validation samples are drawn at temperature 0.01, and all weights decayed, as in C.
 """
 
 import hashlib

@@ -30,8 +30,8 @@ Details: README, "The 25 details". Deviations from the paper (P) and the authors
   EOS, which equals sampling on and truncating. [PAD] and ids beyond the tokenizer have probability 0 in sampling and in
   every log-probability.
 - C: old log-probabilities come from a forward pass over the finished response, not from the generation's scores.
-- P: validation samples are drawn at temperature 0.01, as in C. The value head's bias is decayed with all other weights,
-  as in C: torch's AdamW does so by default.
+- C: the value head's bias holds Detail 15's shift (apart in C) and is decayed.
+- P: validation samples are drawn at temperature 0.01, and all weights decayed, as in C.
 - the ensemble paper's batches of 32 out of 256 rollouts (table 3) are --batch-size 256 --num-mini-batches 8; --gold
   samples as training does, and not with table 4's top-p 0.9.
 - uwo's variance is over k models, as in equation 5; the ensemble paper's code divides by k - 1 in PPO.

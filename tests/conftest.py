@@ -181,15 +181,17 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Tables of what test_invariance.py and test_deepspeed.py compare, collected from all test processes."""
+    """Tables of what test_invariance.py, test_deepspeed.py and test_parity.py find, collected from all processes."""
     headers = {
         "invariance": ["run", "split", "lines of metrics", "largest relative difference", "where"],
         "deepspeed": ["stage", "engine", "mixed precision", "largest difference to float32", "of a loss of"],
+        "parity": ["break", "quantities above their bounds", "the first"],
     }
+    titles = {"parity": "breaks of ours beside the authors' code"}
     reports = terminalreporter.getreports("passed")
     for name, header in headers.items():
         rows = [value for report in reports for key, value in report.user_properties if key == name]
         if rows:
-            terminalreporter.section(f"{name}: against 1 process in float32")
+            terminalreporter.section(titles.get(name, f"{name}: against 1 process in float32"))
             for row in [header, ["---"] * len(header), *sorted(rows)]:
                 terminalreporter.write_line(f"| {' | '.join(map(str, row))} |")

@@ -1,0 +1,221 @@
+"""benchmark/parity.py: bounds, reasons and orders on made-up numbers. What runs the authors' code needs a checkout of
+theirs and their libraries, and skips without:
+
+    PARITY_AUTHORS=FOLDER PARITY_OLD_LIBRARIES=FOLDER python -m pytest -m long tests/test_parity.py
+
+(last output: benchmark/results/parity_breaks.txt)
+"""
+
+import os
+from pathlib import Path
+
+import parity
+import parity_ours
+import parity_theirs
+import pytest
+import torch
+
+AUTHORS, OLD_LIBRARIES = os.environ.get("PARITY_AUTHORS"), os.environ.get("PARITY_OLD_LIBRARIES")
+
+
+def tensor(*values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# ---- the comparison ----------------------------------------------------------------------------------------------
+
+
+def test_a_bound_is_ten_times_the_floor_and_at_least_a_millionth_of_the_largest_value():
+    runs = [{"a": tensor(1, -4), "b": tensor(3)}, {"a": tensor(1.001, -4), "b": tensor(3)}]
+    runs.append({"a": tensor(1, -4.002), "b": tensor(3)})
+    a, b = parity.compare("x", {"a": tensor(1.01, -4.02), "b": tensor(3.5)}, runs)
+    assert (a.quantity, b.quantity) == ("x: a", "x: b")
+    assert a.difference == pytest.approx(0.02) and a.bound == pytest.approx(0.02, rel=1e-9) and b.bound == 3e-6
+    assert b.difference == 0.5 and not b.stands()
+    assert parity.compare("x", {"a": tensor(1.01, -4.0199), "b": tensor(3)}, runs)[0].stands()
+    with pytest.raises(SystemExit, match="quantities of one side alone: .*'b'"):
+        parity.compare("x", {"a": tensor(1, 1)}, runs)
+    with pytest.raises(SystemExit, match=r"a has shape \(1,\), theirs \(2,\)"):
+        parity.compare("x", {"a": tensor(1), "b": tensor(3)}, runs)
+
+
+def test_a_reason_counts_only_where_the_difference_goes_without_it(monkeypatch):
+    """Two deviations of made-up code: one moves `a`, one is said to move `b` and does not, none is said to move `c`."""
+    first = parity_ours.Deviation("x: [ad]", "ppo.py", "The policy loss is divided by", [("first", "")])
+    second = parity_ours.Deviation("x: [bd]", "ppo.py", "the value head's bias holds", [("second", "")])
+    monkeypatch.setattr(parity_ours, "DEVIATIONS", [first, second])
+    expected = {key: tensor(1.0) for key in "abcd"}
+
+    def ours(patches) -> dict:
+        undone = [old for old, _ in patches]
+        off = {"a": 0.1 * ("first" not in undone), "b": 0.1, "c": 0.1 * (not undone)}
+        off["d"] = 0.1 * ("first" not in undone) + 0.1 * ("second" not in undone)  # needs both
+        return {key: tensor(1.0 + x) for key, x in off.items()}
+
+    rows = parity.compare("x", ours(()), [expected])
+    parity.explain(rows, "x", ours, [expected], "ppo.py")
+    assert [row.stands() for row in rows] == [True, False, False, True]
+    assert [row.undone for row in rows] == [0, pytest.approx(0.1), None, 0]
+    assert rows[3].reason.count("](../../ppo.py#L") == 2 and rows[2].reason == ""
+    text = parity.markdown(rows, parity.Args("a", "b"), 60)
+    assert text.count("**NO REASON**") == 2
+
+
+def test_deviations_are_told_by_the_docstrings_and_their_patches_fit(tmp_path):
+    for deviation in parity_ours.DEVIATIONS:
+        file, line = parity_ours.line_of(deviation).split("#L")
+        assert file == deviation.script and int(line) < 60
+        module = parity_ours.load(
+            deviation.script, tmp_path, [(a, b.replace("{shift}", "0.5")) for a, b in deviation.undone]
+        )
+        assert module.Args
+    with pytest.raises(SystemExit, match="sft.py does not hold this text once"):
+        parity_ours.load("sft.py", tmp_path, [("no such text", "")])
+
+
+def test_the_functions_that_the_adapter_names_are_there(tmp_path):
+    scripts = [parity_ours.load(f"{name}.py", tmp_path) for name in ("sft", "reward", "dpo", "ppo")]
+    for role, name in parity_ours.FUNCTIONS.items():
+        assert any(hasattr(script, name) for script in scripts), role
+
+
+# ---- other orders of the rows ------------------------------------------------------------------------------------
+
+
+def test_other_orders_hold_the_same_rows():
+    batches = [{"x": torch.arange(8), "y": torch.arange(8) * 10}]
+    first, *others = parity.other_orders(batches, 3)
+    assert first is batches and len({tuple(run[0]["x"].tolist()) for run in others}) == 3
+    for run in others:
+        assert sorted(run[0]["x"].tolist()) == list(range(8)) and torch.equal(run[0]["y"], 10 * run[0]["x"])
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_other_orders_of_ppo_keep_each_mini_batch(mini_batches):
+    run = {"queries": [torch.arange(16)], "responses": [torch.arange(16) + 100], "back": torch.arange(16)}
+    run["permutations"] = [torch.randperm(16, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    first, *others = parity.ppo_orders(run, 2, mini_batches)
+    assert first is run
+    for other in others:
+        assert other["queries"][0].tolist() != list(range(16))
+        assert torch.equal(other["responses"][0], other["queries"][0] + 100)
+        assert other["queries"][0][other["back"]].tolist() == list(range(16))
+        for mine, theirs in zip(run["permutations"], other["permutations"], strict=True):
+            for part, same in zip(mine.chunk(mini_batches), theirs.chunk(mini_batches), strict=True):
+                rows = other["queries"][0][same].tolist()  # in the numbers of the first run
+                assert sorted(rows) == sorted(part.tolist()) and rows != part.tolist()
+
+
+# ---- their side, on files made here ------------------------------------------------------------------------------
+
+
+def test_definitions_and_loops_are_cut_out_of_files(tmp_path):
+    folder = tmp_path / "summarize_from_feedback_details"
+    folder.mkdir()
+    (folder / "toy.py").write_text(
+        "def double(x):\n    return 2 * x\n\nclass Box:\n    def double(self):\n        return 0\n\n"
+        "for data in range(3):\n    pass\nfor data in range(5):\n    accelerator.backward(double(data))\n"
+    )
+    names = parity_theirs.cut(str(tmp_path), "toy", ["double", "Box"], {})
+    assert names["double"](4) == 8 and names["Box"]().double() == 0
+    loop = parity_theirs.training_loop(str(tmp_path), "toy", "data")
+    seen = []
+    names["accelerator"] = type("A", (), {"backward": staticmethod(seen.append)})
+    parity_theirs.execute([loop], "toy", names)
+    assert seen == [0, 2, 4, 6, 8]
+    with pytest.raises(LookupError, match="no loop over batch that trains"):
+        parity_theirs.training_loop(str(tmp_path), "toy", "batch")
+
+
+def test_states_of_both_sides_are_vectors_in_one_order():
+    theirs = {"scalar_head.weight": tensor(1), "lm_backbone.b.weight": tensor(2, 3), "scalar_head.bias": tensor(9)}
+    theirs |= {"lm_backbone.layers.0.attention.bias": tensor(8), "lm_backbone.rotary_emb.inv_freq": tensor(7)}
+    ours = {"score.bias": tensor(5), "gpt_neox.b.weight": tensor(2, 3), "score.weight": tensor(1)}
+    assert parity_theirs.flat(theirs).tolist() == parity_ours.flat(ours).tolist() == [2, 3, 1]
+    dense = {"gpt_neox.layers.0.attention.dense.bias": tensor(4), "embed_out.weight": tensor(6)}
+    assert parity_theirs.flat(dense).tolist() == parity_ours.flat(dense).tolist() == [4, 6]
+
+
+# ---- what is not there ---------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_folder_a_wrong_commit_and_missing_libraries_are_one_line(tmp_path, monkeypatch):
+    args = parity.Args(authors=str(tmp_path), old_libraries=str(tmp_path / "old"))
+
+    def error() -> str:
+        with pytest.raises(SystemExit) as end:
+            parity.check_folders(args)
+        assert str(end.value).startswith("error: ") and "\n" not in str(end.value)
+        return str(end.value)
+
+    assert "tldr_dataset.py is not there. Get it: git archive --format=tar ee77a9a" in error()
+    folder = tmp_path / "summarize_from_feedback_details"
+    folder.mkdir()
+    for name in parity.HASHES:
+        (folder / name).write_text("x = 1\n")
+    assert "tldr_dataset.py is of another commit. Get it: git archive --format=tar ee77a9a" in error()
+    found = {name: parity.hashlib.sha256(b"x = 1\n").hexdigest() for name in parity.HASHES}
+    monkeypatch.setattr(parity, "HASHES", found)
+    assert "no transformers 4.33.2 there. Get it: pip install --target" in error()
+    for name, version in parity.OLD.items():
+        (tmp_path / "old" / f"{name}-{version}.dist-info").mkdir(parents=True)
+    args.data = str(tmp_path / "nowhere")
+    assert f"{tmp_path}/nowhere/tldr_posts/train.jsonl is not there: name the folder with --data" in error()
+
+
+# ---- the authors' code, where it is ----------------------------------------------------------------------------------
+
+REFERENCE = """                logits = response_logits(ref_policy, tokens, columns, banned)
+                logprobs = token_logprobs(logits, mb["responses"], """
+BREAKS = {  # texts of ppo.py, what takes their place, and a quantity that must be named
+    "the score at EOS": (
+        "score_position = lengths.clamp(max=kl.shape[1] - 1)",
+        "score_position = lengths - 1",
+        "token rewards",
+    ),
+    "unbiased variance": (".square() * mask).sum() / count", ".square() * mask).sum() / (count - 1)", "advantages"),
+    "lambda left out": ("delta + gamma * lam * advantage", "delta + gamma * advantage", "returns"),
+    "the reference without temperature": (
+        REFERENCE + "args.temperature",
+        REFERENCE + "1.0",
+        "log-probabilities of the reference",
+    ),
+    "the value mask without the place after EOS": (
+        '"value_mask": positions <= lengths[:, None]',
+        '"value_mask": positions < lengths[:, None]',
+        "values",
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not (AUTHORS and OLD_LIBRARIES), reason="needs PARITY_AUTHORS and PARITY_OLD_LIBRARIES")
+def test_each_break_of_ours_is_named(tmp_path, monkeypatch, record_property):
+    args = parity.Args(authors=AUTHORS, old_libraries=OLD_LIBRARIES, work=str(tmp_path), orders=1)
+    job = parity.prepare(args)
+    assert all(row.stands() for row in parity.reward(args, job))
+    runs, real = {}, parity.theirs
+
+    def once(args, name, **job):
+        if name not in runs:
+            runs[name] = real(args, name, **job)
+        return runs[name]
+
+    monkeypatch.setattr(parity, "theirs", once)
+    assert [row.quantity for row in parity.ppo_case(args, job, "PPO", False, 1) if not row.stands()] == []
+    load = parity_ours.load
+    for what, (old, new, quantity) in BREAKS.items():
+
+        def broken(script, folder, patches=(), old=old, new=new):
+            return load(script, folder, [*patches, (old, new)] if script == "ppo.py" else patches)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(parity_ours, "load", broken)
+            wrong = [row.quantity for row in parity.ppo_case(args, job, "PPO", False, 1) if not row.stands()]
+        assert any(name.endswith(f": {quantity}") for name in wrong), (what, wrong)
+        record_property("parity", [what, str(len(wrong)), wrong[0]])
+
+
+def test_the_files_of_the_comparison_are_where_the_page_says():
+    page = (Path(parity.__file__).parent / "results" / "parity.md").read_text()
+    assert "NO REASON" not in page and page.count("\n| ") > 150
