@@ -28,7 +28,7 @@ BRANCHES = {"sft": "first"} | {stage: f"{stage}__nano-xs__3" for stage in ("rewa
 def hub(world, tmp_path_factory):
     """.root, in which the chain was run, .said, .file(repository, revision, name), .store and .environment."""
     root = tmp_path_factory.mktemp("hub")
-    server = loopback_hub.serve(str(root / "hub"), quiet=True)
+    server = loopback_hub.serve(str(root / "hub"))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
     environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}", "HF_TOKEN": "any"}
