@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import read_csv, write_jsonl
+from conftest import files, read_csv, write_jsonl
 from datasets import Dataset, DatasetDict, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -275,10 +275,6 @@ def test_bad_input_names_file_row_and_field(folder, case):
 # ---- several processes -----------------------------------------------------------------------------------
 
 
-def folder_bytes(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.mark.parametrize("name", ["sft", "preference"])
 def test_two_processes_write_the_bytes_of_one(tmp_path, tokenizer, name):
     # 1,130 rows: more than the 1,000 of a batch on disk; policies without null in the first process's half
@@ -293,11 +289,10 @@ def test_two_processes_write_the_bytes_of_one(tmp_path, tokenizer, name):
     for num_proc in (1, 2):
         cache = str(tmp_path / f"cache{num_proc}")
         data = process_split(f"{name} train", raw, process, column_types(name), num_proc, cache)
-        files = [Path(file["filename"]).name for file in data.cache_files]
-        assert len(files) == num_proc  # there were as many processes
+        assert len(data.cache_files) == num_proc  # there were as many processes
         assert data["id"][:] == [f"t{i}" for i in range(1130)]
         DatasetDict(train=data).save_to_disk(tmp_path / str(num_proc))
-        written[num_proc] = folder_bytes(tmp_path / str(num_proc))
+        written[num_proc] = files(tmp_path / str(num_proc))
     assert written[1] == written[2] and "train/data-00000-of-00001.arrow" in written[1]
 
 
@@ -458,13 +453,13 @@ def test_check_passes_what_is_whole_and_leaves_nothing_behind(finished, tmp_path
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    before = folder_bytes(finished) | folder_bytes(tmp_path)
+    before = files(finished) | files(tmp_path)
     main(Args(check=str(finished), tokenizer=str(tmp_path / "tokenizer"), num_proc=2))
     said = " ".join(capsys.readouterr().out.split())  # it is printed in lines of 120 characters
     for name in ("sft", "preference"):
         for split, rows in (("train", 6), ("validation", 3), ("test", 3), ("validation_cnndm", 3)):
             assert f"{finished}/{name} {split}: no damage; in 0 of {rows} rows" in said
-    assert before == folder_bytes(finished) | folder_bytes(tmp_path)
+    assert before == files(finished) | files(tmp_path)
 
 
 def test_check_takes_sampled_tokens_and_special_ones(finished, tmp_path, tokenizer):
