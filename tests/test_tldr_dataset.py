@@ -1,13 +1,10 @@
 """tldr_dataset.py: whole runs, statistics, errors and --check against hand-made cases. Templates, tokens and labels are
 tested in test_details.py and test_properties.py."""
 
-import json
 import random
 import re
-import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +17,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = ROOT.parent / "shared"
 sys.path.insert(0, str(ROOT))
 
 import tldr_dataset  # noqa: E402
@@ -34,14 +30,12 @@ from tldr_dataset import (  # noqa: E402
     process_sft_row,
     process_split,
     truncate_query,
-    truncation,
 )
 
 EOS = "<|endoftext|>"
 WORDS = (
     "the cat sat on a mat and was then seen by Anna's café neighbours in 1999 , who said : why not ?! ünïcödé".split()
 )
-real_data = pytest.mark.skipif(not (SHARED / "data/tokenizer").exists(), reason="needs ../shared/data")
 
 
 def sentence(seed: int, words: int) -> str:
@@ -63,13 +57,6 @@ def byte_level_tokenizer(pad_token: str | None = None) -> PreTrainedTokenizerFas
 @pytest.fixture(scope="module")
 def tokenizer():
     tokenizer = byte_level_tokenizer()
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    return tokenizer
-
-
-@pytest.fixture(scope="module")
-def pythia():
-    tokenizer = AutoTokenizer.from_pretrained(SHARED / "data/tokenizer")
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
 
@@ -131,27 +118,6 @@ def test_truncation_of_a_megabyte_ends_soon(tokenizer, separator):
     start = time.monotonic()
     query, tokens = truncate_query(row, tokenizer, 512)
     assert time.monotonic() - start < 60 and 505 < len(tokens) <= 512 and query.endswith("cat\n\nTL;DR:")
-
-
-@real_data
-def test_truncation_of_all_real_posts(pythia):
-    kinds = Counter()
-    for path in sorted((SHARED / "data/tldr_posts").glob("*.jsonl")):
-        for line in path.read_text().split("\n")[:-1]:
-            row = json.loads(line)
-            prefix = f"SUBREDDIT: r/{row['subreddit']}\n\nTITLE: {row['title']}\n\nPOST: "
-            full = len(pythia.encode(f"{prefix}{row['post']}\n\nTL;DR:", add_special_tokens=False))
-            query, tokens = truncate_query(row, pythia, 512)
-            kind = truncation(row, query)
-            kinds[kind] += 1
-            assert (kind != "none") == (full > 512) and len(tokens) <= 512
-            if kind == "none":
-                assert query == f"{prefix}{row['post']}\n\nTL;DR:"
-                continue
-            assert query == naive_truncation(prefix, row["post"], "\n\nTL;DR:", pythia, 512)
-            kept = query.removeprefix(prefix).removesuffix("\n\nTL;DR:")
-            assert row["post"].startswith(kept) and (kind == "character" or row["post"][len(kept)] == "\n")
-    assert kinds == {"none": 1985, "newline": 14, "character": 1}
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------
@@ -462,35 +428,6 @@ def test_check_passes_what_is_whole_and_leaves_nothing_behind(finished, tmp_path
     assert before == files(finished) | files(tmp_path)
 
 
-def test_check_takes_sampled_tokens_and_special_ones(finished, tmp_path, tokenizer):
-    """As gold_label.py writes them, tokens that decode to the text; as alpaca_dataset.py does, EOS within a query."""
-
-    def sampled(row):
-        text = row["chosen"].removesuffix(EOS)
-        tokens = [token for letter in text for token in encode(tokenizer, letter)] + [tokenizer.eos_token_id]
-        assert len(tokens) > row["chosen_token_len"] and tokenizer.decode(tokens) == row["chosen"]
-        row |= {
-            "chosen_token": tokens + [tokenizer.pad_token_id] * (169 - len(tokens)),
-            "chosen_token_len": len(tokens),
-        }
-
-    def turns(row):
-        old, text = row["query"], row["query"].replace("TITLE", f"{EOS}TITLE")
-        head, tail = (encode(tokenizer, part) for part in text.split(EOS))
-        query = [*head, tokenizer.eos_token_id, *tail]
-        row["query"], row["query_token"][-len(query) :], row["query_token_len"] = text, query, len(query)
-        for name in ("chosen", "rejected"):
-            joined = [*query, *row[f"{name}_token"][: row[f"{name}_token_len"]]]
-            column, pad = f"query_{name}_token", tokenizer.pad_token_id
-            row[f"query_{name}"] = row[f"query_{name}"].replace(old, text)
-            row[column], row[f"{column}_len"] = joined + [pad] * (120 - len(joined)), len(joined)
-            row[f"{column}_response_label"] = [pad] * len(query) + row[column][len(query) :]
-
-    damaged(finished, tmp_path, "preference", sampled)
-    check(Args(check=str(tmp_path), num_proc=1), tokenizer)
-    check(Args(check=str(damaged(finished, tmp_path / "b", "preference", turns)), num_proc=1), tokenizer)
-
-
 def test_check_finds_damaged_folders_splits_and_columns(finished, tmp_path, tokenizer, monkeypatch):
     def saved(data: DatasetDict, name: str) -> Path:
         data.save_to_disk(tmp_path / name)
@@ -591,14 +528,6 @@ def test_bad_files(folder):
     tokenizer.eos_token = None
     tokenizer.save_pretrained(folder / "endless")
     expect("has no EOS token", tokenizer=str(folder / "endless"))
-
-
-def test_the_command_reports_errors_on_stderr(folder):
-    command = [sys.executable, ROOT / "tldr_dataset.py", "--sft-dataset", folder / "absent", "--tokenizer"]
-    command += [folder / "tokenizer", "--preference-dataset", folder / "comparisons", "--output-dir", folder / "out"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("error: ") and "absent is not a folder" in done.stderr
-    assert "Traceback" not in done.stderr and not (folder / "out").exists()
 
 
 # ---- Hub -------------------------------------------------------------------------------------------------
