@@ -127,30 +127,6 @@ def test_checkpoints_load_with_plain_transformers_and_hold_pad(chain):
         assert list(folder.glob("*.safetensors")) and not list(folder.glob("*.bin"))
 
 
-@torch.no_grad()
-def test_stages_train_what_they_should(chain):
-    """Every stage's weights differ from those it started from, and each stage started from the stage before."""
-    sft_folder, reward_folder = str(chain.run["sft"] / "model"), str(chain.run["reward"] / "model")
-    start = AutoModelForCausalLM.from_pretrained(sft_folder).state_dict()
-    base = AutoModelForCausalLM.from_pretrained(chain.base).state_dict()
-
-    def distance(one: dict, other: dict) -> float:
-        keys = [key for key in one if key in other and one[key].shape == other[key].shape]
-        assert len(keys) > 10
-        return max((one[key] - other[key]).abs().max().item() for key in keys)
-
-    # a step of AdamW moves a weight by the learning rate at most, and a little more for the weight decay
-    steps = {"sft": 2, "dpo": 2, "ppo": 8}  # PPO: four epochs an update
-    assert 1e-5 < distance(start, base) < 1.1e-3 * steps["sft"]
-    for stage in ("dpo", "ppo"):
-        trained = AutoModelForCausalLM.from_pretrained(chain.run[stage] / "model").state_dict()
-        assert 1e-5 < distance(trained, start) < 1.1e-3 * steps[stage]
-    tokenizer = ppo.load_tokenizer(reward_folder)
-    rewards = ppo.load_reward_model(reward_folder, tokenizer).state_dict()
-    values = ppo.load_reward_model(str(chain.run["ppo"] / "value_model"), tokenizer).state_dict()
-    assert 1e-5 < distance(values, rewards) < 1.1e-3 * steps["ppo"]
-
-
 # ---- run folders ------------------------------------------------------------------------------------------------
 
 PAIRS = ["batch", "split", "policies", "confidence", "chosen_reward", "rejected_reward"]
