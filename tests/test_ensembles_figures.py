@@ -694,6 +694,43 @@ def test_a_replicate_without_one_of_the_comparisons_is_left_out():
     assert figures.averaged([(wco, single), (wco[1:], single)], "final") == pytest.approx([2, 2])
 
 
+def test_the_leak_early_and_without_clipping_by_hand():
+    """Clipping off costs 1 with lambda 0.95 and 2 with lambda 1: 1.5; lambda 1 gives 3 and 2."""
+    leak = "value model from the first reward model, not standardised"
+    off = "no value clipping"
+    ends = {leak: 5, f"{leak}, {off}": 4, f"{leak}, λ of GAE 1": 8, f"{leak}, λ of GAE 1, {off}": 6}
+    runs = replicates("single", 1, 2)
+    for setup, end in ends.items():
+        mine = replicates("wco", 0, 0, 0, 1, 0, 0, 2, end, setup=setup)
+        runs += [run._replace(curve=run.curve.assign(y=run.curve["y"] + run.seed * (end - 5) / 50)) for run in mine]
+    start = replicates("wco", 0, 0, 0, 1.5, 0, 0, 4, 3, setup="not standardised")
+    runs += [run._replace(curve=run.curve.assign(y=run.curve["y"] + run.seed / 10)) for run in start]
+    found = later_rows(runs)
+    what = "value model from SFT to from member 1"
+    assert found["leak", what, "at update 3"]["difference"] == pytest.approx(0.5 + 0.2)
+    assert found["leak", what, "at update 6"]["difference"] == pytest.approx(2 + 0.2)
+    # seeds add (end - 5) / 50 each, 2 in the mean: to -1 and -2 that is -0.04 and -0.08, to 3 and 2 0.12 and 0.08
+    assert found["leak", "no clipping, mean over both λ", "final"]["difference"] == pytest.approx(-1.5 - 0.06)
+    assert found["leak", "λ 1, mean over both clippings", "final"]["difference"] == pytest.approx(2.5 + 0.10)
+
+
+def test_question_figures_compare_equal_members_only():
+    leak = "value model from the first reward model, not standardised"
+    runs = (
+        replicates("wco", 1, 2) + replicates("wco", 1, 4, bases=5) + replicates("wco", 1, 3, setup="not standardised")
+    )
+    runs += [run._replace(made_of=frozenset("a1")) for run in replicates("wco", 1, 7, setup="not standardised")][1:]
+    runs += [run._replace(made_of=frozenset("a1")) for run in replicates("wco", 1, 8, setup=leak, liked=2.0)]
+    figure = figures.question_figures(runs, WHERE, figures.Args())
+    ends = {name: [(x["series"], x["runs"], round(x["y"], 6)) for plot in plots for x in plot.rows if x["x"]]
+            for name, (_, plots) in figure.items()}  # fmt: skip
+    assert ends["bases"] == [("one base", 3, 2.02), ("several bases", 3, 4.02)]
+    assert ends["standardised"] == [("standardised", 3, 2.02), ("not standardised", 3, 3.02)]
+    start = ends["leak"][:2]
+    assert start == [("from SFT", 2, 7.025), ("from member 1", 3, 8.02)]
+    assert ends["leak"][-1] == ("from member 1", 3, 2.0)
+
+
 # ---- drawing, the whole command ----------------------------------------------------------------------------------
 
 
