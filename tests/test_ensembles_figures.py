@@ -1,6 +1,7 @@
 """ensembles/figures.py: what is read, drawn and judged, against hand-made runs and hand-computed numbers."""
 
 import importlib.util
+import itertools
 import json
 import statistics
 import sys
@@ -365,14 +366,53 @@ def test_sizes_are_sorted_by_parameters():
 # ---- figures -----------------------------------------------------------------------------------------------------
 
 
+def test_best_of_n_curves(world):
+    plots = world[1][3]
+    assert [plot.title for plot in plots] == ["0 % label noise", "25 % label noise"]
+    for plot, setting in zip(plots, (SETTINGS[1], BASE), strict=True):
+        rows = rows_of(plot)
+        assert list(rows["series"].unique()) == ["single", "mean", "wco", "uwo, λ 0.5"]
+        for method, uwo_lambda in (("mean", None), ("wco", None), ("uwo", 0.5)):
+            mine = rows[rows["series"].str.startswith(method)]
+            gold = [10 + i * level(setting, method, uwo_lambda, 3) for i in range(3)]
+            assert list(mine["step"]) == [1, 4, 16] and list(mine["x"]) == [0, 1.5, 3]
+            assert list(mine["y"]) == pytest.approx(gold)
+            assert list(mine["low"]) == pytest.approx([x - 0.3 for x in gold])
+            assert list(mine["high"]) == pytest.approx([x + 0.1 for x in gold])
+            assert list(mine["proxy"]) == pytest.approx([2 * x for x in gold])
+        single, gains = rows[rows["series"] == "single"], [level(setting, "single", member=i) for i in range(3)]
+        gold, sd = 10 + 2 * statistics.mean(gains), 2 * statistics.stdev(gains)
+        assert list(single.iloc[-1][["y", "low", "high", "proxy", "runs"]]) == pytest.approx(
+            [gold, gold - sd, gold + sd, 2 * gold, 3]
+        )
+
+
+def test_ppo_curves_are_means_over_seeds_and_members_at_equal_updates(world):
+    rows = rows_of(world[1][5][1])
+    assert list(rows["series"].unique()) == ["single", "mean", "wco", "uwo, λ 0.1"]
+    both = {"wco": [level(BASE, "wco", members=3, seed=seed) for seed in (1, 2)]}
+    both["single"] = [level(BASE, "single", member=i, seed=seed) for i in range(3) for seed in (1, 2)]
+    for method, gains in both.items():
+        mine = rows[rows["series"] == method]
+        assert list(mine["step"]) == [0, 2, 5] and list(mine["x"]) == [0, 4, 10.5] and set(mine["runs"]) == {len(gains)}
+        gold = [10 + i * statistics.mean(gains) for i in range(3)]
+        sd = [i * statistics.stdev(gains) for i in range(3)]
+        assert list(mine["y"]) == pytest.approx(gold)
+        assert list(mine["proxy"]) == pytest.approx([3 * x for x in gold])
+        assert list(mine["low"]) == pytest.approx([x - y for x, y in zip(gold, sd, strict=True)])
+        assert list(mine["high"]) == pytest.approx([x + y for x, y in zip(gold, sd, strict=True)])
+    alone = rows_of(world[1][5][0])  # one seed at label noise 0: no band
+    alone = alone[alone["series"] == "wco"]
+    assert list(alone["low"]) == list(alone["high"]) == list(alone["y"])
+
+
 def test_only_common_steps_are_averaged_and_curves_end_at_max_kl():
     first = pandas.DataFrame({"step": [0, 2, 5], "x": [0.0, 4, 8], "y": [1.0, 2, 3], "proxy": [0.0, 0, 6]})
     second = pandas.DataFrame({"step": [0, 5], "x": [0.0, 16], "y": [2.0, 7], "proxy": [0.0, 2]})
     row = {"series": "s", "runs": 2, "step": 5, "x": 12, "y": 5, "low": 5 - 8**0.5, "high": 5 + 8**0.5, "proxy": 4}
     found = figures.curve_rows("s", [first, second])
     assert [x["step"] for x in found] == [0, 5] and found[1] == pytest.approx(row)
-    alone = figures.curve_rows("s", [first], 4)
-    assert [(x["step"], x["low"], x["high"]) for x in alone] == [(0, 1, 1), (2, 2, 2)]  # one run has no band
+    assert [x["step"] for x in figures.curve_rows("s", [first], 4)] == [0, 2]
 
 
 def test_single_reward_models_by_penalty_size_and_pairs(world):
@@ -398,6 +438,15 @@ def bar(series: str, setting=BASE, members: int = 3, kl: float = 0.0, seeds=(0,)
     method, _, uwo_lambda = series.partition(", λ ")
     found = [end(setting, method, float(uwo_lambda or 0), members, kl=kl, seed=seed) for seed in seeds]
     return statistics.mean(found)
+
+
+def test_bars_by_kl_penalty(world):
+    (plot,) = world[1][7]
+    keys = itertools.product(("single", "mean", "wco", "uwo, λ 0.1"), (0, 0.05, 0.2))
+    assert finals(plot) == pytest.approx({(name, kl): bar(name, kl=kl, seeds=(1, 2)) for name, kl in keys})
+    row = next(row for row in plot.rows if row["series"] == "wco" and row["x"] == 0.05)
+    sd = statistics.stdev(end(BASE, "wco", members=3, kl=0.05, seed=s) for s in (1, 2))
+    assert [row["low"], row["high"], row["start"], row["runs"]] == pytest.approx([row["y"] - sd, row["y"] + sd, 10, 2])
 
 
 def test_bars_of_each_procedure(world):
@@ -441,6 +490,19 @@ def test_by_pairs_only_members_that_are_everywhere_are_compared(tmp_path, monkey
     assert len(wins) == 3  # the second member is still there for all else
 
 
+def test_variance_over_updates(world):
+    for plot, setting, seeds in zip(world[1][10], (SETTINGS[1], BASE), ((1,), (1, 2)), strict=True):
+        rows = rows_of(plot)
+        names = {("mean", None): "mean", ("uwo", 0.1): "uwo, λ 0.1"}
+        assert set(rows["series"]) == {f"{name}, KL penalty {kl}" for name in names.values() for kl in ("0", "0.05")}
+        for (method, x), name in names.items():
+            for kl in (0, 0.05):
+                mine = rows[rows["series"] == f"{name}, KL penalty {kl:g}"]
+                gain = statistics.mean(level(setting, method, x, 3, kl=kl, seed=seed) for seed in seeds)
+                assert list(mine["x"]) == [1, 2, 3, 4, 5]
+                assert list(mine["y"]) == pytest.approx([update * gain for update in range(1, 6)])
+
+
 def a_run(method, *golds, procedure="PPO", kl=0.0, se=0.25, uwo_lambda=None, members=None, **more):
     """A run with this curve of gold scores; its variance grows `grown` times."""
     members = members or (1 if method in ("single", "warm") else 5)
@@ -454,6 +516,16 @@ def a_run(method, *golds, procedure="PPO", kl=0.0, se=0.25, uwo_lambda=None, mem
     made_of = frozenset(more.get("made_of", more.get("paths", "a")))
     more = {"samples": more.get("samples", pandas.Series()), "made_of": made_of, "likings": liked}
     return figures.Run(*start, curve, variance, **more)
+
+
+def test_figure_4_takes_each_methods_best_final_penalty():
+    runs = [a_run("single", 0, 9, 1), a_run("single", 0, 1, 2, kl=0.1), a_run("single", 0, 2, 2.5, kl=0.1, seed=2)]
+    runs += [a_run("single", 0, 1, 2.75, kl=0.2, seed=1), a_run("single", 0, 1, 1, kl=0.2, seed=2)]  # mean 1.875
+    runs += [a_run("wco", 0, 4, 3), a_run("wco", 0, 2.5, 2.75, kl=0.1)]
+    base = WHERE
+    _, (plot, _) = figures.paper_figures(runs, base, 0.1, figures.Args())["figure_4"]
+    found = {row["series"]: (row["y"], row["runs"]) for row in plot.rows}
+    assert found == {"single, KL penalty 0.1": (2.25, 2), "wco, KL penalty 0": (3, 1)}
 
 
 # ---- win rates ---------------------------------------------------------------------------------------------------
