@@ -59,10 +59,24 @@ def read_metrics(folder: Path) -> list[dict]:
     return read_jsonl(folder / "metrics.jsonl")
 
 
-def write_jsonl(path: Path, rows: list):
-    """Rows, or lines as they are."""
+def write_jsonl(path: Path, rows: list) -> Path:
+    """Rows, or lines as they are; returns the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_csv(path: Path, rows: list[dict]):
+    """As the stages write their tables."""
+    import pandas
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pandas.DataFrame(rows).to_csv(path, index=False)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Relative path -> bytes of every file in a folder, in order."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def record(monkeypatch, module, name: str) -> list[SimpleNamespace]:
@@ -93,6 +107,18 @@ def give_other_tokenizer(world, folder: Path):
         file.unlink()
     texts = load_from_disk(str(world.dataset))["validation"]["query"][:10]
     posts.train_tokenizer(texts, 300).save_pretrained(folder)
+
+
+def make_reward_model(source: Path, folder: Path, bias: float = 0.0) -> Path:
+    """A reward model with a random head on the base in `source`."""
+    import reward
+
+    tokenizer = reward.load_tokenizer(str(source))
+    model = reward.new_reward_model(str(source), tokenizer).model
+    torch.nn.init.constant_(model.score.bias, bias)
+    model.save_pretrained(folder, state_dict=model.state_dict())
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def make_constant(source: Path, folder: Path) -> Path:

@@ -9,6 +9,7 @@ import posts
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from conftest import make_reward_model
 from datasets import DatasetDict, load_from_disk
 from test_stages import few_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
@@ -31,10 +32,7 @@ def made(world, tmp_path_factory) -> SimpleNamespace:
     """.root, .model and .reward (folders), .other: a tokenizer folder that made none of the data, and .dataset and
     .preference_dataset of few rows."""
     root = tmp_path_factory.mktemp("bad")
-    tokenizer = reward.load_tokenizer(str(world.model))
-    model = reward.new_reward_model(str(world.model), tokenizer).model
-    model.save_pretrained(root / "reward", state_dict=model.state_dict())
-    tokenizer.save_pretrained(root / "reward")
+    make_reward_model(world.model, root / "reward")
     texts = load_from_disk(str(world.dataset))["train"]["query"][:10]
     posts.train_tokenizer(texts, 300).save_pretrained(root / "other")
     folders = {"root": root, "model": world.model, "reward": root / "reward", "other": root / "other"}

@@ -24,8 +24,7 @@ import kill_runs
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import free_port
-from datasets import DatasetDict, load_from_disk
+from conftest import free_port, make_reward_model
 from kill_runs import STAGES, left_behind
 from safetensors.torch import load_file
 
@@ -272,24 +271,13 @@ def test_damaged_data_files(world, tmp_path):
         with pytest.raises(SystemExit) as end:
             sft.load_splits("--dataset", str(folder), columns, tokenizer)
         assert str(end.value).startswith(f"error: --dataset {folder}: ") and "\n\n" not in str(end.value), name
-    data = load_from_disk(str(world.dataset))
-    rows = data["train"].to_list()
-    rows[20]["reference_response_token"][3] = 100_000
-    changed = data["train"].from_list(rows, features=data["train"].features)
-    DatasetDict(data | {"train": changed}).save_to_disk(str(tmp_path / "ids"))
-    with pytest.raises(SystemExit, match="^error: --dataset .*: train: .* largest id 100000"):
-        sft.load_splits("--dataset", str(tmp_path / "ids"), [*columns, "reference_response_token"], tokenizer)
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.fixture(scope="module")
 def models(world, tmp_path_factory) -> SimpleNamespace:
     """.sft and .reward: folders of whole models."""
-    folder = tmp_path_factory.mktemp("models") / "reward"
-    tokenizer = reward.load_tokenizer(str(world.model))
-    model = reward.new_reward_model(str(world.model), tokenizer).model
-    model.save_pretrained(folder, state_dict=model.state_dict())
-    tokenizer.save_pretrained(folder)
+    folder = make_reward_model(world.model, tmp_path_factory.mktemp("models") / "reward")
     return SimpleNamespace(sft=world.model, reward=folder)
 
 

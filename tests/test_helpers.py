@@ -7,7 +7,7 @@ from collections import Counter
 import nano
 import pytest
 import torch
-from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import dpo
 import ppo
@@ -38,12 +38,6 @@ def same(found: torch.Tensor, expected, tolerance: float = 1e-10):
 
 def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
-
-
-def log_softmax(logits: list[float]) -> list[float]:
-    largest = max(logits)
-    total = sum(math.exp(x - largest) for x in logits)
-    return [x - largest - math.log(total) for x in logits]
 
 
 # ---- ppo: rewards, advantages, losses ---------------------------------------------------------------------------
@@ -95,21 +89,6 @@ def test_explained_variance_by_hand():
     assert ppo.explained_variance(torch.ones(2, 3), values, mask) == 0
 
 
-def test_whiten_of_equal_values_is_finite():
-    assert ppo.whiten(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)).tolist() == [[0.0] * 3] * 2
-
-
-@pytest.mark.parametrize("temperature", [0.7, 0.01, 2.0])
-def test_token_logprobs_at_a_temperature(temperature):
-    rng = random.Random(3)
-    logits, tokens = [draw(rng, 3, 6, 2.0) for _ in range(2)], [[0, 5, 2], [1, 1, 4]]
-    expected = [
-        [log_softmax([x / (temperature + 1e-7) for x in logits[b][t]])[tokens[b][t]] for t in range(3)]
-        for b in range(2)
-    ]
-    same(ppo.token_logprobs(tensor(logits), torch.tensor(tokens), temperature), expected, 1e-5)
-
-
 def loop_losses(logprobs, values, old_logprobs, old_values, advantages, returns, lengths, clip, clip_value):
     """Losses, sums for the log, and the gradients with respect to logprobs and values, position by position."""
     sums, policy_gradient, value_gradient = Counter(dict.fromkeys(SUMS, 0.0)), [], []
@@ -147,11 +126,11 @@ def micro_batch(lengths: list[int], old_logprobs, old_values, advantages, return
 
 
 def test_the_losses_their_sums_for_the_log_and_their_gradients():
-    rng, lengths, width = random.Random(5), [1, 4, 6, 3], 6
-    old_logprobs, old_values = draw(rng, 4, width), draw(rng, 4, width)
+    rng, lengths, width = random.Random(5), [1, 4, 6, 3] * 4, 6
+    old_logprobs, old_values = draw(rng, 16, width), draw(rng, 16, width)
     logprobs = [[x + rng.gauss(0, 0.4) for x in row] for row in old_logprobs]
     values = [[x + rng.gauss(0, 0.4) for x in row] for row in old_values]
-    advantages, returns = draw(rng, 4, width), draw(rng, 4, width)
+    advantages, returns = draw(rng, 16, width), draw(rng, 16, width)
     for b, n in enumerate(lengths):  # exp(800) is inf, and inf x 0 is no 0: the mask must act before the ratio
         logprobs[b][n:] = [800.0] * (width - n)
     sums, policy_gradient, value_gradient = loop_losses(
@@ -163,7 +142,7 @@ def test_the_losses_their_sums_for_the_log_and_their_gradients():
     value_loss, value_sums = ppo.value_loss(new_values, mb, 0.3)
     logs = policy_sums | value_sums
     assert not policy_sums.keys() & value_sums.keys()
-    assert sums["policy/clip_fraction"] >= 2 and sums["value/clip_fraction"] >= 2  # the case holds both
+    assert sums["policy/clip_fraction"] >= 8 and sums["value/clip_fraction"] >= 8  # on both sides
     same(policy_loss.detach(), sums["loss/policy"])
     same(value_loss.detach(), sums["loss/value"])
     assert logs.keys() == set(SUMS)
@@ -174,41 +153,7 @@ def test_the_losses_their_sums_for_the_log_and_their_gradients():
     same(new_values.grad, value_gradient)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "clipped"),
-    [(1.5, 1.0, -1.2, 1), (1.5, -1.0, 1.5, 0), (0.5, 1.0, -0.5, 0), (0.5, -1.0, 0.8, 1), (1.1, 2.0, -2.2, 0)],
-)
-def test_policy_loss_is_clipped_on_the_pessimistic_side_only(ratio, advantage, loss, clipped):
-    mb = micro_batch([1], [[0.0]], [[0.0]], [[advantage]], [[0.0]])
-    policy_loss, logs = ppo.policy_loss(tensor([[math.log(ratio)]]), mb, 0.2)
-    assert policy_loss.item() == pytest.approx(loss) and logs["policy/clip_fraction"].item() == clipped
-
-
-@pytest.mark.parametrize(
-    ("value", "target", "loss", "clipped"),  # the old value is 0, clipping at 0.2
-    [(0.5, 1.0, 0.32, 1), (-0.5, -1.0, 0.32, 1), (0.5, -1.0, 1.125, 0), (-0.5, 1.0, 1.125, 0), (0.1, 1.0, 0.405, 0)],
-)
-def test_value_loss_is_half_the_larger_square(value, target, loss, clipped):
-    mb = micro_batch([1], [[0.0]], [[0.0]], [[0.0]], [[target]])
-    value_loss, logs = ppo.value_loss(tensor([[value]]), mb, 0.2)
-    assert value_loss.item() == pytest.approx(loss) and logs["value/clip_fraction"].item() == clipped
-
-
 # ---- losses of the other stages ---------------------------------------------------------------------------------
-
-
-def test_sft_loss_counts_the_targets_but_never_the_first_token():
-    rng = random.Random(7)
-    logits, tokens = [draw(rng, 5, 8) for _ in range(3)], [[rng.randrange(8) for _ in range(5)] for _ in range(3)]
-    target = [[True] * 5, [False, False, True, True, False], [True, False, False, False, False]]
-    expected = sum(-log_softmax(logits[b][t - 1])[tokens[b][t]] for b in range(3) for t in range(1, 5) if target[b][t])
-    same(sft.sft_loss(tensor(logits), torch.tensor(tokens), torch.tensor(target)), expected, 1e-5)
-
-
-def test_preference_loss():
-    chosen, rejected = [1.0, -2.0, 0.3, 40.0], [0.5, 1.0, 0.3, -50.0]
-    expected = [-math.log(sigmoid(c - r)) for c, r in zip(chosen, rejected, strict=True)]
-    same(reward.preference_loss(tensor(chosen), tensor(rejected)), expected)
 
 
 def test_dpo_loss():
@@ -480,24 +425,6 @@ def test_noise_is_gumbel_and_independent_across_rows_positions_and_tokens():
     assert noise.unique().numel() > 0.9 * n
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("axis", ["rows", "positions"])
-def test_sampled_frequencies_match_the_softmax(temperature, axis):
-    logits, n = [2.0, 1.0, 0.0, -1.0, 1.5, 9.0, 0.5, -2.0], 20_000
-    banned = torch.tensor([i == 5 for i in range(8)])  # the likeliest one
-    keys = ppo.noise_keys(11, 2, list(range(n if axis == "rows" else 100)))
-    drawn = Counter()
-    for t in range(1 if axis == "rows" else n // 100):
-        sampler = ppo.GumbelMax(keys, 4, temperature, banned)
-        scores = sampler(torch.zeros(len(keys), 4 + t, dtype=torch.long), torch.tensor([logits]).repeat(len(keys), 1))
-        drawn += Counter(scores.argmax(1).tolist())
-    weights = [0.0 if i == 5 else math.exp(x / temperature) for i, x in enumerate(logits)]
-    expected = [n * w / sum(weights) for w in weights]
-    chi_square = sum((drawn[i] - e) ** 2 / e for i, e in enumerate(expected) if e > 0)
-    assert drawn[5] == 0
-    assert chi_square < 22.5  # 6 degrees of freedom: exceeded with probability 0.001
-
-
 class Tokenizer:
     """What generate() asks of a tokenizer, with ids of the test's choice."""
 
@@ -594,9 +521,3 @@ def test_generate_leaves_the_model_in_its_mode_and_ignores_its_generation_defaul
         model.eval()
         model.generation_config = type(model.generation_config).from_dict(before)
     assert found.tolist() == expected.tolist()
-
-
-def test_the_tokenizer_gets_a_pad_token_of_its_own(world):
-    plain, padded = AutoTokenizer.from_pretrained(world.tokenizer), sft.load_tokenizer(str(world.tokenizer))
-    assert padded.pad_token == "[PAD]" and padded.pad_token_id == len(plain) and len(padded) == len(plain) + 1
-    assert padded.pad_token_id != padded.eos_token_id == plain.eos_token_id

@@ -4,6 +4,7 @@ pushed is what the next stage loads. The last run is of a copy of a stage script
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -27,7 +28,7 @@ BRANCHES = {"sft": "first"} | {stage: f"{stage}__nano-xs__3" for stage in ("rewa
 def hub(world, tmp_path_factory):
     """.root, in which the chain was run, .said, .file(repository, revision, name), .store and .environment."""
     root = tmp_path_factory.mktemp("hub")
-    server = loopback_hub.serve(str(root / "hub"), quiet=True)
+    server = loopback_hub.serve(str(root / "hub"))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
     environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}", "HF_TOKEN": "any"}
@@ -106,6 +107,8 @@ def test_data_cards_keep_their_head_and_get_our_text(hub):
         card = hub.file(f"datasets/{repository}", "v1", "README.md").decode()
         assert card.startswith("---\n") and "dataset_info" in card and "- split: validation" in card
         assert (hub.root / "tldr" / name / "README.md").read_text().strip() in card
+        assert re.search(r"name: train\n +num_bytes: \d+\n +num_examples: 64\n", card)
+        assert re.search(r"train +query +64 ", card) and "--push-to-hub" in card
 
 
 def test_a_stage_started_from_the_pushed_weights(hub):

@@ -2,7 +2,6 @@
 counts and tldr_dataset.py. The tokenizer of most tests has a token for each word, so that tokens can be counted."""
 
 import collections
-import csv
 import gzip
 import json
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
+from conftest import read_csv, write_jsonl
 from datasets import load_from_disk
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -67,11 +67,6 @@ def tokenizer(base):
     return found
 
 
-def write(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.fixture
 def prepare(base, tmp_path):
     """prepare({"name=reader[:split][:tag]": rows}, …) -> (DatasetDict, {source: counts of counts.csv}, statistics)."""
@@ -81,13 +76,13 @@ def prepare(base, tmp_path):
         for i, (source, rows) in enumerate(sources.items()):
             name, _, rest = source.partition("=")
             reader, *labels = rest.split(":")
-            file = write(tmp_path / f"{i}.jsonl", rows)
+            file = write_jsonl(tmp_path / f"{i}.jsonl", rows)
             texts.append(":".join([f"{name}={reader}", str(file), *labels]))
         output = tmp_path / f"out_{len([*tmp_path.iterdir()])}"
         settings = {"base": base, "max_query_length": 32, "max_response_length": 8, "validation_share": 0.2} | args
         preference_dataset.main(Args(tuple(texts), output_dir=str(output), **settings))
-        with open(output / "statistics" / "counts.csv") as file:
-            counts = {row.pop("source"): {k: float(v) for k, v in row.items()} for row in csv.DictReader(file)}
+        rows = read_csv(output / "statistics" / "counts.csv")
+        counts = {row.pop("source"): {k: float(v) for k, v in row.items()} for row in rows}
         return load_from_disk(str(output / "preference")), counts, output / "statistics"
 
     return run
@@ -203,7 +198,7 @@ def test_files_of_every_kind_hold_the_same_rows(tmp_path):
 
 
 def test_rows_are_read_one_at_a_time(tmp_path):
-    file = write(tmp_path / "a.jsonl", [pair("a")])
+    file = write_jsonl(tmp_path / "a.jsonl", [pair("a")])
     with open(file, "a") as more:
         more.write("\n{broken\n")
     rows = preference_dataset.stream_rows(file)
@@ -213,7 +208,7 @@ def test_rows_are_read_one_at_a_time(tmp_path):
 
 
 def test_sources_are_parsed(tmp_path):
-    file = write(tmp_path / "a:b.jsonl", [pair("a")])
+    file = write_jsonl(tmp_path / "a:b.jsonl", [pair("a")])
     for ending, split, tag in (
         ("", None, None),
         (":train", "train", None),
@@ -497,8 +492,8 @@ def test_ties_are_dropped_or_halved(prepare):
         assert row["margin"] == 0 and row["grade"] == "negligibly" and row["chosen_safe"] is True
         for side in ("chosen", "rejected"):
             assert row[f"query_{side}_token"][row["query_token_len"] :][:8] == row[f"{side}_token"]
-    with open(statistics / "table_6.csv") as file:
-        assert [row["Num. of Comparisons"] for row in csv.DictReader(file)] == [str(40 - held_out)] * 2
+    table = read_csv(statistics / "table_6.csv")
+    assert [row["Num. of Comparisons"] for row in table] == [str(40 - held_out)] * 2
 
 
 def test_the_other_order_exchanges_what_is_of_a_side():
@@ -520,8 +515,7 @@ def test_unsafe_chosen_beside_safe_rejected_is_left_out(prepare):
     assert (False, True) not in found and found >= {x for x in labels if x != (False, True)}
     _, _, statistics = prepare({"n=pairs:safety": rows})  # without the ties
     bins = {"source": "n", "chosen alone safe": "5", "both safe": "5", "both unsafe": "5", "not labelled": "15"}
-    with open(statistics / "safety.csv") as file:
-        assert [*csv.DictReader(file)] == [bins]
+    assert read_csv(statistics / "safety.csv") == [bins]
 
 
 def test_a_number_is_the_margin_itself(prepare):
@@ -529,9 +523,8 @@ def test_a_number_is_the_margin_itself(prepare):
     data, _, statistics = prepare({"n=pairs": rows})
     found = {row["query"][12]: (row["margin"], row["grade"]) for split in data for row in data[split]}
     assert found == {x: (i / 8, "none") for i, x in enumerate(WORDS[:16])}
-    with open(statistics / "grades.csv") as file:
-        [row] = csv.DictReader(file)
-    assert row == {"source": "n", **dict.fromkeys(preference_dataset.MARGINS, "0"), "none": "16"}
+    expected = {"source": "n", **dict.fromkeys(preference_dataset.MARGINS, "0"), "none": "16"}
+    assert read_csv(statistics / "grades.csv") == [expected]
 
 
 # ---- mixture -----------------------------------------------------------------------------------------------
@@ -628,8 +621,7 @@ def test_table_6_is_a_hand_count(prepare):
         # (7 + 1 + 1) / 6; (36 + 11.5 + 3) / 6 = 8.417; (21 + 10 + 2) / 6; (8 + 1.5 + 1) / 6
         ["Total", "6", "1.5", "8.4", "5.5", "1.8"],
     ]
-    with open(statistics / "table_6.csv") as file:
-        assert [*csv.reader(file)] == [columns, *expected]
+    assert read_csv(statistics / "table_6.csv") == [dict(zip(columns, row, strict=True)) for row in expected]
     lines = (statistics / "table_6.md").read_text().splitlines()
     assert lines[0] == f"| {' | '.join(columns)} |"
     assert lines[2:6] == [f"| {' | '.join(row)} |" for row in expected]
@@ -710,7 +702,7 @@ def test_bad_rows_are_named_or_counted(base, tmp_path, reader, row, message):
     good = {"hh": {"chosen": f"{HH} a", "rejected": f"{HH} b"}, "tldr": post(), "webgpt": WEBGPT, "shp": SHP}
     good |= {"stack_exchange": {"question": "q", "answers": ANSWERS}, "helpsteer2": STEER, "five_levels": LEVELS}
     good |= {"strength": STRENGTH, "pairs": pair("a")}
-    file = write(tmp_path / "x.jsonl", [good[reader], row])
+    file = write_jsonl(tmp_path / "x.jsonl", [good[reader], row])
     with pytest.raises(SystemExit, match=rf"^error: \S*x\.jsonl, row 2: {message}.*\(--bad-rows skip leaves such"):
         preference_dataset.main(Args((f"n={reader}:{file}",), base=base, output_dir=str(tmp_path / "out")))
     assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
@@ -724,9 +716,9 @@ def test_bad_rows_are_named_or_counted(base, tmp_path, reader, row, message):
 
 
 def test_bad_flags_are_one_message(base, tmp_path):
-    file = write(tmp_path / "x.jsonl", [pair(x) for x in WORDS[:20]])
+    file = write_jsonl(tmp_path / "x.jsonl", [pair(x) for x in WORDS[:20]])
     (tmp_path / "empty").mkdir()
-    ties = write(tmp_path / "z.jsonl", [pair("a", rating="tie")])
+    ties = write_jsonl(tmp_path / "z.jsonl", [pair("a", rating="tie")])
     parquet = tmp_path / "w.parquet"
     pandas.DataFrame({"prompt": [f"{i} a" for i in range(999)], "chosen": "b"}).to_parquet(parquet)
     damaged = bytearray(parquet.read_bytes())
@@ -805,11 +797,3 @@ def test_real_grades(shared):
     assert found == {"tie": 29, "slightly": 32, "better": 22, "significantly": 17}
     [(_, row)] = preference_dataset.stream_rows(folder / "openai_comparison_example.jsonl")
     assert grade("tldr", row) == "better"  # confidence 8
-
-
-def test_real_posts_have_the_tokens_of_tldr_dataset(shared):
-    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizer")
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    rows = [row for _, row in preference_dataset.stream_rows(shared / "tldr_comparisons" / "validation.jsonl")]
-    for row in [*rows[:4], *sorted(rows, key=lambda row: -len(row["info"]["post"]))[:3]]:
-        same_tokens(row, tokenizer, 300, 169)

@@ -1,5 +1,7 @@
 """benchmark/plan.py against what transformers, torch and the stages make: parameters, and bytes that are allocated."""
 
+import itertools
+
 import plan
 import pytest
 import torch
@@ -46,6 +48,13 @@ def tokens(*shape) -> torch.Tensor:
     return torch.randint(1, VOCAB, shape)
 
 
+def peak_bytes(profiled) -> int:
+    """The most that was allocated at once, of a profile with memory."""
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))
+
+
 def losses(stage: str):
     """The modules and a call of a stage's forward pass on four long rows, and the passes and logits that this makes:
     [(rows, columns, prefix)], columns with logits."""
@@ -80,11 +89,7 @@ def test_activations_and_logits_are_what_a_pass_allocates(stage):
         parameter.grad = torch.zeros_like(parameter)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         loss().backward()
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    allocated = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        allocated += event.nbytes()
-        peak = max(peak, allocated)
+    peak = peak_bytes(profiled)
     expected = plan.activation_bytes(passes, WIDTH, LAYERS, 4) + plan.logit_bytes(stage, 4, columns, VOCAB)
     assert expected == pytest.approx(peak, rel=0.07)
     assert plan.logit_bytes(stage, 4, columns, VOCAB) > 0.1 * expected or stage in ("reward", "ppo")

@@ -10,7 +10,7 @@ import plan
 import pytest
 import torch
 import yaml
-from test_plan import LAYERS, PAD, STAGES, VOCAB, WIDTH, config, tokens
+from test_plan import LAYERS, PAD, STAGES, VOCAB, WIDTH, config, peak_bytes, tokens
 from torch.profiler import ProfilerActivity, profile
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
@@ -92,10 +92,6 @@ def test_a_pass_without_gradient_allocates_what_the_plan_says(stage):
         pairs |= {"chosen_start": torch.zeros(rows).long(), "rejected_start": torch.zeros(rows).long()}
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         reward.pair_rewards(model, pairs, PAD) if stage == "reward" else dpo.pair_logprobs(model, pairs, PAD)
-    allocated = peak = 0
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        allocated += event.nbytes()
-        peak = max(peak, allocated)
+    peak = peak_bytes(profiled)
     expected = plan.forward_bytes(rows, columns, 448, WIDTH, LAYERS, 4)
     assert expected == pytest.approx(peak, rel=0.05)

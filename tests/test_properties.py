@@ -10,12 +10,13 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import script
+from conftest import SHARED, script
 from datasets import load_from_disk
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 from test_helpers import PAD, lengths_masks, same, tensor
 from test_tldr_dataset import EOS, byte_level_tokenizer, naive_truncation
+from transformers import AutoTokenizer
 
 import dpo
 import ppo
@@ -32,6 +33,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 END = 1  # EOS in the rows of ids below
 TOKENIZER = byte_level_tokenizer()
 TOKENIZER.add_special_tokens({"pad_token": "[PAD]"})
+TOKENIZERS = {"small": TOKENIZER}
+if SHARED.exists():
+    TOKENIZERS["pythia"] = AutoTokenizer.from_pretrained(SHARED / "tokenizer")
 
 # any text that UTF-8 can hold, and texts that are awkward on purpose
 unicode_text = st.text(st.characters(exclude_categories=("Cs",)), max_size=80)
@@ -62,22 +66,29 @@ def arguments(query: int, response: int, both: int) -> tldr_dataset.Args:
 # ---- the data script --------------------------------------------------------------------------------------------
 
 
-@given(title=text, post=text, limit=st.integers(1, 120))
-@example(title="", post="\n" * 50, limit=20)
-def test_truncation_is_the_naive_rule(title, post, limit):
-    row = {"subreddit": "s", "title": title, "post": post}
-    prefix, suffix = f"SUBREDDIT: r/s\n\nTITLE: {title}\n\nPOST: ", "\n\nTL;DR:"
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+@given(title=plain_text | text, post=text, share=st.floats(-0.2, 1.1))
+@example(title="", post="\n" * 50, share=0.0)
+@example(title="t", post="the cat\nsat  on \n a    mat\n\n  !!!", share=0.7)
+@example(title="t", post="the  cat   sat     on a mat", share=0.6)
+def test_truncation_is_the_naive_rule(tokenizer, title, post, share):
+    """share: of the post's tokens, roughly, which the limit leaves room for."""
+    row = {"subreddit": None, "title": title, "post": post}
+    prefix, suffix = f"SUBREDDIT: r/\n\nTITLE: {title}\n\nPOST: ", "\n\nTL;DR:"
+    shortest, full = (len(tldr_dataset.encode(tokenizer, prefix + body + suffix)) for body in ("", post))
+    limit = round(shortest + share * (full - shortest) + min(share, 0))
     try:
-        query, tokens = tldr_dataset.truncate_query(row, TOKENIZER, limit)
+        query, tokens = tldr_dataset.truncate_query(row, tokenizer, limit)
     except ValueError as error:
-        assert len(tldr_dataset.encode(TOKENIZER, prefix + suffix)) > limit and "post" in str(error)
+        assert len(tldr_dataset.encode(tokenizer, prefix + suffix)) > limit and "post" in str(error)
         event("even an empty post does not fit")
         return
-    assert query == naive_truncation(prefix, post, suffix, TOKENIZER, limit)
-    assert tokens == tldr_dataset.encode(TOKENIZER, query) and len(tokens) <= limit
+    assert query == naive_truncation(prefix, post, suffix, tokenizer, limit)
+    assert tokens == tldr_dataset.encode(tokenizer, query) and len(tokens) <= limit
     how = tldr_dataset.truncation(row, query)
     kept = query[len(prefix) : len(query) - len(suffix)]
     assert post.startswith(kept) and (how == "none") == (kept == post)
+    assert (how == "newline") == (kept != post and post[len(kept)] == "\n")
     event(how)
 
 
@@ -97,7 +108,9 @@ def check_response(columns: dict, name: str, summary: str, widths: tuple[int, in
     tokens = check_padding(columns, name, widths[0], "right")
     assert tokens == tldr_dataset.encode(TOKENIZER, columns[name].removesuffix(EOS)) + [eos_id]
     joined = check_padding(columns, f"query_{name}", widths[1], "right")
-    assert joined[-1] == eos_id and eos_id not in joined[:-1]
+    assert columns[f"query_{name}"] == columns["query"].strip() + columns[name]
+    assert joined == tldr_dataset.encode(TOKENIZER, columns[f"query_{name}"].removesuffix(EOS)) + [eos_id]
+    assert eos_id not in joined[:-1]
     query, label = columns["query_token"][-columns["query_token_len"] :], columns[f"query_{name}_token_response_label"]
     shared = next(
         (i for i, (a, b) in enumerate(zip(query, joined, strict=False)) if a != b), min(len(query), len(joined))
@@ -112,6 +125,7 @@ sft_rows |= st.dictionaries(st.sampled_from(tldr_dataset.SFT_COLUMNS), anything)
 
 @given(row=sft_rows, limits=widths)
 @example(row={"title": "t", "post": "\n", "summary": " "}, limits=(1, 1, 1))
+@example(row={"title": "t", "post": f"a {EOS} b [PAD]", "summary": f" a {EOS} [PAD] mat"}, limits=(400, 100, 600))
 def test_an_sft_row_becomes_columns_or_a_message_that_names_the_field(row, limits):
     args = arguments(*limits)
     try:

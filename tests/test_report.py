@@ -16,7 +16,7 @@ import pytest
 import report
 import truth
 import tyro
-from conftest import read_jsonl, write_jsonl
+from conftest import files, read_jsonl, write_csv, write_jsonl
 from datasets import Dataset, DatasetDict
 
 EOS = "<|endoftext|>"
@@ -29,12 +29,6 @@ FOUR, WRONG = f"{THREE}, {FEELING}", f"My {OTHER_PERSON} {EVENT} my {OBJECT}"  #
 
 
 # ---- worlds: a raw folder, a preference data set and four run folders ------------------------------------------------
-
-
-def write_csv(path: Path, rows: list[dict]):
-    """As the stages write their tables."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pandas.DataFrame(rows).to_csv(path, index=False)
 
 
 def write_metrics(runs: Path, clock: float = 1.0):
@@ -139,10 +133,6 @@ def table(world) -> dict[tuple[str, str], float]:
     found = {(row, metric): float(value) for row, metric, value in rows}
     assert len(found) == len(rows) and all(repr(float(value)) == value for _, _, value in rows)  # not rounded
     return found
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def section(text: str, title: str) -> list[list[str]]:

@@ -7,12 +7,8 @@ import numpy
 import pandas
 import pytest
 import rm_report
+from conftest import write_csv
 from datasets import load_from_disk
-
-
-def write(path: Path, rows: list[dict]):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pandas.DataFrame(rows).to_csv(path, index=False)
 
 
 def pairs(differences: list[float]) -> list[dict]:
@@ -28,12 +24,12 @@ def make_runs(root: Path):
         ("s", 2, [1, 2, 3, -4], 0.75),
     ):
         folder = root / "reward" / size / str(seed) / "eval"
-        write(folder / "pairs_validation.csv", pairs(differences))
+        write_csv(folder / "pairs_validation.csv", pairs(differences))
         row = {"data": "validation", "group": "overall", "value": "all", "pairs": 4, "accuracy": accuracy}
         odd = {"data": "validation", "group": "policies", "value": "a--b", "pairs": 4, "accuracy": accuracy}
-        write(folder / "accuracy.csv", [row, odd])
-        write(folder / "reference_rewards.csv", [{"statistic": "mean", "value": seed + 0.5}])
-    write(root / "dpo" / "xs" / "1" / "eval" / "pairs_validation.csv", pairs([1, 1, -1, -1]))
+        write_csv(folder / "accuracy.csv", [row, odd])
+        write_csv(folder / "reference_rewards.csv", [{"statistic": "mean", "value": seed + 0.5}])
+    write_csv(root / "dpo" / "xs" / "1" / "eval" / "pairs_validation.csv", pairs([1, 1, -1, -1]))
 
 
 def test_calibration_by_hand():
@@ -89,7 +85,7 @@ def test_agreement_with_a_judge(tmp_path):
     make_runs(tmp_path)
     # the judge prefers chosen in row 0 and 1, rejected in 3; row 2 is a tie, and one answer was none
     judged = [{"id": 0, "win": 1.0}, {"id": 1, "win": 1.0}, {"id": 2, "win": 0.5}, {"id": 3, "win": 0.0}, {"id": 2}]
-    write(tmp_path / "judged.csv", judged)
+    write_csv(tmp_path / "judged.csv", judged)
     output = tmp_path / "rm"
     args = rm_report.Args(("xs", "s"), (1, 2), str(tmp_path), judged=str(tmp_path / "judged.csv"), output=str(output))
     rm_report.main(args)
@@ -97,7 +93,7 @@ def test_agreement_with_a_judge(tmp_path):
     found = {(row["model"], row["seed"]): (row["pairs"], row["agreement"]) for row in rows}
     expected = {("xs", 1): (3, 2 / 3), ("xs", 2): (3, 1.0), ("s", 1): (3, 2 / 3), ("s", 2): (3, 1.0)}
     assert found == {key: (n, pytest.approx(share)) for key, (n, share) in expected.items()}
-    write(tmp_path / "judged.csv", [{"id": 9, "win": 1.0}])
+    write_csv(tmp_path / "judged.csv", [{"id": 9, "win": 1.0}])
     with pytest.raises(SystemExit, match="rows up to 9, but the split of .* has 4 pairs"):
         rm_report.main(args)
 

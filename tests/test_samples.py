@@ -15,7 +15,7 @@ import samples
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import free_port, make_talker
+from conftest import files, free_port, make_reward_model, make_talker
 from datasets import Dataset, DatasetDict, load_from_disk
 from transformers import AutoModelForSequenceClassification
 
@@ -29,10 +29,6 @@ SCORED = [*COLUMNS[:6], "score", "reference_score", *COLUMNS[6:]]
 def run(checkpoint, **arguments):
     AcceleratorState._reset_state(True)  # accelerate keeps one state a process
     samples.main(samples.Args(str(checkpoint), **arguments))
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def table(folder: Path, name: str) -> pandas.DataFrame:
@@ -52,10 +48,7 @@ def made(world, tmp_path_factory) -> SimpleNamespace:
         policy.get_output_embeddings().weight[tokenizer.pad_token_id :] += 0.5
     policy.save_pretrained(run_folder / "model")
     torch.manual_seed(1)
-    scorer = reward.new_reward_model(str(world.model), tokenizer).model
-    torch.nn.init.constant_(scorer.score.bias, 0.25)
-    scorer.save_pretrained(root / "scorer")
-    tokenizer.save_pretrained(root / "scorer")
+    make_reward_model(world.model, root / "scorer", bias=0.25)
     about = {"stage": "ppo", "seed": SEED, "dataset": str(world.dataset), "response_length": LENGTH}
     (run_folder / "args.json").write_text(json.dumps(about | {"wandb_id": "abc123"}))
     before = files(run_folder)

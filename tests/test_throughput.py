@@ -1,6 +1,5 @@
 """The throughput benchmark: its arithmetic, its data, and that what it prints is what the run took."""
 
-import csv
 import importlib
 import json
 import sys
@@ -11,6 +10,7 @@ import pytest
 import throughput
 import tyro
 from accelerate.state import AcceleratorState
+from conftest import read_csv
 from datasets import Dataset, DatasetDict, load_from_disk
 
 from reward import data_order
@@ -100,7 +100,7 @@ def test_scaling_counts_by_item(tmp_path, monkeypatch):
         throughput, "ours", lambda args, work: {"seconds": 0.25 * args.batch_size, "peak": args.updates}
     )
     throughput.scaling(args(batch_size=8, updates=2, output_dir=str(tmp_path)), tmp_path)
-    rows = list(csv.DictReader((tmp_path / "throughput_scaling.csv").open()))
+    rows = read_csv(tmp_path / "throughput_scaling.csv")
     assert [(row["batch"], row["updates"]) for row in rows] == [(str(b), str(u)) for b, u in SIZES]
     assert [row["peak GiB"] for row in rows] == [f"{u}.00" for _, u in SIZES]
     assert {row["ms an item"] for row in rows} == {"250"}
@@ -135,7 +135,7 @@ def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(throughput, "matmul_rate", lambda args, tokens: 1e6)
     for stage in ("sft", "dpo", "ppo"):
         throughput.main(args(stage=stage, **common, output_dir=str(tmp_path / "out")))
-    table = {row["who"] + " " + row["stage"]: row for row in csv.DictReader((tmp_path / "out/throughput.csv").open())}
+    table = {row["who"] + " " + row["stage"]: row for row in read_csv(tmp_path / "out/throughput.csv")}
     assert list(table) == ["ours sft", "ours, reference kept dpo", "ours dpo", "ours ppo"]
     passes = {"sft": 3, "dpo": 3, "ppo": 4 * 3}  # backward as two forward, four epochs
     for stage, name in (("sft", "ours sft"), ("dpo", "ours, reference kept dpo"), ("ppo", "ours ppo")):

@@ -1,28 +1,22 @@
-"""tldr_dataset.py: templates, truncation, tokens, labels, statistics and errors against hand-made cases."""
+"""tldr_dataset.py: whole runs, statistics, errors and --check against hand-made cases. Templates, tokens and labels are
+tested in test_details.py and test_properties.py."""
 
-import json
-import os
 import random
 import re
-import socket
-import subprocess
 import sys
 import time
-import urllib.request
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import read_csv, write_jsonl
+from conftest import files, read_csv, write_jsonl
 from datasets import Dataset, DatasetDict, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = ROOT.parent / "shared"
 sys.path.insert(0, str(ROOT))
 
 import tldr_dataset  # noqa: E402
@@ -31,22 +25,17 @@ from tldr_dataset import (  # noqa: E402
     check,
     column_types,
     encode,
-    format_query,
     main,
-    mask_query,
-    policy_pair_counts,
     process_preference_row,
     process_sft_row,
     process_split,
     truncate_query,
-    truncation,
 )
 
 EOS = "<|endoftext|>"
 WORDS = (
     "the cat sat on a mat and was then seen by Anna's café neighbours in 1999 , who said : why not ?! ünïcödé".split()
 )
-real_data = pytest.mark.skipif(not (SHARED / "data/tokenizer").exists(), reason="needs ../shared/data")
 
 
 def sentence(seed: int, words: int) -> str:
@@ -68,13 +57,6 @@ def byte_level_tokenizer(pad_token: str | None = None) -> PreTrainedTokenizerFas
 @pytest.fixture(scope="module")
 def tokenizer():
     tokenizer = byte_level_tokenizer()
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    return tokenizer
-
-
-@pytest.fixture(scope="module")
-def pythia():
-    tokenizer = AutoTokenizer.from_pretrained(SHARED / "data/tokenizer")
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
 
@@ -117,20 +99,6 @@ def arguments(folder: Path, **changes) -> Args:
     return Args(**{name: str(path) for name, path in paths.items()}, **changes)
 
 
-def test_the_limits_are_the_papers():
-    limits = {field: value for field, value in vars(Args()).items() if field.startswith("max_")}
-    assert limits == {
-        "max_query_length": 512,
-        "max_query_length_cnndm": 1919,
-        "max_sft_response_length": 53,
-        "max_sft_query_response_length": 562,
-        "max_rm_response_length": 169,
-        "max_rm_query_response_length": 638,
-        "max_rm_response_length_cnndm": 155,
-        "max_rm_query_response_length_cnndm": 2021,
-    }
-
-
 # ---- Detail 2: queries -----------------------------------------------------------------------------
 
 
@@ -144,236 +112,12 @@ def naive_truncation(prefix: str, body: str, suffix: str, tokenizer, max_length:
     return prefix + body + suffix
 
 
-def test_templates():
-    row = {"subreddit": "cats", "title": "T {x}", "post": "P\n\nQ"}
-    assert format_query(row) == "SUBREDDIT: r/cats\n\nTITLE: T {x}\n\nPOST: P\n\nQ\n\nTL;DR:"
-    assert format_query({**row, "subreddit": None}).startswith("SUBREDDIT: r/\n\nTITLE")
-    assert format_query({**row, "article": "A\nB"}) == "Article:\nA\nB\n\nTL;DR:\n"
-
-
-def test_truncation_cuts_at_newlines_then_characters(tokenizer):
-    title, first = "a title that stays", "the cat sat on a mat"
-    row = {"subreddit": "cats", "title": title, "post": f"{first}\nand was then seen\n\nby Anna"}
-
-    def length(post):
-        return len(encode(tokenizer, format_query({**row, "post": post})))
-
-    cases = [
-        (row["post"], "none"),
-        (f"{first}\nand was then seen\n", "newline"),  # of two newlines only the last one goes
-        (f"{first}\nand was then seen", "newline"),
-        (first, "newline"),
-        ("the cat sat on", "character"),
-        ("the", "character"),
-    ]
-    for post, how in cases:
-        query, tokens = truncate_query(row, tokenizer, length(post))
-        prefix = f"SUBREDDIT: r/cats\n\nTITLE: {title}\n\nPOST: "
-        assert query == naive_truncation(prefix, row["post"], "\n\nTL;DR:", tokenizer, length(post))
-        assert tokens == tokenizer.encode(query, add_special_tokens=False) and len(tokens) <= length(post)
-        assert truncation(row, query) == how
-        if how != "character":  # a character cut may fit a little longer than the text that set the limit
-            assert query == f"{prefix}{post}\n\nTL;DR:"
-    assert row["post"].endswith("Anna")  # the row itself is unchanged
-
-
-def test_truncation_of_an_article_and_of_a_post_starting_with_a_newline(tokenizer):
-    row = {"article": "the cat sat\non a mat", "post": None, "title": None}
-    limit = len(encode(tokenizer, "Article:\nthe cat sat\n\nTL;DR:\n"))
-    assert truncate_query(row, tokenizer, limit)[0] == "Article:\nthe cat sat\n\nTL;DR:\n"
-    row = {"subreddit": "s", "title": "t", "post": "\nthe cat sat"}
-    limit = len(encode(tokenizer, format_query({**row, "post": ""})))
-    assert truncate_query(row, tokenizer, limit)[0] == "SUBREDDIT: r/s\n\nTITLE: t\n\nPOST: \n\nTL;DR:"
-    with pytest.raises(ValueError, match="post.* more than"):
-        truncate_query(row, tokenizer, limit - 1)
-
-
-def messy_text(rng: random.Random) -> str:
-    pieces = WORDS + [
-        "\n",
-        "\n\n",
-        "\n \n",
-        "  ",
-        "     ",
-        "\t",
-        "\r\n",
-        "日本語",
-        "🙂🙂",
-        "aaaaaaaa",
-        "!!!",
-        "\u2028",
-        EOS,
-    ]
-    separators = rng.choice([[" "], [" ", "\n"], ["", " ", "  ", "\n", "\n\n"]])
-    return "".join(rng.choice(pieces) + rng.choice(separators) for _ in range(rng.randrange(1, 60)))
-
-
-def check_against_naive(tokenizer, rounds: int):
-    rng = random.Random(7)
-    kinds = Counter()
-    for _ in range(rounds):
-        row = {"subreddit": "s", "title": "t", "post": messy_text(rng).replace(EOS, "")}
-        full = len(encode(tokenizer, format_query(row)))
-        empty = len(encode(tokenizer, format_query({**row, "post": ""})))
-        limit = rng.randrange(empty, full + 2)
-        query, _ = truncate_query(row, tokenizer, limit)
-        prefix = "SUBREDDIT: r/s\n\nTITLE: t\n\nPOST: "
-        assert query == naive_truncation(prefix, row["post"], "\n\nTL;DR:", tokenizer, limit), repr(row["post"])
-        kinds[truncation(row, query)] += 1
-    assert min(kinds[kind] for kind in ("none", "newline", "character")) > 0
-
-
-def test_truncation_equals_the_naive_rule_on_random_text(tokenizer):
-    check_against_naive(tokenizer, 150)
-
-
-@real_data
-def test_truncation_equals_the_naive_rule_with_the_pythia_tokenizer(pythia):
-    check_against_naive(pythia, 150)
-
-
 @pytest.mark.parametrize("separator", [" ", "\n"])
 def test_truncation_of_a_megabyte_ends_soon(tokenizer, separator):
     row = {"subreddit": "s", "title": "t", "post": separator.join(["cat"] * 250_000)}
     start = time.monotonic()
     query, tokens = truncate_query(row, tokenizer, 512)
     assert time.monotonic() - start < 60 and 505 < len(tokens) <= 512 and query.endswith("cat\n\nTL;DR:")
-
-
-@real_data
-def test_truncation_of_all_real_posts(pythia):
-    kinds = Counter()
-    for path in sorted((SHARED / "data/tldr_posts").glob("*.jsonl")):
-        for line in path.read_text().split("\n")[:-1]:
-            row = json.loads(line)
-            prefix = f"SUBREDDIT: r/{row['subreddit']}\n\nTITLE: {row['title']}\n\nPOST: "
-            full = len(pythia.encode(f"{prefix}{row['post']}\n\nTL;DR:", add_special_tokens=False))
-            query, tokens = truncate_query(row, pythia, 512)
-            kind = truncation(row, query)
-            kinds[kind] += 1
-            assert (kind != "none") == (full > 512) and len(tokens) <= 512
-            if kind == "none":
-                assert query == f"{prefix}{row['post']}\n\nTL;DR:"
-                continue
-            assert query == naive_truncation(prefix, row["post"], "\n\nTL;DR:", pythia, 512)
-            kept = query.removeprefix(prefix).removesuffix("\n\nTL;DR:")
-            assert row["post"].startswith(kept) and (kind == "character" or row["post"][len(kept)] == "\n")
-    assert kinds == {"none": 1985, "newline": 14, "character": 1}
-
-
-# ---- Details 3-5: tokens -----------------------------------------------------------------------------
-
-
-def test_sft_row(tokenizer):
-    args = Args(max_query_length=200, max_sft_response_length=40, max_sft_query_response_length=230)
-    row = sft_row(summary="who was seen")
-    columns = process_sft_row(row, tokenizer, args)
-    pad, eos = tokenizer.convert_tokens_to_ids(["[PAD]", EOS])
-    assert pad != eos
-    query = tokenizer.encode(format_query(row), add_special_tokens=False)
-    response = tokenizer.encode(" who was seen" + EOS, add_special_tokens=False)
-    assert response[-1] == eos
-    assert columns["query_token"] == [pad] * (200 - len(query)) + query
-    assert columns["query_token_len"] == len(query)
-    assert columns["reference_response"] == " who was seen" + EOS
-    assert columns["reference_response_token"] == response + [pad] * (40 - len(response))
-    assert columns["reference_response_token_len"] == len(response)
-    assert columns["query_reference_response"] == format_query(row) + " who was seen" + EOS
-    joined = query + response  # a byte-level tokenizer joins nothing over ": w"
-    assert columns["query_reference_response_token"] == joined + [pad] * (230 - len(joined))
-    assert columns["query_reference_response_token_len"] == len(joined)
-    label = [pad] * len(query) + response + [pad] * (230 - len(joined))
-    assert columns["query_reference_response_token_response_label"] == label
-    assert [columns[field] for field in row] == list(row.values())
-
-
-def test_preference_row(tokenizer):
-    args = Args(max_query_length=200, max_rm_response_length=70, max_rm_query_response_length=260)
-    row = pair(1, ("sup2", "ref"), choice=1, extra={"confidence": 8})
-    row["summaries"][0]["text"], row["summaries"][1]["text"] = " the cat", "no space before"
-    columns = process_preference_row(row, tokenizer, args)
-    assert (columns["rejected"], columns["chosen"]) == (" the cat" + EOS, " no space before" + EOS)
-    assert (columns["chosen_policy"], columns["rejected_policy"], columns["policies"]) == ("ref", "sup2", "ref--sup2")
-    assert columns["id"] == row["info"]["id"] and columns["extra"] == {"confidence": 8}
-    pad = tokenizer.pad_token_id
-    for name in ("chosen", "rejected"):
-        response = tokenizer.encode(columns[name], add_special_tokens=False)
-        query = tokenizer.encode(format_query(row["info"]), add_special_tokens=False)
-        assert columns[f"{name}_token"] == response + [pad] * (70 - len(response))
-        assert columns[f"{name}_token_len"] == len(response)
-        rest = [pad] * (260 - len(query) - len(response))
-        assert columns[f"query_{name}_token"] == query + response + rest
-        assert columns[f"query_{name}_token_len"] == len(query) + len(response)
-        assert columns[f"query_{name}_token_response_label"] == [pad] * len(query) + response + rest
-        assert columns[f"query_{name}"] == format_query(row["info"]) + columns[name]
-    swapped = process_preference_row({**row, "choice": 0}, tokenizer, args)
-    assert (swapped["chosen_token"], swapped["rejected_token"]) == (columns["rejected_token"], columns["chosen_token"])
-    nameless = process_preference_row(pair(1, (None, "zeta")), tokenizer, Args())
-    assert (nameless["policies"], nameless["rejected_policy"]) == ("null--zeta", None)
-
-
-def test_cnndm_row_uses_its_own_template_widths_and_label(tokenizer):
-    row = pair(2, article=sentence(3, 50), choice=0)
-    columns = process_preference_row(row, tokenizer, Args())
-    widths = {name: len(columns[f"{name}_token"]) for name in ("query", "chosen", "rejected", "query_chosen")}
-    assert widths == {"query": 1919, "chosen": 155, "rejected": 155, "query_chosen": 2021}
-    # the query ends in a newline that the joined text does not have: masking by the query's length would hide the
-    # first token of the response
-    pad = tokenizer.pad_token_id
-    response = tokenizer.encode(columns["chosen"], add_special_tokens=False)
-    label = columns["query_chosen_token_response_label"]
-    assert [token for token in label if token != pad] == response
-    assert label.index(response[0]) == columns["query_token_len"] - 1
-
-
-def test_label_masks_the_common_prefix_only():
-    pad = 99
-    assert mask_query([1, 2, 3], [1, 2, 3, 4, 5, pad], pad) == [pad, pad, pad, 4, 5, pad]
-    assert mask_query([1, 2, 3], [1, 2, 34, 5, pad], pad) == [pad, pad, 34, 5, pad]  # 3 and 4 join into 34
-    assert mask_query([1, 2, 3], [7, 2, 3, 4], pad) == [7, 2, 3, 4]
-
-    class Joining:
-        """One token per character, except that ":" and a space behind it are a single token."""
-
-        pad_token_id, eos_token, eos_token_id = pad * 1000, "<eos>", 3
-
-        def __call__(self, text, **_):
-            return {"input_ids": [sum(map(ord, piece)) for piece in re.findall(r": (?=w)|.", text, re.DOTALL)]}
-
-    columns = process_sft_row(sft_row(summary="why"), Joining(), Args(max_sft_query_response_length=900))
-    shared = columns["query_token_len"] - 1
-    expected = [pad * 1000] * shared + [ord(":") + ord(" "), ord("w"), ord("h"), ord("y"), 3]
-    assert columns["query_reference_response_token_response_label"][: shared + 5] == expected
-
-
-def test_a_leading_space_is_added_once_and_other_text_kept(tokenizer):
-    for summary, expected in [("a cat ", " a cat "), (" a cat", " a cat"), ("  a cat", "  a cat"), ("\na", " \na")]:
-        columns = process_sft_row(sft_row(summary=summary), tokenizer, Args())
-        assert columns["reference_response"] == expected + EOS
-
-
-def test_text_that_spells_special_tokens_stays_text(tokenizer):
-    row = sft_row(post=f"the {EOS} cat [PAD] sat", summary=f"a {EOS} mat")
-    columns = process_sft_row(row, tokenizer, Args())
-    joined = columns["query_reference_response_token"][: columns["query_reference_response_token_len"]]
-    assert joined.count(tokenizer.eos_token_id) == 1 and joined[-1] == tokenizer.eos_token_id
-    assert tokenizer.pad_token_id not in joined
-
-
-def test_unicode_survives(tokenizer):
-    post = "日本語 🙂 e\u0301 \u2028 \u00a0 \u200d"
-    columns = process_sft_row(sft_row(post=post), tokenizer, Args(max_query_length=600))
-    assert post in columns["query"] and columns["post"] == post
-    assert tokenizer.decode(columns["query_token"][-columns["query_token_len"] :]) == columns["query"]
-
-
-# ---- Detail 6 --------------------------------------------------------------------------------------------
-
-
-def test_policy_pair_counts():
-    policies = ["b--c", "a--b", "a--a", "b--c", "a--a", "b--c"]
-    assert policy_pair_counts(policies) == [("b--c", 3), ("a--a", 2), ("a--b", 1)]
-    assert policy_pair_counts(["z", "y"]) == [("y", 1), ("z", 1)]
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------
@@ -449,32 +193,18 @@ def test_parquet_a_cnndm_file_and_another_pad_token(folder):
 BAD_INPUTS = {
     "empty summary": ("posts/train", sft_row(summary="  "), "row 3: summary is empty"),
     "null post": ("posts/train", sft_row(post=None), "row 3: post should be text, not None"),
-    "number as title": ("posts/validation", sft_row(title=7), "row 3: title should be text, not 7"),
     "number as subreddit": ("posts/train", sft_row(subreddit=7), "row 3: subreddit should be text"),
     "half a surrogate pair": ("posts/train", sft_row(post="\ud83d"), "row 3: post holds half a surrogate"),
     "invalid JSON": ("posts/train", '{"id": \n', "row 3: invalid JSON"),
     "no object": ("posts/train", "[1]\n", "row 3: not a JSON object"),
-    "long title": ("posts/train", sft_row(title="?" * 600), r"row 3: post: the query has \d+ tokens without it"),
-    "long summary": (
-        "posts/train",
-        sft_row(summary="?" * 60),
-        "row 3: reference_response_token has 6[12] tokens, more than the limit of 53: raise --max-sft-response-length",
-    ),
     "choice true": ("comparisons/train", pair(choice=True), "row 3: choice should be 0 or 1, not True"),
     "choice 2": ("comparisons/train", pair(choice=2), "row 3: choice should be 0 or 1, not 2"),
-    "choice text": ("comparisons/train", pair(choice="1"), "row 3: choice should be 0 or 1, not '1'"),
-    "choice null": ("comparisons/validation", pair(choice=None), "row 3: choice should be 0 or 1, not None"),
     "one summary": ("comparisons/train", pair(policies=("a",)), "row 3: summaries should be a list of two"),
     "three summaries": ("comparisons/train", pair(policies="abc"), "row 3: summaries should be a list of two"),
-    "empty text": (
-        "comparisons/train",
-        pair(summaries=[{"text": " a"}, {"text": " "}]),
-        r"row 3: summaries\[1\].text is empty",
-    ),
     "no text": (
-        "comparisons/train",
-        pair(summaries=[{"txt": " a"}, {}]),
-        r"row 3: summaries\[0\].text is missing",
+        "comparisons/validation",
+        pair(summaries=[{"text": " a"}, {"txt": " a"}]),
+        r"row 3: summaries\[1\].text is missing",
     ),
     "null title": (
         "comparisons/train",
@@ -492,12 +222,6 @@ BAD_INPUTS = {
         pair(article="the cat"),
         "row 3: info.article: CNN/DM rows, and no others",
     ),
-    "cnndm without article": ("comparisons/validation", pair(batch="cnndm2"), "row 3: info.article should be text"),
-    "long article summary": (
-        "comparisons/validation",
-        pair(article="a", summaries=[{"text": "?" * 180}, {"text": "a"}]),
-        r"row 3: (chosen|rejected)_token has .* limit of 155: raise --max-rm-response-length-cnndm",
-    ),
 }
 
 
@@ -514,16 +238,7 @@ def test_bad_input_names_file_row_and_field(folder, case):
     assert sorted(folder.iterdir()) == before  # neither output nor temporary folder is left
 
 
-def test_a_long_row_passes_when_its_flag_is_raised(tokenizer):
-    columns = process_sft_row(sft_row(summary="?" * 60), tokenizer, Args(max_sft_response_length=70))
-    assert len(columns["reference_response_token"]) == 70
-
-
 # ---- several processes -----------------------------------------------------------------------------------
-
-
-def folder_bytes(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("name", ["sft", "preference"])
@@ -540,11 +255,10 @@ def test_two_processes_write_the_bytes_of_one(tmp_path, tokenizer, name):
     for num_proc in (1, 2):
         cache = str(tmp_path / f"cache{num_proc}")
         data = process_split(f"{name} train", raw, process, column_types(name), num_proc, cache)
-        files = [Path(file["filename"]).name for file in data.cache_files]
-        assert len(files) == num_proc  # there were as many processes
+        assert len(data.cache_files) == num_proc  # there were as many processes
         assert data["id"][:] == [f"t{i}" for i in range(1130)]
         DatasetDict(train=data).save_to_disk(tmp_path / str(num_proc))
-        written[num_proc] = folder_bytes(tmp_path / str(num_proc))
+        written[num_proc] = files(tmp_path / str(num_proc))
     assert written[1] == written[2] and "train/data-00000-of-00001.arrow" in written[1]
 
 
@@ -626,13 +340,6 @@ def hide(column: str, by: int):
     return change
 
 
-def add(column: str, value):
-    def change(row):
-        row[column] = value if value is None else row[column] + value
-
-    return change
-
-
 ROW_DAMAGE = {  # (data set, what is done to row 1 of the split test, message)
     "id too large": (
         "sft",
@@ -641,7 +348,7 @@ ROW_DAMAGE = {  # (data set, what is done to row 1 of the split test, message)
     ),
     "negative id": ("preference", put("query_rejected_token", 3, -1), r"query_rejected_token needs .*wrong \[-1\]"),
     "null id": ("sft", put("query_token", 59, None), r"query_token needs .*wrong \[None\]"),
-    "null ids": ("preference", add("chosen_token", None), r"chosen_token needs 169 ids .* it has 0"),
+    "null ids": ("preference", lambda row: row.update(chosen_token=None), r"chosen_token needs 169 ids .* it has 0"),
     "one [PAD] more": (
         "preference",
         lambda row: row["chosen_token"].append(row["chosen_token"][-1]),
@@ -662,29 +369,14 @@ ROW_DAMAGE = {  # (data set, what is done to row 1 of the split test, message)
         no_eos("chosen_token"),
         r"chosen_token needs .* EOS before; it has 169, wrong \[\], last \[5\]",
     ),
-    "no EOS behind query and response": (
-        "sft",
-        no_eos("query_reference_response_token"),
-        "query_reference_response_token needs",
-    ),
     "another token": (
         "preference",
         put("chosen_token", 0, 7),
         "chosen_token is not what the tokenizer makes of chosen;?",
     ),
-    "another token behind the query": (
-        "sft",
-        put("query_reference_response_token", 9, 7),
-        "query_reference_response_token is not",
-    ),
-    "a text of another row": (
-        "preference",
-        add("rejected", " a"),
-        "rejected_token is not what the tokenizer makes of rejected",
-    ),
     "null text": (
         "sft",
-        add("reference_response", None),
+        lambda row: row.update(reference_response=None),
         "reference_response_token is not what the tokenizer makes of",
     ),
     "length": ("sft", lambda row: row.update(query_token_len=7), r"query_token_len is 7, not \d+"),
@@ -702,11 +394,6 @@ ROW_DAMAGE = {  # (data set, what is done to row 1 of the split test, message)
         "sft",
         hide("query_reference_response_token", -1),
         "query_reference_response_token_response_label is",
-    ),
-    "label of another token": (
-        "sft",
-        put("query_reference_response_token_response_label", -1, 7),
-        ".*_response_label is not",
     ),
 }
 
@@ -732,42 +419,13 @@ def test_check_passes_what_is_whole_and_leaves_nothing_behind(finished, tmp_path
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    before = folder_bytes(finished) | folder_bytes(tmp_path)
+    before = files(finished) | files(tmp_path)
     main(Args(check=str(finished), tokenizer=str(tmp_path / "tokenizer"), num_proc=2))
     said = " ".join(capsys.readouterr().out.split())  # it is printed in lines of 120 characters
     for name in ("sft", "preference"):
         for split, rows in (("train", 6), ("validation", 3), ("test", 3), ("validation_cnndm", 3)):
             assert f"{finished}/{name} {split}: no damage; in 0 of {rows} rows" in said
-    assert before == folder_bytes(finished) | folder_bytes(tmp_path)
-
-
-def test_check_takes_sampled_tokens_and_special_ones(finished, tmp_path, tokenizer):
-    """As gold_label.py writes them, tokens that decode to the text; as alpaca_dataset.py does, EOS within a query."""
-
-    def sampled(row):
-        text = row["chosen"].removesuffix(EOS)
-        tokens = [token for letter in text for token in encode(tokenizer, letter)] + [tokenizer.eos_token_id]
-        assert len(tokens) > row["chosen_token_len"] and tokenizer.decode(tokens) == row["chosen"]
-        row |= {
-            "chosen_token": tokens + [tokenizer.pad_token_id] * (169 - len(tokens)),
-            "chosen_token_len": len(tokens),
-        }
-
-    def turns(row):
-        old, text = row["query"], row["query"].replace("TITLE", f"{EOS}TITLE")
-        head, tail = (encode(tokenizer, part) for part in text.split(EOS))
-        query = [*head, tokenizer.eos_token_id, *tail]
-        row["query"], row["query_token"][-len(query) :], row["query_token_len"] = text, query, len(query)
-        for name in ("chosen", "rejected"):
-            joined = [*query, *row[f"{name}_token"][: row[f"{name}_token_len"]]]
-            column, pad = f"query_{name}_token", tokenizer.pad_token_id
-            row[f"query_{name}"] = row[f"query_{name}"].replace(old, text)
-            row[column], row[f"{column}_len"] = joined + [pad] * (120 - len(joined)), len(joined)
-            row[f"{column}_response_label"] = [pad] * len(query) + row[column][len(query) :]
-
-    damaged(finished, tmp_path, "preference", sampled)
-    check(Args(check=str(tmp_path), num_proc=1), tokenizer)
-    check(Args(check=str(damaged(finished, tmp_path / "b", "preference", turns)), num_proc=1), tokenizer)
+    assert before == files(finished) | files(tmp_path)
 
 
 def test_check_finds_damaged_folders_splits_and_columns(finished, tmp_path, tokenizer, monkeypatch):
@@ -872,14 +530,6 @@ def test_bad_files(folder):
     expect("has no EOS token", tokenizer=str(folder / "endless"))
 
 
-def test_the_command_reports_errors_on_stderr(folder):
-    command = [sys.executable, ROOT / "tldr_dataset.py", "--sft-dataset", folder / "absent", "--tokenizer"]
-    command += [folder / "tokenizer", "--preference-dataset", folder / "comparisons", "--output-dir", folder / "out"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("error: ") and "absent is not a folder" in done.stderr
-    assert "Traceback" not in done.stderr and not (folder / "out").exists()
-
-
 # ---- Hub -------------------------------------------------------------------------------------------------
 
 
@@ -897,48 +547,3 @@ def test_push_without_a_hub_keeps_the_data_and_says_so(folder, monkeypatch):
         and "sft').push_to_hub('me/a', revision='main')" in error.value.code
     )
     assert len(load_from_disk(str(folder / "out/sft"))["train"]) == 6
-
-
-@pytest.mark.skipif(not (SHARED / "tools/loopback_hub.py").exists(), reason="needs ../shared/tools")
-def test_push_to_a_hub_on_the_loopback(folder):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, SHARED / "tools/loopback_hub.py", "--root", folder / "hub", "--port", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
-    environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_fake"}
-    environment |= {"HF_HOME": str(folder / "home")}
-    command = [sys.executable, ROOT / "tldr_dataset.py", "--tokenizer", folder / "tokenizer", "--push-to-hub"]
-    command += ["--hub-id-sft", "me/sft", "--hub-id-preference", "me/preference"]
-    try:
-        for _ in range(100):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
-        local = ["--sft-dataset", folder / "posts", "--preference-dataset", folder / "comparisons"]
-        done = subprocess.run(
-            [*map(str, command + local), "--output-dir", str(folder / "out")],
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        url = f"http://127.0.0.1:{port}/datasets/me/preference/resolve/main/README.md"
-        with urllib.request.urlopen(url) as response:
-            card = response.read().decode()
-        assert re.findall(r"name: (\w+)\n +num_bytes: \d+\n +num_examples: (\d+)", card) == [
-            ("train", "6"),
-            ("validation", "2"),
-            ("validation_cnndm", "2"),
-        ]
-        assert re.search(r"train +query_chosen +6 ", card)
-        for text in ("name: query_chosen_token_response_label", "--push-to-hub"):
-            assert text in card
-    finally:
-        server.terminate()
-        server.wait()

@@ -1,10 +1,10 @@
 """eval/visualize_tokens.py against hand counts, rows without padding, and what its page says."""
 
+import html
 import json
 import os
 import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +14,7 @@ import posts
 import pytest
 import torch
 import visualize_tokens
+from conftest import make_reward_model
 from datasets import load_from_disk
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
@@ -22,13 +23,6 @@ import reward
 
 R = 14  # tokens generated at most: enough for some of the summaries that the models know, and not for others
 MODELS = ["base", "sft", "ppo", "dpo", "reference"]
-
-
-def new_reward_model(path: str, tokenizer, folder: Path):
-    model = reward.new_reward_model(path, tokenizer).model
-    torch.nn.init.constant_(model.score.bias, 0.7)
-    model.save_pretrained(folder, state_dict=model.state_dict())
-    tokenizer.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +60,8 @@ def made(world, tmp_path_factory) -> SimpleNamespace:
         tokenizer.save_pretrained(folders[name])
     # what a checkpoint would like generate() to do is not what is asked for here
     GenerationConfig(repetition_penalty=5.0, max_new_tokens=2, do_sample=True).save_pretrained(folders["ppo"])
-    new_reward_model(str(root / "gpt2"), tokenizer, folders["value_model"])
-    new_reward_model(str(world.model), tokenizer, folders["reward_model"])
+    make_reward_model(root / "gpt2", folders["value_model"], bias=0.7)
+    make_reward_model(world.model, folders["reward_model"], bias=0.7)
     (root / "ppo" / "args.json").write_text(json.dumps({"model": "x", "kl_coef": 0.2, "temperature": 0.5, "seed": 1}))
     given = {name: str(folders[name]) for name in ("base", "sft", "dpo", "reward_model")}
     given |= {"ppo": str(root / "ppo"), "dataset": str(world.dataset), "response_length": R, "micro_batch_size": 3}
@@ -302,59 +296,35 @@ def test_the_plot(monkeypatch):
 # ---- the page ----------------------------------------------------------------------------------------------------
 
 
-class Page(HTMLParser):
-    """.tags and .attributes that occur, .text, .style, and .spans: (model, classes, attributes, text) of the coloured
-    responses."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags, self.attributes, self.text, self.style, self.spans, self.model = set(), set(), "", "", [], None
-        self.stack = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-        self.stack.append((tag, dict(attrs)))
-        if tag == "tr":
-            self.model = dict(attrs).get("data-model")
-        if tag == "span" and self.model:
-            self.spans.append([self.model, dict(attrs)["class"].split()[1], dict(attrs), ""])
-
-    def handle_endtag(self, tag):
-        while self.stack and self.stack.pop()[0] != tag:
-            pass
-        if tag == "tr":
-            self.model = None
-
-    def handle_data(self, data):
-        if self.stack and self.stack[-1][0] == "style":
-            self.style += data
-            return
-        self.text += data
-        if self.stack and self.stack[-1][0] == "span" and self.model:
-            self.spans[-1][3] += data
+def check_self_contained(page: str):
+    """Of known tags and attributes alone, none of which asks for anything."""
+    tags = "html head meta title style body h1 h2 p small section div table tbody tr th td span details summary"
+    assert {tag.lower() for tag in re.findall(r"</?(\w+)", page)} <= set(tags.split())
+    unquoted = re.sub(r'"[^"]*"', "", "".join(re.findall(r"<\w+([^>]*)>", page)))
+    attributes = set(re.findall(r"([\w-]+)=", unquoted))
+    assert attributes <= {"lang", "charset", "name", "content", "class", "title", "scope", "data-model"}
+    assert not re.search(r"url|@import|https?:|//", "".join(re.findall(r"<style>(.*?)</style>", page, re.DOTALL)))
 
 
-def check_self_contained(page: Page):
-    assert page.tags <= set(
-        "html head meta title style body h1 h2 p small section div table tbody tr th td span details summary".split()
-    )
-    assert page.attributes <= {"lang", "charset", "name", "content", "class", "title", "scope", "open", "data-model"}
-    assert not re.search(r"url|@import|https?:|//", page.style)
+def spans(page: str) -> list[tuple[str, str, str, str]]:
+    """(model, kind, title, text) of the coloured responses."""
+    found = []
+    for model, row in re.findall(r'<tr data-model="(\w+)">(.*?)</tr>', page, re.DOTALL):
+        for kind, title, text in re.findall(r'<span class="token (\w+)" title="([^"]*)">([^<]*)</span>', row):
+            found.append((model, kind, html.unescape(title), html.unescape(text)))
+    return found
 
 
 def test_the_page_asks_for_nothing_and_escapes_texts(written):
-    check_self_contained(Page(written.page))
+    check_self_contained(written.page)
     assert not re.search(r"https?://|src=|href=", written.page)
     evil = '</td></table>"><script>alert("1")</script><img src=x onerror=alert(1)>&amp;\''
     row = {"position": 0, "token_id": 5, "token": evil, "rank": 2, "kind": "marginal"}
     row |= dict.fromkeys(visualize_tokens.NUMBERS, 0.5)
-    text = visualize_tokens.page(evil, {evil: [{evil: evil}]}, [(evil, evil, {"ppo": ("0.5", [row])})])
-    page = Page(text)
+    page = visualize_tokens.page(evil, {evil: [{evil: evil}]}, [(evil, evil, {"ppo": ("0.5", [row])})])
     check_self_contained(page)
     # title, heading, table's heading, its head and cell, id, query, and the token twice
-    assert page.text.count(evil) == 9 and page.spans[0][3] == evil
+    assert html.unescape(re.sub(r"<[^>]*>", "", page)).count(evil) == 9 and spans(page)[0][3] == evil
 
 
 def light(color: str) -> float:
@@ -366,14 +336,12 @@ def light(color: str) -> float:
 
 def test_the_tokens_on_the_page(written):
     """In their order, each in the class of its kind, with its rank in the title."""
-    spans = Page(written.page).spans
     wanted = written.tokens[written.tokens["rank"] != ""]
     for name in MODELS:
-        mine = [span for span in spans if span[0] == name]
         rows = wanted[wanted["model"] == name]
-        assert [span[1] for span in mine] == rows["kind"].tolist()
-        assert [span[3] for span in mine] == [text.replace("\n", "↵") or "◌" for text in rows["token"]]
-        titles = [span[2]["title"] for span in mine]
+        _, kinds, titles, texts = zip(*[span for span in spans(written.page) if span[0] == name], strict=True)
+        assert [*kinds] == rows["kind"].tolist()
+        assert [*texts] == [text.replace("\n", "↵") or "◌" for text in rows["token"]]
         assert all(f"rank {rank} in the base" in title for rank, title in zip(rows["rank"], titles, strict=True))
 
 
