@@ -114,7 +114,8 @@ def target_mask(batch: dict, loss_on: str, pad_id: int) -> torch.Tensor:
 
 def loss_and_count(model, mb: dict, loss_on: str, pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed loss and number of targets of one micro-batch, cut to its longest row."""
-    tokens = trim_right(mb["query_reference_response_token"], pad_id).to(device)  # (b, T)
+    tokens = mb["query_reference_response_token"]
+    tokens = tokens[:, : longest_row(tokens, pad_id)].to(device)  # (b, T)
     target = target_mask(mb, loss_on, pad_id)[:, : tokens.shape[1]].to(device)
     logits = model(tokens, use_cache=False).logits  # right-padded: needs no mask
     return sft_loss(logits, tokens, target), target[:, 1:].sum()
@@ -215,19 +216,11 @@ def main(args: Args):
 # ==== padding =====================================================================================
 
 
-def trim_right(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Cut the columns on the right that are padding in every row, but for a width of a multiple of 16 (or all): widths
-    that differ at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
-    columns = (tokens != pad_id).any(0).nonzero().flatten()
-    if len(columns) == 0:
-        return tokens[:, :0]
-    used = int(columns[-1]) + 1
-    return tokens[:, : round_up(used, 16)]
-
-
-def round_up(number: int, multiple: int) -> int:
-    """The least multiple that is not below the number."""
-    return -(-number // multiple) * multiple
+def longest_row(tokens: torch.Tensor, pad_id: int) -> int:
+    """Tokens of the longest of rows (b, T), up to a multiple of 16 or T: widths that differ at each call leave the heap
+    in pieces, so that memory grows with the run."""
+    longest = int((tokens != pad_id).sum(1).max())
+    return min(-(-longest // 16) * 16, tokens.shape[1])
 
 
 def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:

@@ -170,24 +170,16 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
     return RewardModel(model)
 
 
-def trim_right(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Cut the columns on the right that are padding in every row, but for a width of a multiple of 16 (or all): widths
-    that differ at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
-    columns = (tokens != pad_id).any(0).nonzero().flatten()
-    if len(columns) == 0:
-        return tokens[:, :0]
-    used = int(columns[-1]) + 1
-    return tokens[:, : round_up(used, 16)]
-
-
-def round_up(number: int, multiple: int) -> int:
-    """The least multiple that is not below the number."""
-    return -(-number // multiple) * multiple
+def longest_row(tokens: torch.Tensor, pad_id: int) -> int:
+    """Tokens of the longest of rows (b, T), up to a multiple of 16 or T: widths that differ at each call leave the heap
+    in pieces, so that memory grows with the run."""
+    longest = int((tokens != pad_id).sum(1).max())
+    return min(-(-longest // 16) * 16, tokens.shape[1])
 
 
 def last_rewards(model, tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
     """Rewards (b,) of right-padded rows (b, T), read at their last token (Detail 12)."""
-    tokens = trim_right(tokens, pad_id)
+    tokens = tokens[:, : longest_row(tokens, pad_id)]
     last = (tokens != pad_id).sum(1) - 1
     return model(tokens).gather(1, last[:, None]).squeeze(1)
 

@@ -329,7 +329,7 @@ def mix(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Tensor:
     """Gumbel(0, 1) noise (b, V) that depends on (key, position, token) alone, not on batch, device or rank: a 32-bit
     integer hash, read as a uniform with 32 bits near 0, where the largest noise comes from."""
-    step = torch.tensor(position, dtype=torch.int32, device=keys.device) * 0x3C6EF35F
+    step = torch.as_tensor(position, dtype=torch.int32, device=keys.device) * 0x3C6EF35F
     key_0 = mix(keys[:, 0, None] + step, keys[:, 1, None])  # (b, 1)
     key_1 = mix(keys[:, 1, None] + step, keys[:, 0, None])
     token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * (0x9E3779B9 - 2**32)  # golden ratio

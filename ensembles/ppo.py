@@ -78,13 +78,13 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DynamicCache,
-    GenerationConfig,
-    LogitsProcessor,
+    StaticCache,
 )
 from transformers.utils import logging as transformers_logging
 
 STAGE = "ppo"
 MICRO_BATCH_SIZES = {"1b": 16, "2.8b": 8, "6.9b": 2}  # of Pythia's sizes: what fits one 80 GB device
+SAMPLE_BATCH_SIZES = {"1b": 256, "2.8b": 128, "6.9b": 64}  # 19 to 24 GB of keys and values
 TEMPERATURE_EPS = 1e-7  # added to a temperature before it divides, as in the authors' code
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 
@@ -174,7 +174,9 @@ class Args:
     micro_batch_size: int | None = None
     """episodes per device and forward/backward pass: memory only, never the result; default: what fits 80 GB, or 8"""
     forward_batch_size: int = 32
-    """episodes per device in passes without gradient (sampling, scoring)"""
+    """episodes per device that a reward model scores at a time"""
+    sample_batch_size: int | None = None
+    """episodes per device sampled at a time: memory only; default: what fits 80 GB, or 32"""
     mixed_precision: Literal["no", "bf16"] | None = None
     """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
     offload: bool | None = None
@@ -315,14 +317,7 @@ def main(args: Args):
     device = accelerator.device
     rank = accelerator.process_index
     world = accelerator.num_processes
-    args.micro_batch_size = args.micro_batch_size or MICRO_BATCH_SIZES.get(args.model, 8)
-    if args.offload is None:
-        args.offload = args.model == "6.9b"
-    num_updates = args.total_episodes // args.batch_size
-    if num_updates == 0:
-        fail(f"--total-episodes {args.total_episodes} are fewer than --batch-size {args.batch_size}")
-    if args.batch_size % (args.num_mini_batches * world):
-        fail(f"--batch-size {args.batch_size}: no multiple of {args.num_mini_batches} mini-batches x {world} processes")
+    num_updates = check_sizes(args, world)
     check_combination(args)
 
     sft_folder = checkpoint_folder("--sft-model-path", args.sft_model_path)
@@ -336,15 +331,18 @@ def main(args: Args):
     train = data["train"].select_columns([key for key in ("query_token", "tag") if key in data["train"].column_names])
     validation = data["validation"].take(min(args.eval_rows, len(data["validation"])))
 
-    reward_models = [frozen(accelerator, load_reward_model(path, tokenizer), args.offload) for path in reward_folders]
+    reward_models = [
+        frozen_model(accelerator, load_reward_model(path, tokenizer), args.offload) for path in reward_folders
+    ]
     gold = load_gold(accelerator, validation, reward_folders, tokenizer, args)
-    ref_policy = frozen(accelerator, load_policy(sft_folder, tokenizer), args.offload)
-    policy = load_policy(sft_folder, tokenizer)
+    ref_policy = frozen_model(accelerator, load_policy(sft_folder, tokenizer), args.offload)
+    policy = load_policy(sft_folder, tokenizer).to(device)  # before the next is loaded: the memory of one
     if args.value_start == "reward":
         value_model = load_reward_model(reward_folders[0], tokenizer)  # Detail 22: all weights, the head included
     else:
         value_model = new_reward_model(sft_folder, tokenizer)
         nn.init.zeros_(value_model.model.score.weight)
+    value_model.to(device)
     check_head(policy, sft_folder)
     banned = banned_ids(policy, tokenizer).to(device)
     scales = {}
@@ -377,15 +375,19 @@ def main(args: Args):
         queries = posts["query_token"].to(device)  # (B, Q)
         share = slice(rank * args.batch_size // world, (rank + 1) * args.batch_size // world)
         keys = noise_keys(args.seed, update, episodes[share])  # so that a sample does not depend on its process
-        responses = sample(accelerator, policy, queries[share], keys, tokenizer, args, args.temperature)
+        drawn = sample(accelerator, policy, queries[share], keys, tokenizer, args, args.temperature)
         sampling_seconds = time.time() - update_start
 
         # ---- 2. what the models say of the responses ---------------------------------------------
-        batch = make_batch(queries[share], responses, pad_id)
-        batch |= forward_passes(accelerator, unwrapped, ref_policy, batch, pad_id, banned, args)
+        batch = make_batch(queries[share], drawn[0], pad_id)
+        batch["sampling_logprobs"] = drawn[1]
         batch["member_scores"] = member_scores(accelerator, reward_models, batch, pad_id, args)  # (B, k)
         # from here on every process holds the whole batch, so that no number depends on how it was split
         batch = {key: accelerator.gather(value) for key, value in batch.items()}
+        # kernels round by shape: in the micro-batches of the first epoch every ratio begins at exactly 1, also in bf16
+        first_epoch = [rows.chunk(world)[rank] for rows in mini_batches(args, update, 0, device)]
+        outputs = forward_passes(accelerator, unwrapped, ref_policy, batch, first_epoch, pad_id, banned, args)
+        batch |= {key: accelerator.reduce(value, "sum") for key, value in outputs.items()}  # 0 but for its own rows
 
         # ---- 3. rewards --------------------------------------------------------------------------
         has_eos = (batch["responses"] == tokenizer.eos_token_id).any(1)  # (B,)
@@ -416,8 +418,7 @@ def main(args: Args):
         grad_norms = []
         deviations = []
         for epoch in range(args.num_ppo_epochs):
-            shuffled = permutation(args.batch_size, args.seed + update, epoch)  # the same on every process
-            for mini_batch in shuffled.to(device).chunk(args.num_mini_batches):
+            for mini_batch in mini_batches(args, update, epoch, device):
                 policy_count = batch["response_mask"][mini_batch].sum()
                 value_count = batch["value_mask"][mini_batch].sum()
                 mbs = micro_batches(batch, mini_batch.chunk(world)[rank], args.micro_batch_size)
@@ -427,6 +428,7 @@ def main(args: Args):
                     model.require_backward_grad_sync = last  # for DDP
                     logits, values = model(mb["queries"], mb["responses"], pad_id, banned)
                     logprobs = token_logprobs(logits, mb["responses"], args.temperature)
+                    del logits  # the largest tensor of a step, which the backward pass does not need
                     policy_sum, policy_sums = policy_loss(logprobs, mb, args.cliprange)
                     value_sum, value_sums = value_loss(values, mb, args.cliprange_value)
                     loss = policy_sum / policy_count + args.vf_coef * value_sum / value_count
@@ -443,6 +445,7 @@ def main(args: Args):
         # ---- 6. log, samples ---------------------------------------------------------------------
         steps = len(grad_norms)
         means = {key: accelerator.reduce(value, "sum").item() / steps for key, value in means.items()}
+        sampling_difference = (batch["sampling_logprobs"] - batch["logprobs"]).abs()[batch["response_mask"]]
         ratio_square = means.pop("policy/ratio_square")
         metrics = {
             "objective/score": scores.mean(),
@@ -458,6 +461,8 @@ def main(args: Args):
             "objective/kl_k3": ((-kl).exp() - 1 + kl).sum(1).mean(),
             "policy/ratio_variance": ratio_square - means["policy/ratio"] ** 2,
             "policy/first_ratio_deviation": accelerator.gather(torch.stack(deviations).max()).max(),
+            "policy/sampling_logprob_difference_mean": sampling_difference.mean(),
+            "policy/sampling_logprob_difference_max": sampling_difference.max(),
             "value/mean": batch["values"].sum() / batch["value_mask"].sum(),
             "value/explained_variance": explained_variance(batch["returns"], batch["values"], batch["value_mask"]),
             **means,  # over the update's optimiser steps
@@ -493,27 +498,33 @@ def main(args: Args):
 
 
 @torch.no_grad()
-def sample(accelerator: Accelerator, policy, queries, keys, tokenizer, args, temperature: float) -> torch.Tensor:
-    """A response (b, R) to each left-padded query (b, Q), [PAD] after its EOS (Detail 23); keys (b, 2): noise_keys."""
+def sample(accelerator: Accelerator, policy, queries, keys, tokenizer, args, temperature: float) -> tuple:
+    """A response (b, R) to each left-padded query (b, Q), [PAD] after its EOS (Detail 23), and its tokens'
+    log-probabilities (b, R) as they were when drawn; keys (b, 2): noise_keys."""
     pad_id = tokenizer.pad_token_id
     keys = keys.to(queries.device)
-    response_length = args.response_length
-    responses = queries.new_full((len(queries), response_length), pad_id)
-    for index in similar_lengths((queries != pad_id).sum(1), args.forward_batch_size):
+    responses = queries.new_full((len(queries), args.response_length), pad_id)
+    logprobs = torch.zeros(responses.shape, device=queries.device)
+    size = min(args.sample_batch_size, len(queries))
+    cache = KeyValueCache(policy.config, longest_row(queries, pad_id) + args.response_length)
+    for index in similar_lengths((queries != pad_id).sum(1), size):
+        rows = torch.cat([index, index[-1:].expand(size - len(index))])  # the cache is of `size` rows
         with accelerator.autocast():
-            responses[index] = generate(policy, queries[index], tokenizer, response_length, temperature, keys[index])
-    return truncate_response(responses, tokenizer.eos_token_id, pad_id)
+            found = generate(policy, queries[rows], tokenizer, args.response_length, temperature, keys[rows], cache)
+        responses[index], logprobs[index] = (values[: len(index)] for values in found)
+    return responses, logprobs
 
 
 @torch.no_grad()
-def forward_passes(accelerator: Accelerator, model, ref_policy, batch: dict, pad_id: int, banned, args) -> dict:
-    """What policy, value model and reference say of the responses in a batch (make_batch): logprobs, ref_logprobs,
-    values and entropy (b, R), 0 outside their masks."""
+def forward_passes(accelerator: Accelerator, model, ref_policy, batch: dict, groups, pad_id, banned, args) -> dict:
+    """What policy, value model and reference say of the responses in a batch (make_batch), in micro-batches of each
+    group of its rows: logprobs, ref_logprobs, values and entropy (B, R), 0 outside their masks and in other rows."""
     outputs = {}
     for key in ("logprobs", "ref_logprobs", "values", "entropy"):
         outputs[key] = torch.zeros(batch["responses"].shape, device=accelerator.device)
-    rows = torch.arange(len(batch["responses"]), device=accelerator.device)
-    mbs = micro_batches(batch, rows, args.forward_batch_size)
+    mbs = []
+    for rows in groups:
+        mbs += micro_batches(batch, rows, args.micro_batch_size)
     for mb in mbs:
         with accelerator.autocast():
             logits, values = model(mb["queries"], mb["responses"], pad_id, banned)
@@ -522,7 +533,7 @@ def forward_passes(accelerator: Accelerator, model, ref_policy, batch: dict, pad
         outputs["logprobs"][mb["index"]] = logprobs * mb["response_mask"]
         outputs["entropy"][mb["index"]] = entropy * mb["response_mask"]
         outputs["values"][mb["index"]] = values * mb["value_mask"]
-    with on_device(accelerator, ref_policy, args.offload):
+    with on_device(accelerator, ref_policy):
         for mb in mbs:
             tokens, columns = episode_rows(mb["queries"], mb["responses"], pad_id)
             with accelerator.autocast():
@@ -537,7 +548,7 @@ def reward_scores(accelerator: Accelerator, reward_model, batch: dict, pad_id: i
     """The reward model's score (b,) of each response in a batch, read at its last token (Detail 12)."""
     rows = torch.arange(len(batch["responses"]), device=accelerator.device)
     scores = torch.zeros(len(rows), device=accelerator.device)
-    with on_device(accelerator, reward_model, args.offload):
+    with on_device(accelerator, reward_model):
         for mb in micro_batches(batch, rows, args.forward_batch_size):
             tokens = right_padded(torch.cat([mb["queries"], mb["responses"]], 1), pad_id)
             last = mb["row_lengths"] - 1
@@ -566,12 +577,16 @@ def check_scores(scores: torch.Tensor, names: list[str], where: list[str]):
 
 
 @contextmanager
-def on_device(accelerator: Accelerator, model, offload: bool):
-    """Bring a frozen model to the device while it is used, and with offload back to CPU memory (Detail 8)."""
-    model.to(accelerator.device)
+def on_device(accelerator: Accelerator, model):
+    """Have a frozen model on the device while it is used (Detail 8). An offloaded one's copy in the machine's memory
+    stays: nothing is copied back."""
+    tensors = [*model.parameters(), *model.buffers()]
+    waiting = [tensor.data for tensor in tensors]
+    for tensor in tensors:
+        tensor.data = tensor.data.to(accelerator.device, non_blocking=True)
     yield
-    if offload:
-        model.to("cpu")
+    for tensor, data in zip(tensors, waiting, strict=True):
+        tensor.data = data
 
 
 def make_batch(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> dict:
@@ -587,6 +602,12 @@ def make_batch(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> d
         "response_mask": positions < lengths[:, None],
         "value_mask": positions <= lengths[:, None],
     }
+
+
+def mini_batches(args, update: int, epoch: int, device) -> tuple[torch.Tensor, ...]:
+    """The rows (B / num_mini_batches,) of each mini-batch of an epoch, the same on every process."""
+    shuffled = permutation(args.batch_size, args.seed + update, epoch)
+    return shuffled.to(device).chunk(args.num_mini_batches)
 
 
 def micro_batches(batch: dict, rows: torch.Tensor, size: int) -> list[dict]:
@@ -652,11 +673,12 @@ def states_at(model, tokens: torch.Tensor, columns: torch.Tensor) -> torch.Tenso
 
     For speed, in two passes: what comes before all of the columns goes first, as keys and values for the rest. Nobody
     reads its last layer's output, so that no gradient passes through that layer there."""
+    inputs = model.get_input_embeddings()(tokens)  # once: the gradient of each look-up is as large as the vocabulary
     cache = DynamicCache()
     split = int(columns.min())
     if split:
-        model.base_model(tokens[:, :split], past_key_values=cache, use_cache=True)
-    hidden = model.base_model(tokens[:, split:], past_key_values=cache, use_cache=True).last_hidden_state
+        model.base_model(inputs_embeds=inputs[:, :split], past_key_values=cache, use_cache=True)
+    hidden = model.base_model(inputs_embeds=inputs[:, split:], past_key_values=cache, use_cache=True).last_hidden_state
     index = (columns - split)[:, :, None]
     return hidden.gather(1, index.expand(-1, -1, hidden.shape[2]))
 
@@ -694,7 +716,7 @@ def mix(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Tensor:
     """Gumbel(0, 1) noise (b, V) that depends on (key, position, token) alone, not on batch, device or rank: a 32-bit
     integer hash, read as a uniform with 32 bits near 0, where the largest noise comes from."""
-    step = torch.tensor(position, dtype=torch.int32, device=keys.device) * 0x3C6EF35F
+    step = torch.as_tensor(position, dtype=torch.int32, device=keys.device) * 0x3C6EF35F
     key_0 = mix(keys[:, 0, None] + step, keys[:, 1, None])  # (b, 1)
     key_1 = mix(keys[:, 1, None] + step, keys[:, 0, None])
     token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * (0x9E3779B9 - 2**32)  # golden ratio
@@ -704,16 +726,20 @@ def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Te
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
 
 
-class GumbelMax(LogitsProcessor):
-    """Turns generate()'s arg max into a sample from softmax(logits / temperature): arg max of scaled logits plus keyed
-    Gumbel noise. `banned` (V,) marks ids that are never sampled: [PAD] and ids beyond the tokenizer."""
+def sample_tokens(logits, keys, position, temperature: float, banned) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token (b,) for each row of logits (b, V), and its log-probability (b,): the arg max of log softmax(logits /
+    (temperature + 1e-7)) plus keyed Gumbel noise is a sample of that softmax. `banned` (V,) is never sampled."""
+    scaled = (logits.float() / (temperature + TEMPERATURE_EPS)).masked_fill(banned, -torch.inf)
+    tokens = (scaled + gumbel_noise(keys, position, scaled.shape[1])).argmax(1)
+    logprobs = scaled.gather(1, tokens[:, None]).squeeze(1) - scaled.logsumexp(1)
+    return tokens, logprobs
 
-    def __init__(self, keys: torch.Tensor, query_width: int, temperature: float, banned: torch.Tensor):
-        self.keys, self.query_width, self.temperature, self.banned = keys, query_width, temperature, banned
 
-    def __call__(self, input_ids, scores):
-        noise = gumbel_noise(self.keys, input_ids.shape[1] - self.query_width, scores.shape[1])
-        return (scores / (self.temperature + TEMPERATURE_EPS) + noise).masked_fill(self.banned, -torch.inf)
+class KeyValueCache(StaticCache):
+    """A StaticCache whose keys are in the type of its values, to which attention would cast them under autocast."""
+
+    def update(self, keys, values, *args, **kwargs):
+        return super().update(keys.to(values.dtype), values, *args, **kwargs)
 
 
 def banned_ids(model, tokenizer) -> torch.Tensor:
@@ -730,55 +756,45 @@ def truncate_response(responses: torch.Tensor, eos_id: int, pad_id: int) -> torc
 
 
 @torch.no_grad()
-def generate(model, queries, tokenizer, response_length: int, temperature: float, keys: torch.Tensor) -> torch.Tensor:
-    """Sample responses (b, response_length) to left-padded queries (b, Q); a row that reached EOS is filled with [PAD],
-    which equals sampling on and truncating after the first EOS (Detail 23)."""
+def generate(model, queries, tokenizer, response_length: int, temperature: float, keys, cache):
+    """Sample responses (b, R) to left-padded queries (b, Q); a row that reached EOS is filled with [PAD], which equals
+    sampling on and truncating after the first EOS (Detail 23). Returns them and their tokens' log-probabilities (b, R).
+    cache: a KeyValueCache of at least Q + R columns, new or of b rows. All steps but the first have the same shapes,
+    and wait for the device at every eighth token only, to see whether all rows have ended."""
     pad_id = tokenizer.pad_token_id
-    queries = trim_left(queries, pad_id)
-    width = queries.shape[1]
+    inputs = queries[:, -longest_row(queries, pad_id) :]
     banned = banned_ids(model, tokenizer).to(queries.device)
-    sampler = GumbelMax(keys.to(queries.device), width, temperature, banned)
-    config = GenerationConfig(
-        max_new_tokens=response_length, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=pad_id
-    )
-    checkpoint_config = model.generation_config
-    was_training = model.training
-    model.generation_config = config  # else generate() fills what ours leaves open from the checkpoint's own
-    model.eval()  # in train mode, gradient checkpointing would switch the cache off
-    mask = (queries != pad_id).long()
-    tokens = model.generate(queries, attention_mask=mask, generation_config=config, logits_processor=[sampler])
-    model.train(was_training)
-    model.generation_config = checkpoint_config
-    responses = tokens[:, width:]
-    return F.pad(responses, (0, response_length - responses.shape[1]), value=pad_id)
+    responses = queries.new_full((len(queries), response_length), pad_id)
+    logprobs = torch.zeros(responses.shape, device=queries.device)
+    ended = torch.zeros(len(queries), dtype=torch.bool, device=queries.device)
+    positions = torch.arange(response_length, dtype=torch.int32, device=queries.device)
+    cache.reset()
+    mask = inputs != pad_id
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    mask = F.pad(mask, (0, response_length), value=True)  # a token sees no column after its own anyway
+    for t in range(response_length):
+        states = model.base_model(
+            inputs, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True
+        ).last_hidden_state
+        logits = model.get_output_embeddings()(states[:, -1])
+        tokens, logprobs[:, t] = sample_tokens(logits, keys, positions[t], temperature, banned)
+        responses[:, t] = tokens
+        ended |= tokens == tokenizer.eos_token_id
+        if t % 8 == 7 and ended.all():
+            break
+        inputs = tokens[:, None]
+        position_ids = position_ids[:, -1:] + 1
+    return truncate_response(responses, tokenizer.eos_token_id, pad_id), logprobs
 
 
 # ==== padding =====================================================================================
 
 
-def trim_left(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Cut the columns on the left that are padding in every row, but for a width of a multiple of 16 (or all): widths
-    that differ at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
-    columns = (tokens != pad_id).any(0).nonzero().flatten()
-    if len(columns) == 0:
-        return tokens[:, :0]
-    used = tokens.shape[1] - int(columns[0])
-    return tokens[:, -round_up(used, 16) :]
-
-
-def trim_right(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Cut the columns on the right that are padding in every row, but for a width of a multiple of 16 (or all): widths
-    that differ at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
-    columns = (tokens != pad_id).any(0).nonzero().flatten()
-    if len(columns) == 0:
-        return tokens[:, :0]
-    used = int(columns[-1]) + 1
-    return tokens[:, : round_up(used, 16)]
-
-
-def round_up(number: int, multiple: int) -> int:
-    """The least multiple that is not below the number."""
-    return -(-number // multiple) * multiple
+def longest_row(tokens: torch.Tensor, pad_id: int) -> int:
+    """Tokens of the longest of rows (b, T), up to a multiple of 16 or T: widths that differ at each call leave the heap
+    in pieces, so that memory grows with the run."""
+    longest = int((tokens != pad_id).sum(1).max())
+    return min(-(-longest // 16) * 16, tokens.shape[1])
 
 
 def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
@@ -790,7 +806,7 @@ def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
 def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
     """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
     real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
-    return trim_right(tokens.gather(1, real_first), pad_id)
+    return tokens.gather(1, real_first)[:, : longest_row(tokens, pad_id)]
 
 
 # ==== models ======================================================================================
@@ -881,15 +897,33 @@ def without_dropout(config):
     return config
 
 
-def frozen(accelerator: Accelerator, model, offload: bool = False):
-    """Make a model one that is never trained, on the device (offload: in CPU memory). Its weights get the type of the
-    trained model's: bfloat16 under DeepSpeed's bf16, but for a reward's head; else float32, under autocast."""
-    model.to("cpu" if offload else accelerator.device).eval().requires_grad_(False)
-    if accelerator.state.deepspeed_plugin and accelerator.mixed_precision == "bf16":
-        for name, parameter in model.named_parameters():  # and no buffer: rotary frequencies need their digits
-            if "score." not in name:
-                parameter.data = parameter.data.bfloat16()
-    return model
+def frozen_model(accelerator: Accelerator, model, offload: bool):
+    """Make a model one that is never trained, on the device (offload: page-locked in the machine's memory). What would
+    be cast at every use is bfloat16 from here on: under autocast the linear layers' matrices, under DeepSpeed's bf16
+    all but a reward's head. Buffers are not: rotary frequencies need their digits."""
+    model.eval().requires_grad_(False)
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    for name, parameter in model.named_parameters():
+        matrix = parameter.ndim == 2 and parameter not in embeddings  # which a tied head shares
+        cast = matrix or accelerator.state.deepspeed_plugin
+        if accelerator.mixed_precision == "bf16" and cast and "score." not in name:
+            parameter.data = parameter.data.bfloat16()
+        if offload and accelerator.device.type == "cuda":
+            parameter.data = parameter.data.pin_memory()
+    return model if offload else model.to(accelerator.device)
+
+
+def check_sizes(args, world: int) -> int:
+    """Fill in the sizes left open. Returns the number of updates; an error where the batch does not divide."""
+    args.micro_batch_size = args.micro_batch_size or MICRO_BATCH_SIZES.get(args.model, 8)
+    args.sample_batch_size = args.sample_batch_size or SAMPLE_BATCH_SIZES.get(args.model, 32)
+    if args.offload is None:
+        args.offload = args.model == "6.9b"
+    if args.total_episodes < args.batch_size:
+        fail(f"--total-episodes {args.total_episodes} are fewer than --batch-size {args.batch_size}")
+    if args.batch_size % (args.num_mini_batches * world):
+        fail(f"--batch-size {args.batch_size}: no multiple of {args.num_mini_batches} mini-batches x {world} processes")
+    return args.total_episodes // args.batch_size
 
 
 def check_combination(args):
@@ -925,7 +959,7 @@ def load_gold(accelerator: Accelerator, posts, reward_folders: list[str], tokeni
     check_tokenizer(path, tokenizer, args)
     if Path(path).resolve() in [Path(folder).resolve() for folder in reward_folders]:
         accelerator.print(f"warning: --gold {args.gold} is also trained against, as one of --reward-model-paths")
-    return frozen(accelerator, load_reward_model(path, tokenizer), args.offload)
+    return frozen_model(accelerator, load_reward_model(path, tokenizer), args.offload)
 
 
 def load_function(flag: str, value: str):
@@ -941,8 +975,8 @@ def load_function(flag: str, value: str):
 @torch.no_grad()
 def check_head(policy, path: str):
     """An error where a model does more to its logits (a soft cap, a scale) than its head, which alone we take."""
-    tokens = torch.arange(4)[None]
-    own = response_logits(policy, tokens, tokens, torch.zeros(1, dtype=torch.bool))
+    tokens = torch.arange(4, device=policy.device)[None]
+    own = response_logits(policy, tokens, tokens, torch.zeros_like(tokens[0, :1], dtype=torch.bool))
     if not torch.allclose(own, policy(tokens).logits, atol=1e-4):
         fail(f"{path}: the logits of {type(policy).__name__} are not those of its head; ppo.py cannot train it")
 
@@ -959,7 +993,7 @@ def combined_score(accelerator: Accelerator, policy, reward_models, data, tokeni
     for index, posts in shares(accelerator, data, args.forward_batch_size, "validation score"):
         queries = posts["query_token"].to(accelerator.device)
         keys = noise_keys(args.seed, 0, index)  # update 0, which no training has
-        responses = sample(accelerator, policy, queries, keys, tokenizer, args, 0.01)
+        responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, 0.01)
         scores = member_scores(accelerator, reward_models, make_batch(queries, responses, pad_id), pad_id, args).cpu()
         check_scores(scores, args.reward_model_paths, [f"validation post {i}" for i in index])
         combined += combine(scores.T, args.reward_combination, args.uwo_lambda, safety_tags(posts)).tolist()
@@ -985,16 +1019,14 @@ def member_scales(accelerator: Accelerator, policy, reward_models, data, tokeniz
     pad_id = tokenizer.pad_token_id
     data = data.take(min(args.standardise_posts, len(data)))
     scores = []
-    policy.to(accelerator.device)
     for index, posts in shares(accelerator, data, args.forward_batch_size, "scale of the reward models"):
         queries = posts["query_token"].to(accelerator.device)
         keys = noise_keys(args.seed, -2, index)
-        responses = sample(accelerator, policy, queries, keys, tokenizer, args, args.temperature)
+        with on_device(accelerator, policy):
+            responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, args.temperature)
         found = member_scores(accelerator, reward_models, make_batch(queries, responses, pad_id), pad_id, args)
         check_scores(found, args.reward_model_paths, [f"training post {i}" for i in index])
         scores += found.tolist()
-    if args.offload:
-        policy.to("cpu")
     scores = torch.tensor(gather_object(scores), dtype=torch.float64)  # (n, k)
     scales = {}
     for k, path in enumerate(args.reward_model_paths):
@@ -1015,9 +1047,10 @@ def gold_samples(accelerator, model, ref_policy, reward_models, gold, posts, tok
     for index, rows in shares(accelerator, posts, len(posts), "gold"):  # there may be more processes than posts
         queries = rows["query_token"].to(accelerator.device)
         keys = noise_keys(args.seed, -1, index)
-        responses = sample(accelerator, model.policy, queries, keys, tokenizer, args, args.temperature)
+        responses, _ = sample(accelerator, model.policy, queries, keys, tokenizer, args, args.temperature)
         batch = make_batch(queries, responses, pad_id)
-        batch |= forward_passes(accelerator, model, ref_policy, batch, pad_id, banned, args)
+        groups = [torch.arange(len(queries), device=accelerator.device)]
+        batch |= forward_passes(accelerator, model, ref_policy, batch, groups, pad_id, banned, args)
         kl = (0.5 * (batch["logprobs"] - batch["ref_logprobs"]).square()).sum(1)  # k2: the ensemble paper's eq. 10
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         if isinstance(gold, nn.Module):

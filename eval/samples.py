@@ -41,8 +41,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    GenerationConfig,
-    LogitsProcessor,
+    StaticCache,
 )
 
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
@@ -86,9 +85,10 @@ def sampled(accelerator: Accelerator, policy, reward_model, data, tokenizer, arg
     samples = []
     for index, posts in shares(accelerator, data, args.forward_batch_size, f"sampling {split}"):
         queries = posts["query_token"].to(accelerator.device)
-        keys = noise_keys(args.seed, 0, index)
+        keys = noise_keys(args.seed, 0, index).to(accelerator.device)
         with accelerator.autocast():
-            responses = generate(policy, queries, tokenizer, args.response_length, args.temperature, keys)
+            cache = KeyValueCache(policy.config, longest_row(queries, pad_id) + args.response_length)
+            responses, _ = generate(policy, queries, tokenizer, args.response_length, args.temperature, keys, cache)
         scores = {}
         if reward_model:
             references = posts["reference_response_token"].to(accelerator.device)
@@ -218,7 +218,7 @@ def mix(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Tensor:
     """Gumbel(0, 1) noise (b, V) that depends on (key, position, token) alone, not on batch, device or rank: a 32-bit
     integer hash, read as a uniform with 32 bits near 0, where the largest noise comes from."""
-    step = torch.tensor(position, dtype=torch.int32, device=keys.device) * 0x3C6EF35F
+    step = torch.as_tensor(position, dtype=torch.int32, device=keys.device) * 0x3C6EF35F
     key_0 = mix(keys[:, 0, None] + step, keys[:, 1, None])  # (b, 1)
     key_1 = mix(keys[:, 1, None] + step, keys[:, 0, None])
     token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * (0x9E3779B9 - 2**32)  # golden ratio
@@ -228,16 +228,20 @@ def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Te
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
 
 
-class GumbelMax(LogitsProcessor):
-    """Turns generate()'s arg max into a sample from softmax(logits / temperature): arg max of scaled logits plus keyed
-    Gumbel noise. `banned` (V,) marks ids that are never sampled: [PAD] and ids beyond the tokenizer."""
+def sample_tokens(logits, keys, position, temperature: float, banned) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token (b,) for each row of logits (b, V), and its log-probability (b,): the arg max of log softmax(logits /
+    (temperature + 1e-7)) plus keyed Gumbel noise is a sample of that softmax. `banned` (V,) is never sampled."""
+    scaled = (logits.float() / (temperature + TEMPERATURE_EPS)).masked_fill(banned, -torch.inf)
+    tokens = (scaled + gumbel_noise(keys, position, scaled.shape[1])).argmax(1)
+    logprobs = scaled.gather(1, tokens[:, None]).squeeze(1) - scaled.logsumexp(1)
+    return tokens, logprobs
 
-    def __init__(self, keys: torch.Tensor, query_width: int, temperature: float, banned: torch.Tensor):
-        self.keys, self.query_width, self.temperature, self.banned = keys, query_width, temperature, banned
 
-    def __call__(self, input_ids, scores):
-        noise = gumbel_noise(self.keys, input_ids.shape[1] - self.query_width, scores.shape[1])
-        return (scores / (self.temperature + TEMPERATURE_EPS) + noise).masked_fill(self.banned, -torch.inf)
+class KeyValueCache(StaticCache):
+    """A StaticCache whose keys are in the type of its values, to which attention would cast them under autocast."""
+
+    def update(self, keys, values, *args, **kwargs):
+        return super().update(keys.to(values.dtype), values, *args, **kwargs)
 
 
 def banned_ids(model, tokenizer) -> torch.Tensor:
@@ -246,59 +250,56 @@ def banned_ids(model, tokenizer) -> torch.Tensor:
     return (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer))
 
 
+def truncate_response(responses: torch.Tensor, eos_id: int, pad_id: int) -> torch.Tensor:
+    """Detail 23: everything after the first EOS becomes [PAD]; a row without EOS stays. (b, R) -> (b, R)."""
+    is_eos = (responses == eos_id).int()
+    eos_before = is_eos.cumsum(1) - is_eos
+    return responses.masked_fill(eos_before > 0, pad_id)
+
+
 @torch.no_grad()
-def generate(model, queries, tokenizer, response_length: int, temperature: float, keys: torch.Tensor) -> torch.Tensor:
-    """Sample responses (b, response_length) to left-padded queries (b, Q); a row that reached EOS is filled with [PAD],
-    which equals sampling on and truncating after the first EOS (Detail 23)."""
+def generate(model, queries, tokenizer, response_length: int, temperature: float, keys, cache):
+    """Sample responses (b, R) to left-padded queries (b, Q); a row that reached EOS is filled with [PAD], which equals
+    sampling on and truncating after the first EOS (Detail 23). Returns them and their tokens' log-probabilities (b, R).
+    cache: a KeyValueCache of at least Q + R columns, new or of b rows. All steps but the first have the same shapes,
+    and wait for the device at every eighth token only, to see whether all rows have ended."""
     pad_id = tokenizer.pad_token_id
-    queries = trim_left(queries, pad_id)
-    width = queries.shape[1]
+    inputs = queries[:, -longest_row(queries, pad_id) :]
     banned = banned_ids(model, tokenizer).to(queries.device)
-    sampler = GumbelMax(keys.to(queries.device), width, temperature, banned)
-    config = GenerationConfig(
-        max_new_tokens=response_length, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=pad_id
-    )
-    checkpoint_config = model.generation_config
-    was_training = model.training
-    model.generation_config = config  # else generate() fills what ours leaves open from the checkpoint's own
-    model.eval()  # in train mode, gradient checkpointing would switch the cache off
-    mask = (queries != pad_id).long()
-    tokens = model.generate(queries, attention_mask=mask, generation_config=config, logits_processor=[sampler])
-    model.train(was_training)
-    model.generation_config = checkpoint_config
-    responses = tokens[:, width:]
-    return F.pad(responses, (0, response_length - responses.shape[1]), value=pad_id)
+    responses = queries.new_full((len(queries), response_length), pad_id)
+    logprobs = torch.zeros(responses.shape, device=queries.device)
+    ended = torch.zeros(len(queries), dtype=torch.bool, device=queries.device)
+    positions = torch.arange(response_length, dtype=torch.int32, device=queries.device)
+    cache.reset()
+    mask = inputs != pad_id
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    mask = F.pad(mask, (0, response_length), value=True)  # a token sees no column after its own anyway
+    for t in range(response_length):
+        states = model.base_model(
+            inputs, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True
+        ).last_hidden_state
+        logits = model.get_output_embeddings()(states[:, -1])
+        tokens, logprobs[:, t] = sample_tokens(logits, keys, positions[t], temperature, banned)
+        responses[:, t] = tokens
+        ended |= tokens == tokenizer.eos_token_id
+        if t % 8 == 7 and ended.all():
+            break
+        inputs = tokens[:, None]
+        position_ids = position_ids[:, -1:] + 1
+    return truncate_response(responses, tokenizer.eos_token_id, pad_id), logprobs
 
 
-def trim_left(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Cut the columns on the left that are padding in every row, but for a width of a multiple of 16 (or all): widths
-    that differ at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
-    columns = (tokens != pad_id).any(0).nonzero().flatten()
-    if len(columns) == 0:
-        return tokens[:, :0]
-    used = tokens.shape[1] - int(columns[0])
-    return tokens[:, -round_up(used, 16) :]
-
-
-def trim_right(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Cut the columns on the right that are padding in every row, but for a width of a multiple of 16 (or all): widths
-    that differ at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
-    columns = (tokens != pad_id).any(0).nonzero().flatten()
-    if len(columns) == 0:
-        return tokens[:, :0]
-    used = int(columns[-1]) + 1
-    return tokens[:, : round_up(used, 16)]
-
-
-def round_up(number: int, multiple: int) -> int:
-    """The least multiple that is not below the number."""
-    return -(-number // multiple) * multiple
+def longest_row(tokens: torch.Tensor, pad_id: int) -> int:
+    """Tokens of the longest of rows (b, T), up to a multiple of 16 or T: widths that differ at each call leave the heap
+    in pieces, so that memory grows with the run."""
+    longest = int((tokens != pad_id).sum(1).max())
+    return min(-(-longest // 16) * 16, tokens.shape[1])
 
 
 def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
     """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
     real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
-    return trim_right(tokens.gather(1, real_first), pad_id)
+    return tokens.gather(1, real_first)[:, : longest_row(tokens, pad_id)]
 
 
 class ScalarHead(nn.Linear):

@@ -175,19 +175,11 @@ def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
     return True
 
 
-def trim_left(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Cut the columns on the left that are padding in every row, but for a width of a multiple of 16 (or all): widths
-    that differ at every call leave the heap in pieces, so that memory grows with the run. (b, T) -> (b, up to T)."""
-    columns = (tokens != pad_id).any(0).nonzero().flatten()
-    if len(columns) == 0:
-        return tokens[:, :0]
-    used = tokens.shape[1] - int(columns[0])
-    return tokens[:, -round_up(used, 16) :]
-
-
-def round_up(number: int, multiple: int) -> int:
-    """The least multiple that is not below the number."""
-    return -(-number // multiple) * multiple
+def longest_row(tokens: torch.Tensor, pad_id: int) -> int:
+    """Tokens of the longest of rows (b, T), up to a multiple of 16 or T: widths that differ at each call leave the heap
+    in pieces, so that memory grows with the run."""
+    longest = int((tokens != pad_id).sum(1).max())
+    return min(-(-longest // 16) * 16, tokens.shape[1])
 
 
 def position_ids(mask: torch.Tensor) -> torch.Tensor:
@@ -293,7 +285,8 @@ def batches(n: int, size: int, description: str):
 def greedy(model, queries: torch.Tensor, tokenizer, response_length: int) -> torch.Tensor:
     """The most likely token at each step: left-padded queries (b, Q) -> responses (b, response_length), [PAD] after the
     first EOS, which equals truncating there (Detail 23)."""
-    queries, pad_id = trim_left(queries, tokenizer.pad_token_id), tokenizer.pad_token_id
+    pad_id = tokenizer.pad_token_id
+    queries = queries[:, -longest_row(queries, pad_id) :]
     model.generation_config = GenerationConfig(  # else generate() fills what ours leaves open from the checkpoint's own
         max_new_tokens=response_length,
         do_sample=False,
@@ -308,7 +301,8 @@ def greedy(model, queries: torch.Tensor, tokenizer, response_length: int) -> tor
 def response_logits_of(model, queries: torch.Tensor, responses: torch.Tensor, tokenizer) -> torch.Tensor:
     """Logits (b, R, V) from which each token of the responses (b, R) to left-padded queries (b, Q) was chosen; [PAD]
     and ids beyond the tokenizer at -1e9. Past a response's end: any."""
-    tokens = torch.cat([trim_left(queries, tokenizer.pad_token_id), responses], 1)
+    queries = queries[:, -longest_row(queries, tokenizer.pad_token_id) :]
+    tokens = torch.cat([queries, responses], 1)
     mask, kept = tokens != tokenizer.pad_token_id, responses.shape[1] + 1
     inputs = {"attention_mask": mask.long(), "position_ids": position_ids(mask), "use_cache": False}
     logits = model(tokens, **inputs, logits_to_keep=kept).logits[:, :-1]
@@ -322,7 +316,7 @@ def token_ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 def response_scalars(model: RewardModel, queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> torch.Tensor:
     """A reward or value model's output (b, R + 1) at the query's last token and at each token of the response."""
-    tokens = torch.cat([trim_left(queries, pad_id), responses], 1)
+    tokens = torch.cat([queries[:, -longest_row(queries, pad_id) :], responses], 1)
     mask = tokens != pad_id
     return model(tokens, attention_mask=mask.long(), position_ids=position_ids(mask))[:, -responses.shape[1] - 1 :]
 

@@ -211,9 +211,21 @@ def pytest_terminal_summary(terminalreporter):
     headers = {
         "invariance": ["run", "split", "lines of metrics", "largest relative difference", "where"],
         "deepspeed": ["stage", "engine", "mixed precision", "largest difference to float32", "of a loss of"],
+        "sampling": [
+            "architecture",
+            "rows",
+            "tokens",
+            "rows with EOS",
+            "rows that differ from generate()'s",
+            "of these ties",
+            "rows with two best within 1e-5",
+            "seconds, two times",
+            "of generate()",
+            "ratio",
+        ],
         "parity": ["break", "quantities above their bounds", "the first"],
     }
-    titles = {"parity": "breaks of ours beside the authors' code"}
+    titles = {"parity": "breaks of ours beside the authors' code", "sampling": "sampling beside generate()"}
     reports = terminalreporter.getreports("passed")
     for name, header in headers.items():
         rows = [value for report in reports for key, value in report.user_properties if key == name]

@@ -9,6 +9,7 @@ import re
 import shlex
 import statistics
 import subprocess
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,6 +114,8 @@ def watch(patch) -> list[dict]:
 
     def watched_passes(accelerator, model, ref_policy, batch, *rest):
         seen.append(passes(accelerator, model, ref_policy, batch, *rest))
+        if "member_scores" in batch:
+            seen[-1] = seen[-1] | {"scores": batch["member_scores"]}
         batches.append(batch)
         return seen[-1]
 
@@ -133,23 +136,25 @@ def golden(setting) -> SimpleNamespace:
     models, which wait in the machine's memory, are on the device, each time that one is brought)."""
     args = setting.args("golden", gold=setting.function, gold_every=2, eval_every=2, offload=True)
     args = replace(args, lr_schedule="cosine", final_learning_rate=1e-4, penalty_reward_value=None)
-    offloaded, there, at_work, frozen = [], set(), [], ppo.frozen
+    offloaded, there, at_work, frozen_model, on_device = [], set(), [], ppo.frozen_model, ppo.on_device
 
-    def watched_frozen(accelerator, model, offload=False):
+    def watched_frozen(accelerator, model, offload):
         offloaded.append(offload)
-        model, to = frozen(accelerator, model, offload), model.to
+        return frozen_model(accelerator, model, offload)
 
-        def watched_to(device):
-            there.discard(model) if device == "cpu" else there.add(model)
+    @contextmanager
+    def watched_on_device(accelerator, model):
+        with on_device(accelerator, model):
+            there.add(model)
             at_work.append(len(there))
-            return to(device)
-
-        model.to = watched_to
-        return model
+            yield
+            there.discard(model)
+            at_work.append(len(there))
 
     with pytest.MonkeyPatch.context() as patch:
         seen = watch(patch)
-        patch.setattr(ppo, "frozen", watched_frozen)
+        patch.setattr(ppo, "frozen_model", watched_frozen)
+        patch.setattr(ppo, "on_device", watched_on_device)
         folder = run(args)
     return SimpleNamespace(args=args, folder=folder, seen=seen, offloaded=offloaded, at_work=at_work)
 
@@ -464,7 +469,7 @@ def test_a_member_that_gives_no_number_in_the_evaluation_is_named(setting, monke
 
     def reward_scores(accelerator, model, batch, *rest):
         scores = original(accelerator, model, batch, *rest)
-        if "logprobs" not in batch:  # as it is in a rollout
+        if "sampling_logprobs" not in batch:  # as they are in a rollout
             calls.append(model)
             scores[1] = math.nan if len(calls) == 4 else scores[1]
         return scores

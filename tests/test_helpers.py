@@ -3,10 +3,13 @@
 import math
 import random
 from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import nano
 import pytest
 import torch
+from conftest import close
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import dpo
@@ -435,6 +438,12 @@ class Tokenizer:
         return self.size
 
 
+def generate(model, queries, tokenizer, length: int, temperature: float, keys) -> torch.Tensor:
+    """Its responses alone, over a new cache of more columns than it needs."""
+    cache = ppo.KeyValueCache(model.config, queries.shape[1] + length + 3)
+    return ppo.generate(model, queries, tokenizer, length, temperature, keys, cache)[0]
+
+
 @torch.no_grad()
 def naive_sample(model, query: list[int], tokenizer, length: int, temperature: float, key: torch.Tensor) -> list[int]:
     """One row without padding, cache or batch: a full forward pass per token."""
@@ -470,16 +479,16 @@ def test_generate_equals_sampling_token_by_token_without_cache_and_padding(small
     def full(rows):
         return [row + [pad_id] * (length - len(row)) for row in rows]
 
-    found = ppo.generate(model, padded(0), tokenizer, length, temperature, keys)
+    found = generate(model, padded(0), tokenizer, length, temperature, keys)
     assert found.tolist() == full(expected)
-    assert ppo.generate(model, padded(7), tokenizer, length, temperature, keys).tolist() == full(expected)
+    assert generate(model, padded(7), tokenizer, length, temperature, keys).tolist() == full(expected)
     some = [4, 0, 2]  # another batch, cut to its own longest row
-    assert ppo.generate(model, padded(0)[some], tokenizer, length, temperature, keys[some]).tolist() == full(
+    assert generate(model, padded(0)[some], tokenizer, length, temperature, keys[some]).tolist() == full(
         [expected[i] for i in some]
     )
-    assert ppo.generate(model, padded(0)[:1], tokenizer, length, temperature, keys[:1]).shape == (1, length)
+    assert generate(model, padded(0)[:1], tokenizer, length, temperature, keys[:1]).shape == (1, length)
     # what stops at EOS is what would be cut there
-    unstopped = ppo.generate(model, padded(0), endless, length, temperature, keys)
+    unstopped = generate(model, padded(0), endless, length, temperature, keys)
     assert ppo.truncate_response(unstopped, eos_id, pad_id).tolist() == full(expected)
 
 
@@ -496,7 +505,7 @@ def test_pad_and_ids_beyond_the_tokenizer_are_never_sampled(small):
     hook = model.get_output_embeddings().register_forward_hook(favour)
     try:
         queries = torch.randint(1, 300, (8, 6), generator=torch.Generator().manual_seed(1))
-        drawn = ppo.generate(model, queries, stand_in, 12, 0.7, ppo.noise_keys(1, 1, list(range(8))))
+        drawn = generate(model, queries, stand_in, 12, 0.7, ppo.noise_keys(1, 1, list(range(8))))
     finally:
         hook.remove()
     for row in drawn.tolist():
@@ -505,19 +514,51 @@ def test_pad_and_ids_beyond_the_tokenizer_are_never_sampled(small):
     assert ppo.banned_ids(model, stand_in).nonzero().flatten().tolist() == [size - 5, *range(size, rows)]
 
 
-def test_generate_leaves_the_model_in_its_mode_and_ignores_its_generation_defaults(small):
+def test_generate_ignores_a_checkpoints_generation_defaults(small):
     model, tokenizer, folder = small
     queries = torch.randint(1, 300, (4, 6), generator=torch.Generator().manual_seed(1))
     keys = ppo.noise_keys(1, 1, list(range(4)))
-    expected = ppo.generate(model, queries, tokenizer, 12, 0.7, keys)
+    expected = generate(model, queries, tokenizer, 12, 0.7, keys)
     before = model.generation_config.to_dict()
     try:
         # what chat models have in generation_config.json
         model.generation_config.update(repetition_penalty=5.0, no_repeat_ngram_size=1, top_k=1, temperature=0.1)
-        model.train()
-        found = ppo.generate(model, queries, tokenizer, 12, 0.7, keys)
-        assert model.training
+        found = generate(model, queries, tokenizer, 12, 0.7, keys)
     finally:
-        model.eval()
         model.generation_config = type(model.generation_config).from_dict(before)
     assert found.tolist() == expected.tolist()
+
+
+def test_a_tokens_log_probability_is_the_samplers(small):
+    """Of each token that is drawn, at the sampling temperature, [PAD] and what is beyond the tokenizer left out."""
+    model, real, _ = small
+    tokenizer = Tokenizer(440, real.pad_token_id, -1)
+    queries = torch.randint(1, 300, (5, 6), generator=torch.Generator().manual_seed(1))
+    cache = ppo.KeyValueCache(model.config, 6 + 9)
+    found, logprobs = ppo.generate(model, queries, tokenizer, 9, 0.7, ppo.noise_keys(1, 1, list(range(5))), cache)
+    with torch.no_grad():
+        logits = model(torch.cat([queries, found], 1)).logits[:, 5:-1].double()
+    for row, (tokens, values) in enumerate(zip(found.tolist(), logprobs.tolist(), strict=True)):
+        for t, (token, value) in enumerate(zip(tokens, values, strict=True)):
+            weights = [
+                math.exp(x / 0.7) for i, x in enumerate(logits[row, t].tolist()) if i < 440 and i != real.pad_token_id
+            ]
+            assert math.isclose(value, logits[row, t, token] / 0.7 - math.log(sum(weights)), abs_tol=1e-4)
+
+
+def test_a_cache_keeps_nothing_of_the_group_before(small):
+    """Groups of other widths one after the other in one cache say what they say alone; so does a last group that is
+    smaller, filled up to the cache's rows."""
+    model, tokenizer, _ = small
+    queries = torch.full((7, 40), tokenizer.pad_token_id)
+    for i in range(7):
+        queries[i, 5 * i :] = torch.randint(1, 300, (40 - 5 * i,), generator=torch.Generator().manual_seed(i))
+    keys = ppo.noise_keys(1, 1, list(range(7)))
+    args = ppo.Args(response_length=10, sample_batch_size=3)
+    single = SimpleNamespace(autocast=nullcontext)
+    found, logprobs = ppo.sample(single, model, queries, keys, tokenizer, args, 0.7)
+    for i in range(7):
+        alone, its = ppo.sample(single, model, queries[i : i + 1], keys[i : i + 1], tokenizer, args, 0.7)
+        assert found[i].tolist() == alone[0].tolist()
+        length = int((alone[0] != tokenizer.pad_token_id).sum())
+        assert close(logprobs[i, :length], its[0, :length])

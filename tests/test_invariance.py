@@ -29,7 +29,9 @@ SCRIPTS = STAGES | {"ensembles": script("ensembles/ppo.py")}
 # Relative 1e-5 with a floor for values near 0. Sums in float32 carry errors of 1e-7 times their largest term, so a
 # key whose value is a small difference of larger numbers needs a floor of its own:
 FLOORS = {
-    "policy/first_ratio_deviation": 1e-5,  # is nothing but rounding; its bound is tested apart
+    **dict.fromkeys(
+        (f"policy/sampling_logprob_difference_{x}" for x in ("mean", "max")), 1.0
+    ),  # is nothing but rounding
     "policy/ratio_variance": 2e-6,  # mean of squares minus squared mean, both near 1
     # a reward is a sum over hidden units that largely cancel; DPO's is beta times a difference of sums of
     # log-probabilities, each of the order of 100
@@ -321,10 +323,10 @@ def test_the_compared_runs_learn_and_their_responses_differ_in_length(one_proces
     assert lines[-1]["objective/kl"] > 0.01 and lines[0]["value/clip_fraction"] > 0
 
 
-def test_ratios_are_one_before_the_first_step_of_an_update(one_process, two_processes):
+def test_ratios_are_exactly_one_before_the_first_step_of_an_update(one_process, two_processes):
     for case in ("ppo", "ppo_mini_batches"):
         for folder in (*one_process[case], two_processes[case]):
-            assert all(line["policy/first_ratio_deviation"] <= 1e-5 for line in metrics(folder))
+            assert all(line["policy/first_ratio_deviation"] == 0 for line in metrics(folder))
 
 
 # ---- padding ----------------------------------------------------------------------------------------------------

@@ -283,15 +283,15 @@ def test_last_token_is_before_the_first_padding_behind_the_query(rows, data):
 
 
 @given(rows=id_rows(), side=st.sampled_from(["left", "right"]), real=st.integers(0, 40), padding=st.integers(0, 40))
-def test_trim_takes_whole_columns_of_padding_from_one_side(rows, side, real, padding):
-    rows = [[PAD] * padding + row + [END] * real for row in rows]
-    longest = max([len(row) - i for row in rows for i, token in enumerate(row) if token != PAD], default=0)
-    width = next(width for width in (*range(0, len(rows[0]), 16), len(rows[0])) if width >= longest)
-    expected = [row[len(row) - width :] for row in rows]
-    trim = ppo.trim_left
-    if side == "right":
-        rows, expected, trim = [row[::-1] for row in rows], [row[::-1] for row in expected], sft.trim_right
-    assert trim(torch.tensor(rows), PAD).tolist() == expected
+def test_the_longest_row_has_room_in_a_multiple_of_16(rows, side, real, padding):
+    tokens = [[token for token in row if token != PAD] + [END] * real for row in rows]
+    columns = max(map(len, tokens)) + padding
+    rows = [
+        [PAD] * (columns - len(row)) + row if side == "left" else row + [PAD] * (columns - len(row)) for row in tokens
+    ]
+    longest = max(map(len, tokens))
+    width = next(width for width in (*range(0, columns, 16), columns) if width >= longest)
+    assert ppo.longest_row(torch.tensor(rows).reshape(len(rows), columns), PAD) == width
 
 
 @given(rows=id_rows())

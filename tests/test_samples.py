@@ -99,10 +99,11 @@ def test_rouge_takes_words_as_they_are_and_its_means(made, world, monkeypatch):
     told = [tokenizer(text).input_ids for text in (" He feels sad, about laptops!", " Sister! My SISTER2<|endoftext|>")]
     width = max(map(len, told))
     told = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids in told])
-    monkeypatch.setattr(samples, "generate", lambda *_: told)
+    monkeypatch.setattr(samples, "generate", lambda *_: (told, None))
+    monkeypatch.setattr(samples, "KeyValueCache", lambda *_: None)
     AcceleratorState._reset_state(True)
     args = samples.Args("x", seed=1, response_length=9)
-    found = samples.sampled(Accelerator(), None, None, data, tokenizer, args, "test")
+    found = samples.sampled(Accelerator(), SimpleNamespace(config=None), None, data, tokenizer, args, "test")
     measures = [[row[key] for key in ("rouge1", "rouge2", "rougeL")] for row in found]
     assert measures[0] == pytest.approx([4 / 11, 2 / 9, 4 / 11])
     assert measures[1] == pytest.approx([4 / 7, 2 / 5, 4 / 7])  # "sister my" is in both
@@ -137,7 +138,8 @@ def test_a_run_gets_its_tables_and_nothing_else_of_it_changes(made, world, tmp_p
     tokenizer = samples.load_tokenizer(str(made.run / "model"))
     keys = samples.noise_keys(SEED, 0, [*range(16)])
     policy = samples.load_policy(str(made.run / "model"), tokenizer)
-    expected = samples.generate(policy, tokens, tokenizer, LENGTH, 0.01, keys)
+    cache = samples.KeyValueCache(policy.config, tokens.shape[1] + LENGTH)
+    expected, _ = samples.generate(policy, tokens, tokenizer, LENGTH, 0.01, keys, cache)
     cold = table(tmp_path / "cold", "samples_validation")["response"].tolist()
     assert cold == tokenizer.batch_decode(expected, skip_special_tokens=True)
 

@@ -18,11 +18,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "ppo.py: lines": 1110,
-    "ppo.py: characters": 60_000,
+    "ppo.py: lines": 1140,
+    "ppo.py: characters": 62_700,
     "ppo.py: last line of main": 400,
-    "reward.py: lines": 830,
-    "dpo.py: lines": 805,
+    "reward.py: lines": 822,
+    "dpo.py: lines": 795,
     "sft.py: lines": 575,
     "tldr_dataset.py: lines": 785,
     "plumbing: lines": 300,

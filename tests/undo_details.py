@@ -271,7 +271,7 @@ PATCHES = r"""
 - "attention_mask": mask.long(), "position_ids": position_ids(mask)}
 + "attention_mask": torch.ones_like(tokens), "position_ids": position_ids(mask)}
 14 ppo.py: padding stays where it is
-- return trim_right(tokens.gather(1, real_first), pad_id)
+- return tokens.gather(1, real_first)[:, : longest_row(tokens, pad_id)]
 + return tokens
 14 ppo.py: values are read as if rows were padded on the left
 - values = self.value_model.model.score(states).squeeze(-1)
@@ -284,7 +284,7 @@ PATCHES = r"""
 + return tokens, (columns + 1).clamp(
 14 reward.py: left padding is not looked at
 - tokens = torch.cat([batch["query_token"], batch["reference_response_token"]], 1)
-+ tokens = trim_right(batch["query_reference_response_token"], pad_id)
++ tokens = batch["query_reference_response_token"]
 14 reward.py: the difference is not reported
 - difference.abs().max()
 + 0 * difference.abs().max()
@@ -420,8 +420,8 @@ PATCHES = r"""
 -     temperature: float = 0.7
 +     temperature: float = 1.0
 20 ppo.py: sampling at temperature 1
-- scores / (self.temperature + TEMPERATURE_EPS)
-+ scores
+- scaled = (logits.float() / (temperature + TEMPERATURE_EPS)).masked
++ scaled = (logits.float()).masked
 20 ppo.py: all log-probabilities at temperature 1
 - scaled = logits.float() / (temperature + TEMPERATURE_EPS)
 -     return -F
@@ -439,9 +439,9 @@ PATCHES = r"""
 +             entropy
 20 ppo.py: only the update's policy at temperature 1
 - logprobs = token_logprobs(logits, mb["responses"], args.temperature)
--                     policy_sum
+-                     del
 + logprobs = token_logprobs(logits, mb["responses"], 1.0)
-+                     policy_sum
++                     del
 20 ppo.py: linear to 0 at the last update
 - (1 - (update - 1) / num_updates)
 + (1 - update / num_updates)
@@ -603,10 +603,33 @@ PATCHES = r"""
 + * mask).sum() / (count - 1)
 +     whitened
 25 ppo.py: once per mini-batch
-- for mini_batch in shuffled.to(device).chunk(args.num_mini_batches):
-+ for mini_batch in shuffled.to(device).chunk(args.num_mini_batches):
+- for mini_batch in mini_batches(args, update, epoch, device):
++ for mini_batch in mini_batches(args, update, epoch, device):
 +                 advantages = batch["advantages"]
 +                 advantages[mini_batch] = whiten(advantages[mini_batch], batch["response_mask"][mini_batch])
+
+test_sampling.py::test_it_is_exactly_1 ppo.py: old log-probabilities in other micro-batches
+- mbs += micro_batches(batch, rows, args.micro_batch_size)
++ mbs += micro_batches(batch, rows, args.micro_batch_size + 3)
+test_sampling.py::test_it_is_exactly_1 ppo.py: a frozen model all in bfloat16
+- parameter.ndim == 2 and parameter not in embeddings
++ True
+test_sampling.py::test_the_tokens_are ppo.py: padding is seen
+- mask = inputs != pad_id
++ mask = torch.ones_like(inputs, dtype=torch.bool)
+test_sampling.py::test_the_tokens_are ppo.py: positions stand still
+- position_ids[:, -1:] + 1
++ position_ids[:, -1:]
+test_sampling.py::test_the_tokens_are ppo.py: a cache begins where the last group ended
+- cache.reset()
++ pass
+test_helpers.py::test_a_tokens_log_probability ppo.py: the noise is in the sampler's log-probabilities
+- tokens = (scaled + gumbel_noise(keys, position, scaled.shape[1])).argmax(1)
++ scaled = scaled + gumbel_noise(keys, position, scaled.shape[1])
++     tokens = scaled.argmax(1)
+test_launch.py::test_a_frozen_model_in ppo.py: a tied head takes the embedding along
+- and parameter not in embeddings  # which a tied head shares
++ or False
 
 test_stages.py::test_ragged sft.py: a sum of the micro-batches' means
 - mb_sum, _ = loss_and_count(model, mb

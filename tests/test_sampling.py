@@ -1,0 +1,172 @@
+"""What sampling draws is what transformers' generate() would draw with the same noise; and the ratio before the first
+step of an update is exactly 1, in bfloat16 as well."""
+
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from conftest import make_reward_model, make_talker, read_metrics
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LogitsProcessor,
+    Qwen2Config,
+)
+
+import ppo
+
+VOCAB, PAD, EOS, RESPONSE, WIDTH = 600, 599, 0, 53, 160
+LLAMA = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
+CONFIGS = {
+    "gpt_neox": GPTNeoXConfig(**LLAMA, rotary_pct=0.25, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0),
+    "gpt2": GPT2Config(n_embd=64, n_layer=3, n_head=4, n_positions=WIDTH + RESPONSE, vocab_size=VOCAB),
+    "llama": LlamaConfig(**LLAMA, num_key_value_heads=2, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0),
+    "qwen2": Qwen2Config(**LLAMA, num_key_value_heads=2, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0),
+}
+
+
+class Tokenizer:
+    """What sampling asks of a tokenizer: ids up to 589 and [PAD]."""
+
+    pad_token_id, eos_token_id = PAD, EOS
+
+    def __len__(self):
+        return VOCAB
+
+
+class Noise(LogitsProcessor):
+    """Turns generate()'s arg max into the same sample; keeps by how much the best noisy logit leads in each step."""
+
+    def __init__(self, keys, width: int):
+        self.keys, self.width, self.leads = keys, width, []
+
+    def __call__(self, input_ids, scores):
+        noise = ppo.gumbel_noise(self.keys, input_ids.shape[1] - self.width, scores.shape[1])
+        noisy = scores / (0.7 + 1e-7) + noise
+        noisy[:, PAD] = -torch.inf
+        best = noisy.topk(2, 1).values
+        self.leads.append(best[:, 0] - best[:, 1])
+        return noisy
+
+
+def by_transformers(model, queries, keys, groups) -> tuple[torch.Tensor, torch.Tensor]:
+    """Responses (b, R), and the least lead (b,) of a drawn token over the next best."""
+    responses, leads = torch.full((len(queries), RESPONSE), PAD), torch.zeros(len(queries))
+    for index in groups:
+        group = queries[index][:, -ppo.longest_row(queries[index], PAD) :]
+        noise = Noise(keys[index], group.shape[1])
+        config = GenerationConfig(max_new_tokens=RESPONSE, do_sample=False, eos_token_id=EOS, pad_token_id=PAD)
+        mask = (group != PAD).long()
+        with torch.no_grad():
+            found = model.generate(group, attention_mask=mask, generation_config=config, logits_processor=[noise])
+        found = found[:, group.shape[1] :]
+        drawn = (found != PAD).int()
+        responses[index, : found.shape[1]] = found
+        leads[index] = torch.stack(noise.leads, 1).masked_fill(drawn == 0, torch.inf).min(1).values
+    return responses, leads
+
+
+def compare(name: str, rows: int) -> dict:
+    """Ours and transformers' responses to the same queries, in the same groups: what differs, and seconds of both."""
+    config = ppo.without_dropout(CONFIGS[name])
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+    with torch.no_grad():  # logits that are far from uniform
+        model.get_output_embeddings().weight.mul_(8)
+    generator = torch.Generator().manual_seed(3)
+    queries = torch.full((rows, WIDTH), PAD)
+    for row in queries:
+        length = int(torch.randint(1, 150, (), generator=generator))
+        row[WIDTH - length :] = torch.randint(1, 590, (length,), generator=generator)
+    keys = ppo.noise_keys(1, 1, list(range(rows)))
+    args = ppo.Args(response_length=RESPONSE, sample_batch_size=40)
+    single = SimpleNamespace(autocast=nullcontext)
+    seconds = {"ours": 0.0, "transformers": 0.0}
+    for _ in range(2):  # in turn
+        start = time.time()
+        found, logprobs = ppo.sample(single, model, queries, keys, Tokenizer(), args, 0.7)
+        middle = time.time()
+        expected, leads = by_transformers(model, queries, keys, ppo.similar_lengths((queries != PAD).sum(1), 40))
+        seconds["ours"] += middle - start
+        seconds["transformers"] += time.time() - middle
+    differ = (found != expected).any(1)
+    return {
+        "architecture": name,
+        "rows": rows,
+        "tokens": int((found != PAD).sum()),
+        "ended": int((found == EOS).any(1).sum()),
+        "rows that differ": int(differ.sum()),
+        "of these ties": int((differ & (leads < 1e-5)).sum()),
+        "rows with a lead below 1e-5": int((leads < 1e-5).sum()),
+        "seconds": f"{seconds['ours']:.2f}",
+        "generate()": f"{seconds['transformers']:.2f}",
+        "ratio": f"{seconds['ours'] / seconds['transformers']:.2f}",
+    }
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_tokens_are_those_of_generate(name):
+    found = compare(name, 120)
+    assert found["rows that differ"] == found["of these ties"] and found["tokens"] > 120 * 40
+    assert found["ended"] > 0 or name == "gpt2"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_tokens_of_a_thousand_rows_are_those_of_generate(name, record_property):
+    found = compare(name, 1000)
+    record_property("sampling", list(found.values()))
+    assert found["rows that differ"] == found["of these ties"]
+
+
+# ---- the ratio before the first step ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def start(world, tmp_path_factory) -> ppo.Args:
+    root = tmp_path_factory.mktemp("ratio")
+    policy = make_talker(world, root / "policy", eos=0.1)
+    paths = {"sft_model_path": str(policy), "reward_model_path": str(make_reward_model(policy, root / "reward"))}
+    paths |= {"dataset": str(world.dataset), "output_dir": str(root / "run"), "model": "nano"}
+    sizes = {"batch_size": 24, "total_episodes": 48, "micro_batch_size": 5, "response_length": 12, "eval_rows": 2}
+    return ppo.Args(**paths, **sizes, learning_rate=1e-3, num_ppo_epochs=2, sample_every=0)
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@pytest.mark.parametrize("num_mini_batches", [1, 2])
+def test_it_is_exactly_1_and_the_first_kl_exactly_0(start, tmp_path, mixed_precision, num_mini_batches):
+    changes = {"mixed_precision": mixed_precision, "num_mini_batches": num_mini_batches, "output_dir": str(tmp_path)}
+    AcceleratorState._reset_state(True)
+    ppo.main(replace(start, **changes))
+    lines = read_metrics(tmp_path)
+    assert [line["policy/first_ratio_deviation"] for line in lines] == [0, 0]
+    assert lines[0]["objective/kl"] == 0 == lines[0]["objective/kl_k3"] and lines[1]["objective/kl"] > 1e-3
+    assert all(line["policy/ratio_variance"] > 1e-6 for line in lines)  # ratios of later steps do move
+    # the sampler's kernels see other shapes: nothing in float32, more in bfloat16
+    rounding = [line["policy/sampling_logprob_difference_max"] for line in lines]
+    assert max(rounding) < 1e-4 if mixed_precision == "no" else 1e-4 < min(rounding) < 0.5
+    assert all(line["policy/sampling_logprob_difference_mean"] <= x for line, x in zip(lines, rounding, strict=True))
+
+
+def test_noise_in_the_rollouts_pass_shows(start, tmp_path, monkeypatch):
+    """The old log-probabilities come from a pass of their own, not from that of the first step."""
+    original = ppo.PolicyAndValue.forward
+
+    def noisy(*args):
+        logits, values = original(*args)
+        if not torch.is_grad_enabled():
+            logits = logits.clone()
+            logits[:, :, ::2] += 0.07  # at temperature 0.7 as much as 0.1 in the log-probability, or less
+        return logits, values
+
+    monkeypatch.setattr(ppo.PolicyAndValue, "forward", noisy)
+    AcceleratorState._reset_state(True)
+    ppo.main(replace(start, mixed_precision="bf16", output_dir=str(tmp_path)))
+    assert all(0.03 < line["policy/first_ratio_deviation"] < 0.11 for line in read_metrics(tmp_path))
