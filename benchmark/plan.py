@@ -1,9 +1,11 @@
-"""What a stage needs before it runs: how its batch splits, the memory of one device term by term, and the time.
+"""What a stage needs before it runs: how its batch splits, the memory of one device term by term, the memory of the
+machine, and the time.
 
     python benchmark/plan.py ppo --model 6.9b --gpus 8 --gpu-memory 80
     python benchmark/plan.py sft --model 1b --gpus 1 --gpu-memory 24 --zero 0
     python benchmark/plan.py samples --model 6.9b --reward-models 1
     python benchmark/plan.py --table        # every stage and size: benchmark/results/plan.md
+    python benchmark/plan.py --scale        # the whole study on 1, 8 and 64 GPUs: benchmark/results/scale.md
 
 Needs neither network nor weights: Pythia's shapes stand below. The arithmetic is held against what nano runs allocate
 (tests/test_plan.py); what it cannot know, the buffers of NCCL and the gaps of the allocator, is --reserve.
@@ -36,7 +38,10 @@ COLUMNS = {"sft": (576, 0, 576), "reward": (816, 464, 0), "dpo": (816, 464, 352)
 TOKENS = {"sft": 385, "reward": 430, "dpo": 430, "ppo": 390, "samples": 0}
 # the longest item of an evaluation: CNN/DM's pairs are longer than those that are trained on
 EVALUATED = {"sft": (576, 0, 576), "reward": (2240, 1904, 0), "dpo": (2240, 1904, 336)}
+QUERY = 512  # columns of a query as stored
 RESPONSE, FORWARD_ROWS = 53, 32  # --response-length and --forward-batch-size of ppo.py and samples.py
+SAMPLE_ROWS = {"1b": 256, "2.8b": 128, "6.9b": 64}  # --sample-batch-size of ppo.py, 64 for other models
+PPO_EPOCHS = 4  # --num-ppo-epochs, of one optimiser step each
 FORWARD_GROUP = 4  # --forward-batch-size of reward.py and dpo.py, in micro-batches
 GIB = 2**30
 
@@ -55,20 +60,29 @@ class Args:
     """stage of DeepSpeed's ZeRO in bfloat16; 0: DDP or one process, autocast over float32 weights"""
     micro_batch_size: int | None = None
     """rows, pairs or episodes per device and pass; default: as the script chooses"""
+    sample_batch_size: int | None = None
+    """ppo: episodes that a device samples at a time; default: as the script chooses"""
     reward_models: int = 1
     """reward models that score: of ensembles/ppo.py its members, and one more for a --gold that is a model"""
     offload: bool | None = None
-    """as in ppo.py: frozen models stay in the machine's memory while the policy trains; default at 6.9b"""
+    """as in ppo.py: frozen models wait in the machine's memory, and each comes to the device once an update; default at
+    6.9b"""
     offload_optimizer: bool = False
     """Adam's states in the machine's memory (zero2_offload.yaml)"""
     reserve: float = 4
     """GB for what is not counted: CUDA context, NCCL, kernels' workspaces, gaps of the allocator"""
     flops: float = 400
     """TFLOP/s that a device keeps up on real tokens, for the time (an assumption: 40 % of an H100's peak)"""
+    link: float = 25
+    """GB/s from page-locked memory to a device (an assumption: PCIe 5 that neighbours share)"""
+    gpus_per_machine: int = 8
+    """devices, and so processes, of one machine"""
     table: bool = False
-    """instead: every stage and size on 8 GPUs of 80 GB, and what fits one GPU of 80 and of 24 GB, as Markdown"""
-    output: str = "benchmark/results/plan.md"
-    """file of --table"""
+    """instead: every stage and size on 8 GPUs of 80 GB, and what fits one GPU of 80 and of 24 GB: plan.md"""
+    scale: bool = False
+    """instead: the whole study on 1, 8 and 64 H100s, and where it stops scaling: scale.md"""
+    output_dir: str = "benchmark/results"
+    """folder of the pages that --table and --scale write"""
 
 
 def body_parameters(width: int, layers: int, vocab: int) -> int:
@@ -84,6 +98,35 @@ def parameters(stage: str, width: int, layers: int, vocab: int, reward_models: i
     language, reward = body + vocab * width, body + width + 1
     trained = {"sft": language, "reward": reward, "dpo": language, "ppo": language + reward, "samples": 0}[stage]
     return trained, (language + reward_models * reward if stage in ("ppo", "samples") else 0)
+
+
+def tensors(width: int, layers: int, vocab: int, head: bool) -> list[tuple[str, int, int]]:
+    """(kind, numbers, how many) of the tensors of a language model (head) or of a reward model. Kinds: "linear" layers,
+    "other" (embedding and norms), and the "score" head."""
+    layer = [
+        ("linear", 3 * width * width, 1),  # queries, keys and values
+        ("linear", 3 * width, 1),
+        ("linear", width * width, 1),  # attention's output
+        ("linear", 4 * width * width, 2),  # MLP, in and out
+        ("linear", 4 * width, 1),
+        ("linear", width, 2),  # biases of the two outputs
+        ("other", width, 4),  # two norms
+    ]
+    found = [(kind, numbers, layers * count) for kind, numbers, count in layer]
+    found += [("other", vocab * width, 1), ("other", width, 2)]
+    if head:
+        return [*found, ("linear", vocab * width, 1)]
+    return [*found, ("score", width, 1), ("score", 1, 1)]
+
+
+def frozen_bytes(found: list[tuple[str, int, int]], zero: int, pinned: bool = False) -> float:
+    """Bytes of a frozen model. Linear layers are bfloat16; the rest is, too, under DeepSpeed, but for the score head.
+    pinned: of its page-locked copy, for which torch's allocator rounds each tensor up to a power of two."""
+    total = 0
+    for kind, numbers, count in found:
+        size = numbers * (2 if kind == "linear" or (zero and kind == "other") else 4)
+        total += count * (1 << (size - 1).bit_length() if pinned else size)
+    return float(total)
 
 
 def state_bytes(trained: int, gpus: int, zero: int, bits: int, offload_optimizer: bool) -> dict[str, float]:
@@ -121,25 +164,63 @@ def forward_bytes(rows: int, columns: int, prefix: int, width: int, layers: int,
     return float(rows * width * size * max(first, second))
 
 
+def key_value_bytes(width: int, layers: int) -> int:
+    """Bytes of a token's keys and values in every layer, in bfloat16."""
+    return 2 * layers * width * 2
+
+
+def sampling_bytes(rows: int, width: int, layers: int, vocab: int) -> dict[str, float]:
+    """Bytes of sampling: a static cache for query and response; of one layer at a time 12 numbers per token of the
+    queries and unit of width; six float32 arrays (rows, vocab): logits, scaled logits, noise and its hash."""
+    return {
+        "keys and values": float(rows * (QUERY + RESPONSE) * key_value_bytes(width, layers)),
+        "prefill": 2.0 * rows * QUERY * 12 * width,
+        "logits": 6 * 4.0 * rows * vocab,
+    }
+
+
+def host_bytes(models: list[tuple[float, float]], states: float) -> float:
+    """The most that a process holds in the machine's memory at the start. models: (bytes in float32, bytes of what
+    stays there) in the order in which they are loaded, one at a time; states: the optimiser's, which come last. The
+    checkpoints' files are mapped: their pages are not counted."""
+    stays = most = 0.0
+    for loaded, pinned in models:
+        most = max(most, stays + loaded)
+        stays += pinned
+    return max(most, stays + states)
+
+
+def item_flop(stage: str, model: str, reward_models: int) -> float:
+    """FLOP of an item: 2 per parameter, token and pass; the head is counted at every token. A backward pass costs two.
+    dpo: and the reference's; ppo: 4 epochs and a look with both models, the reference, sampling, the reward models."""
+    width, layers, _, vocab = SHAPES[model]
+    ppo = 2 * (3 * PPO_EPOCHS + 1) + 1 + 1 + reward_models
+    passes = {"sft": 3, "reward": 3, "dpo": 4, "ppo": ppo, "samples": 0}[stage]
+    return 2.0 * body_parameters(width, layers, vocab) * TOKENS[stage] * passes
+
+
 def fail(message: str):
     """End the process with one clear message on standard error and exit code 1."""
     raise SystemExit(f"error: {message}")
 
 
 def plan(args: Args) -> dict:
-    """{"micro_batch_size", "micro_batches" (of a device and batch), "terms" {phase: {term: bytes}}, "peak" (bytes),
-    "hours"} of a stage."""
+    """{"micro_batch_size", "micro_batches" (of a device and batch), "sample_batch_size", "terms" {phase: {term:
+    bytes}}, "peak" (bytes), "travel" (bytes of offloaded models that come to a device in an update), "travel_seconds",
+    "host" (bytes of a machine's memory at the start), "host_process" (of one process), "hours"} of a stage."""
     width, layers, _, vocab = SHAPES[args.model]
     batch, items, chosen = STAGES[args.stage]
     if batch % args.gpus:
         fail(f"a batch of {batch} does not split over {args.gpus} devices")
-    micro = args.micro_batch_size or min(chosen.get(args.model, 8), batch // args.gpus or FORWARD_ROWS)
+    share = batch // args.gpus or FORWARD_ROWS
+    micro = args.micro_batch_size or min(chosen.get(args.model, 8), share)
+    sample_rows = min(args.sample_batch_size or SAMPLE_ROWS.get(args.model, 64), share)
     trained, frozen = parameters(args.stage, width, layers, vocab, args.reward_models)
-    offload = args.model == "6.9b" if args.offload is None else args.offload
+    language, reward = (tensors(width, layers, vocab, head) for head in (True, False))
+    offload = args.stage == "ppo" and (args.model == "6.9b" if args.offload is None else args.offload)
     bits = 16 if args.zero else 32
     if args.stage == "samples":  # bfloat16 weights; a response is sampled, then scored
-        held = {"weights": 2.0 * frozen, "keys and values": forward_bytes(micro, 512 + RESPONSE, 512, width, layers, 2)}
-        phases = {"sampling and scoring": held | {"logits": 8.0 * micro * vocab}}
+        phases = {"sampling and scoring": {"weights": 2.0 * frozen} | sampling_bytes(micro, width, layers, vocab)}
     else:
         states = state_bytes(trained, args.gpus, args.zero, bits, args.offload_optimizer)
         if not args.zero:  # autocast keeps a bfloat16 copy of what it casts
@@ -155,26 +236,62 @@ def plan(args: Args) -> dict:
         kept_layers = 0 if args.stage == "sft" else layers  # whose keys and values nobody asks for again
         looking = kept | {"keys and values": forward_bytes(rows, columns, prefix, width, kept_layers, 2)}
         phases = {"training": training, "evaluation": looking | {"logits": 10.0 * rows * logits * vocab}}
+    travel = 0.0
     if args.stage == "ppo":
-        waiting = {} if offload else {"frozen models": bits / 8 * frozen}
-        cache = forward_bytes(FORWARD_ROWS, columns - 1, 512, width, layers, 2)
-        sampling = kept | waiting | {"keys and values": cache}
-        one = frozen / (1 + args.reward_models) if offload else frozen  # on the device at a time
-        scoring = kept | {"frozen models": bits / 8 * one, "keys and values": cache}
-        scoring["logits"] = 8.0 * FORWARD_ROWS * RESPONSE * vocab
-        phases = {"sampling": sampling, "scoring": scoring, "training": training | waiting}
-    # a backward pass costs two; dpo: and the reference's; ppo: 4 epochs and a look with both models, sampling, scoring
-    passes = {"sft": 3, "reward": 3, "dpo": 4, "ppo": 2 * (3 * 4 + 1) + 2 + args.reward_models, "samples": 0}
-    arithmetic = (
-        2 * body_parameters(width, layers, vocab) * TOKENS[args.stage] * items * passes[args.stage]
-    )  # with head
+        reference = frozen_bytes(language, args.zero)
+        one_reward_model = frozen_bytes(reward, args.zero)
+        all_frozen = reference + args.reward_models * one_reward_model
+        waiting = {} if offload else {"frozen models": all_frozen}
+        passing = kept | {"frozen models": reference if offload else all_frozen}  # offloaded, one at a time
+        passing["keys and values"] = forward_bytes(micro, columns - 1, QUERY, width, layers, 2)
+        passing["logits"] = 8.0 * micro * RESPONSE * vocab
+        scoring = kept | {"frozen models": one_reward_model if offload else all_frozen}
+        scoring["one layer"] = forward_bytes(min(FORWARD_ROWS, share), columns, 0, width, 0, 2)
+        phases = {
+            "start": {"weights": 4.0 * trained} | waiting,  # they come in float32
+            "sampling": kept | waiting | sampling_bytes(sample_rows, width, layers, vocab),
+            "rollout passes": passing,
+            "scoring": scoring,
+            "training": training | waiting,
+        }
+        travel = all_frozen if offload else 0.0
+    adam = 12 * trained / args.gpus if args.zero and args.offload_optimizer else 0.0  # with the float32 weights
+    host = host_bytes(loaded_models(args, offload), adam)
+    arithmetic = item_flop(args.stage, args.model, args.reward_models) * items / (args.gpus * args.flops * 1e12)
+    updates = items // batch if batch else 0
+    travel_seconds = travel / (args.link * 1e9)
     return {
         "micro_batch_size": micro,
         "micro_batches": -(-batch // args.gpus // micro) or 1,
+        "sample_batch_size": sample_rows,
         "terms": phases,
         "peak": max(sum(terms.values()) for terms in phases.values()) + args.reserve * 1e9,
-        "hours": arithmetic / (args.gpus * args.flops * 1e12) / 3600,
+        "travel": travel,
+        "travel_seconds": travel_seconds,
+        "host": host * min(args.gpus, args.gpus_per_machine),
+        "host_process": host,
+        "hours": (arithmetic + travel_seconds * updates) / 3600,
     }
+
+
+def loaded_models(args: Args, offload: bool) -> list[tuple[float, float]]:
+    """For host_bytes the models of a stage in the order in which they are loaded. Only offloaded ones stay."""
+    width, layers, _, vocab = SHAPES[args.model]
+    language, reward = (tensors(width, layers, vocab, head) for head in (True, False))
+    float32 = {}
+    pinned = {}
+    for name, found in (("language", language), ("reward", reward)):
+        float32[name] = 4.0 * sum(numbers * count for _, numbers, count in found)
+        pinned[name] = frozen_bytes(found, args.zero, pinned=True) if offload else 0.0
+    frozen_reward, reference = (float32["reward"], pinned["reward"]), (float32["language"], pinned["language"])
+    policy, value_model = (float32["language"], 0.0), (float32["reward"], 0.0)
+    return {
+        "sft": [policy],
+        "reward": [value_model],
+        "dpo": [policy],  # the reference has gone before
+        "ppo": [*[frozen_reward] * args.reward_models, reference, policy, value_model],
+        "samples": [policy, *[value_model] * args.reward_models],
+    }[args.stage]
 
 
 def largest_micro_batch(args: Args) -> int | None:
@@ -194,20 +311,46 @@ WAYS = {
 }
 
 
+def fitting(args: Args) -> tuple[str, Args] | None:
+    """The first of WAYS that fits the device, and `args` with it: the largest micro-batch, and where nothing else fits
+    fewer episodes sampled at a time. None if no way does."""
+    rows = [plan(args)["sample_batch_size"]]
+    while args.stage == "ppo" and rows[-1] > 1:
+        rows.append(rows[-1] // 2)
+    for way, changes in WAYS.items():
+        for sample_rows in rows:
+            tried = replace(args, sample_batch_size=sample_rows, **changes)
+            size = largest_micro_batch(tried)
+            if size:
+                return way, replace(tried, micro_batch_size=size)
+    return None
+
+
+def fitting_words(args: Args) -> str:
+    """What `fitting` finds, for a cell of a table."""
+    found = fitting(args)
+    if found is None:
+        return "no"
+    way, changed = found
+    chosen = plan(args)["sample_batch_size"]
+    fewer = f", --sample-batch-size {changed.sample_batch_size}" if changed.sample_batch_size < chosen else ""
+    return f"{changed.micro_batch_size}, {way}{fewer}"
+
+
 def table() -> str:
     """Markdown: memory and time of every stage and size on 8 GPUs of 80 GB, and what one of 80 and of 24 GB takes."""
     text = "| stage | model | micro-batch | GB per GPU, 8 with ZeRO-2 | largest micro-batch in 80 GB | hours |"
-    text += " one GPU of 80 GB: micro-batch | one of 24 GB |\n" + "|---" * 8 + "|\n"
+    text += " GB of the machine at the start | GB to a GPU per update |"
+    text += " one GPU of 80 GB: micro-batch | one of 24 GB |\n" + "|---" * 10 + "|\n"
     for stage in STAGES:
         for model in PAPER:
             args = Args(stage=stage, model=model)
-            found, alone = plan(args), []
-            for memory in (80, 24):
-                tried = {way: replace(args, gpus=1, gpu_memory=memory, **changes) for way, changes in WAYS.items()}
-                fits = [f"{size}, {way}" for way, one in tried.items() if (size := largest_micro_batch(one))]
-                alone.append(fits[0] if fits else "no")
-            peak, hours = f"{found['peak'] / 1e9:.0f}", f"{found['hours']:.2f}" if stage != "samples" else ""
-            cells = [stage, model, found["micro_batch_size"], peak, largest_micro_batch(args) or "none", hours, *alone]
+            found = plan(args)
+            hours = f"{found['hours']:.2f}" if stage != "samples" else ""
+            travel = f"{found['travel'] / 1e9:.0f}" if found["travel"] else ""
+            cells = [stage, model, found["micro_batch_size"], f"{found['peak'] / 1e9:.0f}"]
+            cells += [largest_micro_batch(args) or "none", hours, f"{found['host'] / 1e9:.0f}", travel]
+            cells += [fitting_words(replace(args, gpus=1, gpu_memory=memory)) for memory in (80, 24)]
             text += f"| {' | '.join(map(str, cells))} |\n"
     return text
 
@@ -215,7 +358,7 @@ def table() -> str:
 def main(args: Args):
     if args.table:
         text = "# Memory and time by the arithmetic of benchmark/plan.py: nothing here was run on a GPU\n\n" + table()
-        Path(args.output).write_text(text)
+        Path(args.output_dir, "plan.md").write_text(text)
         print(text)
         return
     if args.stage is None:
@@ -237,6 +380,14 @@ def main(args: Args):
         print(f"batch of {batch} = {args.gpus} x {found['micro_batches']} micro-batches of {found['micro_batch_size']}")
     largest = largest_micro_batch(args) or "none"
     print(f"{peak:.1f} GB {'fits' if peak <= memory else 'does NOT fit'} {memory:g} GB; largest micro-batch: {largest}")
+    if found["travel"]:
+        seconds = f"{found['travel_seconds']:.2f} s at {args.link:g} GB/s (an assumption)"
+        print(f"travel: {found['travel'] / 1e9:.1f} GB of offloaded models to each device in an update, {seconds}")
+    else:
+        print("travel: none, no model is offloaded")
+    processes = min(args.gpus, args.gpus_per_machine)
+    host = f"{found['host'] / 1e9:.0f} GB = {processes} x {found['host_process'] / 1e9:.1f}"
+    print(f"a machine's memory at the start: {host} (models as they are loaded, and what stays)")
     if args.stage != "samples":  # whose time is that of reading weights, not of arithmetic
         print(
             f"about {found['hours']:.1f} h for {items:,} items at {args.flops:g} TFLOP/s, without evaluation and saving"

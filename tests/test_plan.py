@@ -1,6 +1,7 @@
 """benchmark/plan.py against what transformers, torch and the stages make: parameters, and bytes that are allocated."""
 
 import itertools
+from dataclasses import replace
 
 import plan
 import pytest
@@ -42,6 +43,85 @@ def test_batches_are_those_of_the_scripts(stage):
     if stage == "ppo":  # the others go over their data once
         assert items == args.total_episodes
         assert (plan.RESPONSE, plan.FORWARD_ROWS) == (args.response_length, args.forward_batch_size)
+        assert plan.PPO_EPOCHS == args.num_ppo_epochs and args.num_mini_batches == 1
+        expected = {"1b": 256, "2.8b": 128, "6.9b": 64}
+        assert plan.SAMPLE_ROWS == expected == getattr(ppo, "SAMPLE_BATCH_SIZES", expected)
+
+
+def frozen_by_module(model, zero: int) -> int:
+    """Bytes of a frozen model, counted over its modules: linear layers in bfloat16, under DeepSpeed the rest, too, but
+    the score head in float32."""
+    total = 0
+    for name, module in model.named_modules():
+        numbers = sum(x.numel() for x in module.parameters(recurse=False))
+        short = isinstance(module, torch.nn.Linear) or zero
+        total += numbers * (2 if short and name != "score" else 4)
+    return total
+
+
+def models_of(model: str):
+    """A language model and a reward model, without their numbers."""
+    with torch.device("meta"):
+        language = GPTNeoXForCausalLM(config(*plan.SHAPES[model]))
+        classifier = GPTNeoXForSequenceClassification(config(*plan.SHAPES[model]))
+        classifier.score = reward.ScalarHead(plan.SHAPES[model][0], 1)
+    return language, classifier
+
+
+@pytest.mark.parametrize("model", ["1b", "2.8b", "6.9b"])
+@pytest.mark.parametrize("zero", [0, 2])
+def test_travel_is_the_frozen_models_once_an_update(model, zero):
+    language, classifier = models_of(model)
+    expected = frozen_by_module(language, zero) + 2 * frozen_by_module(classifier, zero)
+    args = plan.Args("ppo", model=model, zero=zero, reward_models=2, offload=True, link=10)
+    found = plan.plan(args)
+    assert found["travel"] == expected
+    assert found["travel_seconds"] == pytest.approx(expected / 1e10)
+    here = plan.plan(replace(args, offload=False))
+    assert here["travel"] == 0 and here["terms"]["sampling"]["frozen models"] == expected
+    assert found["hours"] - here["hours"] == pytest.approx(1953 * expected / 1e10 / 3600)
+
+
+def test_a_travel_of_27_gb_takes_a_second():
+    found = plan.plan(plan.Args("ppo", model="6.9b"))
+    assert round(found["travel"] / 1e9, 1) == 27.0 and round(found["travel_seconds"], 2) == 1.08
+    assert plan.plan(plan.Args("sft", model="6.9b"))["travel"] == 0
+
+
+def test_machine_memory_by_hand():
+    """6.9b, width 4096 and 32 layers: the frozen models' page-locked copies, each tensor rounded up to a power of two,
+    and beside them the policy in float32."""
+    kib, mib = 2**10, 2**20
+    matrices = (128 + 32 + 128 + 128) * mib  # queries, keys and values have 96 MiB
+    vectors = (32 + 8 + 32 + 8) * kib + 4 * 8 * kib  # biases (the first has 24 KiB), two norms
+    body = 32 * (matrices + vectors) + 512 * mib + 2 * 8 * kib  # the embedding has 394 MiB
+    reward_model, reference = body + 16 * kib + 4, body + 512 * mib
+    language = 4 * 6_857_302_016
+    found = plan.plan(plan.Args("ppo", model="6.9b", gpus=16))
+    assert found["host_process"] == reward_model + reference + language
+    assert found["host"] == 8 * found["host_process"]
+    assert round(found["host"] / 1e9) == 456
+    assert plan.plan(plan.Args("ppo", model="6.9b", gpus=16, gpus_per_machine=4))["host"] == found["host"] / 2
+    assert plan.plan(plan.Args("ppo", model="6.9b", offload=False))["host_process"] == language
+
+
+def test_machine_memory_with_the_optimizer_there():
+    """2.8b on one GPU: Adam's states and float32 weights, 12 bytes for each parameter of policy and value model."""
+    language, classifier = models_of("2.8b")
+    trained = language.num_parameters() + classifier.num_parameters()
+    args = plan.Args("ppo", model="2.8b", gpus=1, offload_optimizer=True)
+    assert plan.plan(args)["host"] == 12 * trained
+    assert plan.plan(replace(args, gpus=4))["host_process"] == 12 * trained / 4
+    for changed in (replace(args, gpus=8), replace(args, offload_optimizer=False)):  # a model in float32 is more
+        assert plan.plan(changed)["host_process"] == 4 * language.num_parameters()
+
+
+def test_passes_of_ppo():
+    """An update of 512 episodes of 565 tokens at 1b is 13.9 PFLOP. The plan has 9 % more: the head at every token."""
+    update = plan.item_flop("ppo", "1b", 1) / plan.TOKENS["ppo"] * 565 * 512
+    assert update / 13.9e15 == pytest.approx(1.09, abs=0.01)
+    one_pass = plan.item_flop("sft", "1b", 1) / 3 / plan.TOKENS["sft"]
+    assert plan.item_flop("ppo", "1b", 2) / plan.TOKENS["ppo"] == pytest.approx(30 * one_pass)
 
 
 def tokens(*shape) -> torch.Tensor:
