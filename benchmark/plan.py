@@ -326,15 +326,14 @@ def fitting(args: Args) -> tuple[str, Args] | None:
     return None
 
 
-def fitting_words(args: Args) -> str:
+def words(found: tuple[str, Args] | None) -> str:
     """What `fitting` finds, for a cell of a table."""
-    found = fitting(args)
     if found is None:
         return "no"
-    way, changed = found
-    chosen = plan(args)["sample_batch_size"]
-    fewer = f", --sample-batch-size {changed.sample_batch_size}" if changed.sample_batch_size < chosen else ""
-    return f"{changed.micro_batch_size}, {way}{fewer}"
+    way, args = found
+    chosen = plan(replace(args, sample_batch_size=None))["sample_batch_size"]
+    fewer = f", --sample-batch-size {args.sample_batch_size}" if args.sample_batch_size < chosen else ""
+    return f"{args.micro_batch_size}, {way}{fewer}"
 
 
 def table() -> str:
@@ -350,9 +349,312 @@ def table() -> str:
             travel = f"{found['travel'] / 1e9:.0f}" if found["travel"] else ""
             cells = [stage, model, found["micro_batch_size"], f"{found['peak'] / 1e9:.0f}"]
             cells += [largest_micro_batch(args) or "none", hours, f"{found['host'] / 1e9:.0f}", travel]
-            cells += [fitting_words(replace(args, gpus=1, gpu_memory=memory)) for memory in (80, 24)]
+            cells += [words(fitting(replace(args, gpus=1, gpu_memory=memory))) for memory in (80, 24)]
             text += f"| {' | '.join(map(str, cells))} |\n"
     return text
+
+
+# ==== the study at scale ==========================================================================
+# Assumptions, none of them measured here.
+
+SEEDS = 4
+PEAK = 989e12  # FLOP/s of an H100 in bfloat16, dense
+SHARES = (0.3, 0.5)  # of the peak, that arithmetic keeps up
+MEMORY_SPEED = 3.35e12 * 0.5  # bytes/s: half of what an H100's memory can, for decoding
+WITHIN = 300e9  # bytes/s that a device sends in an all-reduce within a machine (NVLink: 450 GB/s each way)
+BETWEEN = 40e9  # the same between machines (one network card of 400 Gb/s, 50 GB/s, for each device)
+# bytes of an episode that every process gathers: tokens, two masks, four float32 numbers a token, three numbers a row
+GATHERED = (QUERY + RESPONSE) * 8 + 2 * RESPONSE + 4 * 4 * RESPONSE + 20
+TRAINING = ("sft", "reward", "dpo", "ppo")
+
+
+def run_of_study(stage: str, model: str, gpus: int) -> tuple[str, Args] | None:
+    """The first of WAYS in which a run fits GPUs of 80 GB, and the run in it: the script's micro-batch, or the largest
+    that fits. None if none does."""
+    args = Args(stage, model=model, gpus=gpus)
+    found = fitting(args)
+    if found is None:
+        return None
+    way, fits = found
+    return way, replace(fits, micro_batch_size=min(fits.micro_batch_size, plan(args)["micro_batch_size"]))
+
+
+def decoding_bytes(args: Args) -> dict[str, float]:
+    """Bytes that a device reads in an update's decoding: for each token the weights once for a group of rows, and the
+    keys and values of all columns of the static cache for each row. The embedding is looked up, the head is read."""
+    width, layers, _, vocab = SHAPES[args.model]
+    share = STAGES["ppo"][0] // args.gpus
+    groups = -(-share // plan(args)["sample_batch_size"])
+    weights = 2 * body_parameters(width, layers, vocab)
+    cached = (QUERY + RESPONSE) * key_value_bytes(width, layers)
+    return {"weights": float(RESPONSE * groups * weights), "keys and values": float(RESPONSE * share * cached)}
+
+
+def exchange_bytes(args: Args) -> float:
+    """Bytes that a device sends in an update. DDP: an all-reduce of float32 gradients at every optimiser step, each
+    number twice. DeepSpeed's ZeRO-2: an all-reduce in bfloat16 at every micro-batch, since no device keeps all
+    gradients (allreduce_and_scatter in its stage_1_and_2.py, 0.19.8), and the new weights at every step."""
+    width, layers, _, vocab = SHAPES[args.model]
+    trained, _ = parameters(args.stage, width, layers, vocab, args.reward_models)
+    steps = PPO_EPOCHS if args.stage == "ppo" else 1
+    numbers = 2 * plan(args)["micro_batches"] + 1 if args.zero else 2
+    size = 2 if args.zero else 4
+    return steps * numbers * size * trained * (args.gpus - 1) / args.gpus
+
+
+def update_seconds(args: Args, share: float) -> dict[str, float]:
+    """Seconds of an update, one thing after the other: {"arithmetic", "exchange", "decoding", "travel"}. share: of the
+    peak, that arithmetic keeps up."""
+    batch = STAGES[args.stage][0]
+    flop = item_flop(args.stage, args.model, args.reward_models) * batch
+    speed = WITHIN if args.gpus <= args.gpus_per_machine else BETWEEN
+    return {
+        "arithmetic": flop / (args.gpus * PEAK * share),
+        "exchange": exchange_bytes(args) / speed,
+        "decoding": sum(decoding_bytes(args).values()) / MEMORY_SPEED if args.stage == "ppo" else 0.0,
+        "travel": plan(args)["travel_seconds"],
+    }
+
+
+def study_hours(model: str, gpus: int, share: float) -> dict[str, float] | None:
+    """Hours of a run of each stage on this many devices; None if one of the stages fits in no way."""
+    hours = {}
+    for stage in TRAINING:
+        found = run_of_study(stage, model, gpus)
+        if found is None:
+            return None
+        batch, items, _ = STAGES[stage]
+        hours[stage] = sum(update_seconds(found[1], share).values()) * (items // batch) / 3600
+    return hours
+
+
+def one_after_another(hours: dict[str, float]) -> float:
+    """Hours of all runs of a size, 5 for each seed: PPO twice, the second with whitened rewards."""
+    return SEEDS * (hours["sft"] + hours["reward"] + hours["dpo"] + 2 * hours["ppo"])
+
+
+def side_by_side(hours: dict[str, float]) -> float:
+    """Hours with two places for each seed: SFT, then reward and DPO at a time, then both PPOs at a time."""
+    return hours["sft"] + max(hours["reward"], hours["dpo"]) + hours["ppo"]
+
+
+def percent(share: float) -> str:
+    """A share as a whole number of percent."""
+    return f"{100 * share:.0f} %"
+
+
+def markdown(header: list[str], rows: list[list]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def fits_table() -> str:
+    """What each run of the study needs on 1, 8 and 64 GPUs."""
+    rows = []
+    for model in PAPER:
+        for gpus in (1, 8, 64):
+            cells, found = [], []
+            for stage in TRAINING:
+                run = run_of_study(stage, model, gpus)
+                cells.append(words(run))
+                found += [plan(run[1])] if run else []
+            peak = max(one["peak"] for one in found) / 1e9
+            host = max(one["host"] for one in found) / 1e9
+            rows.append([model, gpus, *cells, f"{peak:.0f}", f"{host:.0f}"])
+    header = ["model", "GPUs of a run", *TRAINING, "GB of a GPU, at most", "GB of a machine at the start, at most"]
+    return markdown(header, rows)
+
+
+def hours_table() -> str:
+    """The study's hours on 1, 8 and 64 GPUs, a size at a time and all of them."""
+    ways = [
+        ("1", 1, one_after_another),
+        ("8, a run at a time", 8, one_after_another),
+        ("64, a run at a time", 64, one_after_another),
+        ("64, 8 runs of 8", 8, side_by_side),
+    ]
+    rows = []
+    for name, gpus, together in ways:
+        cells = []
+        for share in SHARES:
+            sizes = [study_hours(model, gpus, share) for model in PAPER]
+            hours = [together(found) if found else None for found in sizes]
+            cells += [f"{one:.1f}" if one else "does not fit" for one in hours]
+            cells.append(f"{sum(hours):.1f}" if all(hours) else "does not fit")
+        rows.append([name, *cells])
+    header = ["GPUs"]
+    for share in SHARES:
+        header += [f"{name}, {percent(share)}" for name in (*PAPER, "all three")]
+    return markdown(header, rows)
+
+
+def update_table() -> str:
+    """An update of PPO, term by term."""
+    rows = []
+    for model in PAPER:
+        for gpus in (1, 8, 64):
+            run = run_of_study("ppo", model, gpus)
+            if run is None:
+                continue
+            low, high = (update_seconds(run[1], share) for share in SHARES)
+            larger = replace(run[1], micro_batch_size=largest_micro_batch(run[1]))
+            exchange = update_seconds(larger, SHARES[0])["exchange"]
+            cells = [f"{seconds['arithmetic']:.2f}" for seconds in (low, high)]
+            cells += [f"{high[term]:.2f}" for term in ("decoding", "travel", "exchange")]
+            cells += [f"{larger.micro_batch_size}: {exchange:.2f}", *(f"{sum(x.values()):.1f}" for x in (low, high))]
+            rows.append([model, gpus, run[1].micro_batch_size, *cells])
+    header = ["model", "GPUs", "micro-batch", "arithmetic, 30 %", "50 %", "decoding", "travel", "exchange"]
+    header += ["exchange with the largest micro-batch", "sum, 30 %", "50 %"]
+    return markdown(header, rows)
+
+
+def limits(model: str) -> dict[str, str]:
+    """What stops a run of PPO from scaling, with its number; two numbers are those of 8 and of 64 GPUs."""
+    runs = [run_of_study("ppo", model, gpus)[1] for gpus in (8, 64)]
+    seconds = [update_seconds(run, SHARES[1]) for run in runs]
+    sums = [sum(one.values()) for one in seconds]
+    batch = STAGES["ppo"][0]
+    gathered = GATHERED * batch
+    read = [decoding_bytes(run) for run in runs]
+    micro, pairs = (run_of_study(stage, model, 64)[1].micro_batch_size for stage in ("ppo", "reward"))
+    width, layers, _, vocab = SHAPES[model]
+    trained, _ = parameters("ppo", width, layers, vocab, 1)
+
+    def shares(term: str) -> str:
+        return ", ".join(percent(one[term] / total) for one, total in zip(seconds, sums, strict=True))
+
+    return {
+        "gathering the whole batch: MB an update": f"{gathered / 1e6:.1f}",
+        "the same between machines, ms": f"{gathered / BETWEEN * 1e3:.2f}",
+        "travel of frozen models: share of an update": shares("travel"),
+        "episodes of a device": ", ".join(str(batch // run.gpus) for run in runs),
+        "weights' share of what decoding reads": ", ".join(percent(x["weights"] / sum(x.values())) for x in read),
+        "decoding: share of an update": shares("decoding"),
+        "decoding: times faster on 64 than on 8": f"{seconds[0]['decoding'] / seconds[1]['decoding']:.1f}",
+        "tokens of a micro-batch on 64: PPO's": str(micro * TOKENS["ppo"]),
+        "tokens of a micro-batch on 64: reward.py's": str(pairs * TOKENS["reward"]),
+        "exchange: GB sent by a device at an optimiser step": ", ".join(
+            f"{exchange_bytes(run) / PPO_EPOCHS / 1e9:.0f}" for run in runs
+        ),
+        "exchange: share of an update": shares("exchange"),
+        "GB of a device's own gradients in bfloat16": f"{2 * trained / 1e9:.0f}",
+        "an update: times faster on 64 than on 8": f"{sums[0] / sums[1]:.1f}",
+    }
+
+
+def limits_table() -> str:
+    """The limits of every size."""
+    found = [limits(model) for model in PAPER]
+    return markdown(["PPO, 50 % of the peak", *PAPER], [[name, *(one[name] for one in found)] for name in found[0]])
+
+
+def serial_table() -> str:
+    """What is serial in the study: one seed's SFT, reward model and PPO, on 8 GPUs."""
+    rows = []
+    for model in PAPER:
+        for share in SHARES:
+            hours = study_hours(model, 8, share)
+            serial = hours["sft"] + hours["reward"] + hours["ppo"]
+            cells = [f"{hours[stage]:.2f}" for stage in TRAINING]
+            rows.append([model, percent(share), *cells, f"{serial:.1f}", f"{side_by_side(hours):.1f}"])
+    return markdown(["model", "share of the peak", *TRAINING, "SFT, reward, PPO", "the study on 64"], rows)
+
+
+def scale() -> str:
+    """Markdown: the whole study on 1, 8 and 64 H100s, and where it stops scaling."""
+    hours = {share: {model: study_hours(model, 8, share) for model in PAPER} for share in SHARES}
+    together = [sum(side_by_side(one) for one in hours[share].values()) for share in SHARES]
+    over_64 = [sum(one_after_another(study_hours(model, 64, share)) for model in PAPER) for share in SHARES]
+    faster = "8 runs of 8 GPUs side by side are" if together[0] < over_64[0] else "one run at a time over all 64 is"
+    against, longest = [], []
+    for share, pair in zip(SHARES, zip(together, over_64, strict=True), strict=True):
+        times = f"{max(pair) / min(pair):.1f} times"
+        against.append(f"- at {percent(share)} of the peak {min(pair):.0f} h against {max(pair):.0f} h, {times}")
+        most = max(side_by_side(one) for one in hours[share].values())
+        longest.append(f"- at {percent(share)} of the peak {most:.1f} h")
+    ridge = PEAK * SHARES[1] / MEMORY_SPEED  # tokens whose 2 FLOP a weight take as long as reading its 2 bytes
+    columns, prefix, _ = COLUMNS["ppo"]
+    slow = update_seconds(run_of_study("ppo", "6.9b", 8)[1], SHARES[1])
+    exchange, update = f"{slow['exchange']:.0f}", f"{sum(slow.values()):.0f}"
+    line = "\n"
+    assumptions = [
+        ["arithmetic", f"{percent(SHARES[0])} and {percent(SHARES[1])} of {PEAK / 1e12:.0f} TFLOP/s (bfloat16, dense)"],
+        ["tokens of an item, padding not counted", ", ".join(f"{stage} {TOKENS[stage]}" for stage in TRAINING)],
+        ["the head", "counted at every token: for PPO at 1b 9 % too much, at 565 tokens an episode"],
+        ["decoding", f"bound by bytes, at half of 3.35 TB/s; {RESPONSE} steps in every update"],
+        ["what a step reads", f"the weights once a group, keys and values of {QUERY + RESPONSE} columns a row"],
+        ["page-locked memory to a GPU", f"{Args().link:g} GB/s (PCIe 5 that neighbours share)"],
+        ["all-reduce within a machine of 8", f"{WITHIN / 1e9:.0f} GB/s sent by each GPU (NVLink)"],
+        ["all-reduce between machines", f"{BETWEEN / 1e9:.0f} GB/s sent by each GPU (a card of 400 Gb/s each)"],
+        ["overlap", "none: arithmetic, decoding, travel and exchange come one after the other"],
+        ["memory", f"80 GB a GPU, of which {Args().reserve:g} GB for what is not counted; one reward model"],
+        [
+            "not counted",
+            "Adam's step in the machine's memory (zero2_offload), evaluation, saving, start, data, samples",
+        ],
+    ]
+    return f"""# The study at scale, by the arithmetic of benchmark/plan.py: nothing here was run on a GPU
+
+`python benchmark/plan.py --scale` writes this page. Every speed on it is an assumption: nobody has measured which share
+of the peak these scripts keep up on a GPU.
+
+{markdown(["assumption", "value"], assumptions)}
+## What a run needs
+
+The configuration is the first that fits of plain (one process, or DDP), ZeRO-2, zero2_offload, and that with --offload.
+Before it stands the micro-batch: the script's, or the largest that fits. At 6.9b PPO's frozen models are offloaded by
+default.
+
+{fits_table()}
+## Hours of the study
+
+A size is 20 runs: SFT, reward model, PPO, PPO with whitened rewards and DPO, with {SEEDS} seeds. "A run at a time" adds
+them up. "8 runs of 8" gives each seed two places of 8 GPUs: SFT, then reward model and DPO, then both PPOs. The sizes
+follow each other.
+
+{hours_table()}
+On 64 GPUs **{faster} faster** for the study of all sizes:
+
+{line.join(against)}
+
+One run at a time would draw level if an update were about 8 times faster on 64 GPUs than on 8. The last line of the
+limits says what it is.
+
+## An update of PPO, in seconds
+
+{update_table()}
+## Where a run stops scaling
+
+Two numbers are those of 8 and of 64 GPUs.
+
+{limits_table()}
+- **Exchange of gradients** is the first limit. Under ZeRO-2 no device keeps all gradients. So DeepSpeed 0.19.8 sums
+  them over the devices at every micro-batch, not at every optimiser step (`allreduce_and_scatter` in its
+  `stage_1_and_2.py`: read, not measured). At 6.9b on 8 GPUs that is {exchange} s of an update of {update} s.
+  A larger micro-batch is the remedy where memory allows it: the table of an update has its number. DeepSpeed's
+  `coalesce_grad_reduction` would sum once a step, and hold a device's own gradients until then.
+- **Decoding** reads all weights for each token, however few rows a device has. With 8 rows it is bound by the weights.
+- **Travel** of the frozen models takes the same time on any number of GPUs.
+- **Micro-batches** have a floor. With fewer than {ridge:.0f} tokens a pass is bound by reading the weights, at
+  {percent(SHARES[1])} of the peak and half of the memory's speed. A pass goes in two parts. The second, for the response, has up to
+  {columns - prefix} tokens an episode: with {ridge // (columns - prefix):.0f} episodes or fewer it is below the floor.
+- **Gathering the batch** costs nothing: every process holds tokens and numbers of all episodes, no hidden states.
+- **Batches** end it: reward.py and dpo.py split over 64 GPUs at most, sft.py over 128, ppo.py over 512.
+
+## The Slurm array
+
+`benchmark/submit.sh` submits an array for each stage and size, whose tasks are the seeds. Seeds, sizes, both PPOs, and
+DPO beside the reward model need not wait for each other. Serial is one seed's SFT, reward model, PPO. Hours on 8 GPUs:
+
+{serial_table()}
+Three sizes of {SEEDS} seeds with two places are {3 * SEEDS * 2} runs at a time on {3 * SEEDS * 2 * 8} GPUs. The study
+then takes as long as 6.9b alone:
+
+{line.join(longest)}
+
+More GPUs help only within a run, where the limits above hold.
+"""
 
 
 def main(args: Args):
@@ -361,8 +663,13 @@ def main(args: Args):
         Path(args.output_dir, "plan.md").write_text(text)
         print(text)
         return
+    if args.scale:
+        text = scale()
+        Path(args.output_dir, "scale.md").write_text(text)
+        print(text)
+        return
     if args.stage is None:
-        fail("which stage? sft, reward, dpo, ppo or samples; or --table for all")
+        fail("which stage? sft, reward, dpo, ppo or samples; or --table, --scale for all")
     found = plan(args)
     peak, memory = found["peak"] / 1e9, args.gpu_memory
     zero = f", ZeRO-{args.zero}" * (args.stage != "samples")

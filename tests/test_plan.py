@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import plan
 import pytest
@@ -188,10 +189,57 @@ def test_states_of_a_plain_run_are_what_torch_allocates():
     assert adam == pytest.approx(expected["optimizer"], rel=1e-3)  # and counts of steps
 
 
+def test_keys_and_values_of_a_token():
+    sizes = [plan.key_value_bytes(*plan.SHAPES[model][:2]) for model in plan.PAPER]
+    assert sizes == [128 * 2**10, 320 * 2**10, 512 * 2**10]
+
+
+def test_ppo_at_6_9b_in_the_scale_page_by_hand():
+    """8 GPUs at half of the peak: 64 episodes each, in 32 micro-batches of 2 and one group of samples."""
+    language, classifier = models_of("6.9b")
+    trained = language.num_parameters() + classifier.num_parameters()
+    read = language.num_parameters() - 50432 * 4096  # without the embedding, which is looked up
+    arithmetic = 2 * read * 390 * 512 * (2 * (3 * 4 + 1) + 3) / (8 * 989e12 / 2)
+    decoding = 53 * (2 * read + 64 * 565 * 512 * 2**10) / (3.35e12 / 2)
+    travel = 27.016e9 / 25e9
+    exchange = 4 * (32 * 2 + 1) * 2 * trained * 7 / 8 / 300e9  # 32 all-reduces and the new weights, a step
+    expected = {"arithmetic": arithmetic, "decoding": decoding, "travel": travel, "exchange": exchange}
+    way, run = plan.run_of_study("ppo", "6.9b", 8)
+    assert way == "ZeRO-2"
+    assert plan.update_seconds(run, 0.5) == pytest.approx(expected, rel=1e-3)
+    hours = plan.study_hours("6.9b", 8, 0.5)
+    assert hours["ppo"] == pytest.approx(1953 * sum(expected.values()) / 3600, rel=1e-3)
+    assert plan.one_after_another(hours) == pytest.approx(186.9, abs=0.1)
+    assert plan.side_by_side(hours) == pytest.approx(23.5, abs=0.1)
+
+
+def test_a_run_over_two_groups_and_ddp():
+    """1b on one GPU samples 512 episodes in two groups and exchanges nothing. On 8, DDP sends float32 gradients."""
+    language, classifier = models_of("1b")
+    trained = language.num_parameters() + classifier.num_parameters()
+    read = language.num_parameters() - 50304 * 2048
+    way, alone = plan.run_of_study("ppo", "1b", 1)
+    assert way == "plain" and plan.exchange_bytes(alone) == 0
+    cached = 512 * 565 * 128 * 2**10
+    assert plan.decoding_bytes(alone) == {"weights": 53 * 2 * 2 * read, "keys and values": 53 * cached}
+    way, run = plan.run_of_study("ppo", "1b", 8)
+    assert way == "plain" and plan.exchange_bytes(run) == 4 * 2 * 4 * trained * 7 / 8
+    assert plan.study_hours("6.9b", 1, 0.5) is None  # PPO does not fit
+
+
+@pytest.mark.parametrize("page", ["plan", "scale"])
+def test_pages_are_what_the_plan_writes(page, tmp_path):
+    plan.main(plan.Args(table=page == "plan", scale=page == "scale", output_dir=str(tmp_path)))
+    written = Path(plan.__file__).parent / "results" / f"{page}.md"
+    assert (tmp_path / f"{page}.md").read_text() == written.read_text()
+
+
 def test_what_fits_and_what_does_not(capsys):
     plan.main(plan.Args("ppo", model="6.9b"))
     said = capsys.readouterr().out
     assert "batch of 512 = 8 x 32 micro-batches of 2" in said and "GB fits 80 GB" in said
+    assert "travel: 27.0 GB" in said and "1.08 s at 25 GB/s (an assumption)" in said
+    assert "a machine's memory at the start: 456 GB = 8 x 57.0" in said
     plan.main(plan.Args("ppo", model="6.9b", offload=False))
     assert "GB does NOT fit 80 GB; largest micro-batch: none" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="a batch of 128 does not split over 7 devices"):
