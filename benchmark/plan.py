@@ -637,8 +637,8 @@ Two numbers are those of 8 and of 64 GPUs.
 - **Decoding** reads all weights for each token, however few rows a device has. With 8 rows it is bound by the weights.
 - **Travel** of the frozen models takes the same time on any number of GPUs.
 - **Micro-batches** have a floor. With fewer than {ridge:.0f} tokens a pass is bound by reading the weights, at
-  {percent(SHARES[1])} of the peak and half of the memory's speed. A pass goes in two parts. The second, for the response, has up to
-  {columns - prefix} tokens an episode: with {ridge // (columns - prefix):.0f} episodes or fewer it is below the floor.
+  {percent(SHARES[1])} of the peak and half of the memory's speed. A pass goes in two parts. The second, for the
+  response, has up to {columns - prefix} tokens an episode: with {ridge // (columns - prefix):.0f} episodes or fewer it is below the floor.
 - **Gathering the batch** costs nothing: every process holds tokens and numbers of all episodes, no hidden states.
 - **Batches** end it: reward.py and dpo.py split over 64 GPUs at most, sft.py over 128, ppo.py over 512.
 
