@@ -121,10 +121,11 @@ def tensors(width: int, layers: int, vocab: int, head: bool) -> list[tuple[str, 
 
 def frozen_bytes(found: list[tuple[str, int, int]], zero: int, pinned: bool = False) -> float:
     """Bytes of a frozen model. Linear layers are bfloat16; the rest is, too, under DeepSpeed, but for the score head.
-    pinned: of its page-locked copy, for which torch's allocator rounds each tensor up to a power of two."""
+    pinned: of its page-locked copy."""
     total = 0
     for kind, numbers, count in found:
         size = numbers * (2 if kind == "linear" or (zero and kind == "other") else 4)
+        # torch's allocator of page-locked memory rounds each tensor up to a power of two (CachingHostAllocator.h)
         total += count * (1 << (size - 1).bit_length() if pinned else size)
     return float(total)
 
@@ -575,6 +576,7 @@ def scale() -> str:
         longest.append(f"- at {percent(share)} of the peak {most:.1f} h")
     ridge = PEAK * SHARES[1] / MEMORY_SPEED  # tokens whose 2 FLOP a weight take as long as reading its 2 bytes
     columns, prefix, _ = COLUMNS["ppo"]
+    few = ridge // (columns - prefix)
     slow = update_seconds(run_of_study("ppo", "6.9b", 8)[1], SHARES[1])
     exchange, update = f"{slow['exchange']:.0f}", f"{sum(slow.values()):.0f}"
     line = "\n"
@@ -638,7 +640,7 @@ Two numbers are those of 8 and of 64 GPUs.
 - **Travel** of the frozen models takes the same time on any number of GPUs.
 - **Micro-batches** have a floor. With fewer than {ridge:.0f} tokens a pass is bound by reading the weights, at
   {percent(SHARES[1])} of the peak and half of the memory's speed. A pass goes in two parts. The second, for the
-  response, has up to {columns - prefix} tokens an episode: with {ridge // (columns - prefix):.0f} episodes or fewer it is below the floor.
+  response, has up to {columns - prefix} tokens an episode: with {few:.0f} episodes or fewer it is below the floor.
 - **Gathering the batch** costs nothing: every process holds tokens and numbers of all episodes, no hidden states.
 - **Batches** end it: reward.py and dpo.py split over 64 GPUs at most, sft.py over 128, ppo.py over 512.
 
