@@ -1,6 +1,8 @@
 """benchmark/plan.py against what transformers, torch and the stages make: parameters, and bytes that are allocated."""
 
 import itertools
+from dataclasses import replace
+from pathlib import Path
 
 import plan
 import pytest
@@ -42,6 +44,85 @@ def test_batches_are_those_of_the_scripts(stage):
     if stage == "ppo":  # the others go over their data once
         assert items == args.total_episodes
         assert (plan.RESPONSE, plan.FORWARD_ROWS) == (args.response_length, args.forward_batch_size)
+        assert plan.PPO_EPOCHS == args.num_ppo_epochs and args.num_mini_batches == 1
+        expected = {"1b": 256, "2.8b": 128, "6.9b": 64}
+        assert plan.SAMPLE_ROWS == expected == getattr(ppo, "SAMPLE_BATCH_SIZES", expected)
+
+
+def frozen_by_module(model, zero: int) -> int:
+    """Bytes of a frozen model, counted over its modules: linear layers in bfloat16, under DeepSpeed the rest, too, but
+    the score head in float32."""
+    total = 0
+    for name, module in model.named_modules():
+        numbers = sum(x.numel() for x in module.parameters(recurse=False))
+        short = isinstance(module, torch.nn.Linear) or zero
+        total += numbers * (2 if short and name != "score" else 4)
+    return total
+
+
+def models_of(model: str):
+    """A language model and a reward model, without their numbers."""
+    with torch.device("meta"):
+        language = GPTNeoXForCausalLM(config(*plan.SHAPES[model]))
+        classifier = GPTNeoXForSequenceClassification(config(*plan.SHAPES[model]))
+        classifier.score = reward.ScalarHead(plan.SHAPES[model][0], 1)
+    return language, classifier
+
+
+@pytest.mark.parametrize("model", ["1b", "2.8b", "6.9b"])
+@pytest.mark.parametrize("zero", [0, 2])
+def test_travel_is_the_frozen_models_once_an_update(model, zero):
+    language, classifier = models_of(model)
+    expected = frozen_by_module(language, zero) + 2 * frozen_by_module(classifier, zero)
+    args = plan.Args("ppo", model=model, zero=zero, reward_models=2, offload=True, link=10)
+    found = plan.plan(args)
+    assert found["travel"] == expected
+    assert found["travel_seconds"] == pytest.approx(expected / 1e10)
+    here = plan.plan(replace(args, offload=False))
+    assert here["travel"] == 0 and here["terms"]["sampling"]["frozen models"] == expected
+    assert found["hours"] - here["hours"] == pytest.approx(1953 * expected / 1e10 / 3600)
+
+
+def test_a_travel_of_27_gb_takes_a_second():
+    found = plan.plan(plan.Args("ppo", model="6.9b"))
+    assert round(found["travel"] / 1e9, 1) == 27.0 and round(found["travel_seconds"], 2) == 1.08
+    assert plan.plan(plan.Args("sft", model="6.9b"))["travel"] == 0
+
+
+def test_machine_memory_by_hand():
+    """6.9b, width 4096 and 32 layers: the frozen models' page-locked copies, each tensor rounded up to a power of two,
+    and beside them the policy in float32."""
+    kib, mib = 2**10, 2**20
+    matrices = (128 + 32 + 128 + 128) * mib  # queries, keys and values have 96 MiB
+    vectors = (32 + 8 + 32 + 8) * kib + 4 * 8 * kib  # biases (the first has 24 KiB), two norms
+    body = 32 * (matrices + vectors) + 512 * mib + 2 * 8 * kib  # the embedding has 394 MiB
+    reward_model, reference = body + 16 * kib + 4, body + 512 * mib
+    language = 4 * 6_857_302_016
+    found = plan.plan(plan.Args("ppo", model="6.9b", gpus=16))
+    assert found["host_process"] == reward_model + reference + language
+    assert found["host"] == 8 * found["host_process"]
+    assert round(found["host"] / 1e9) == 456
+    assert plan.plan(plan.Args("ppo", model="6.9b", gpus=16, gpus_per_machine=4))["host"] == found["host"] / 2
+    assert plan.plan(plan.Args("ppo", model="6.9b", offload=False))["host_process"] == language
+
+
+def test_machine_memory_with_the_optimizer_there():
+    """2.8b on one GPU: Adam's states and float32 weights, 12 bytes for each parameter of policy and value model."""
+    language, classifier = models_of("2.8b")
+    trained = language.num_parameters() + classifier.num_parameters()
+    args = plan.Args("ppo", model="2.8b", gpus=1, offload_optimizer=True)
+    assert plan.plan(args)["host"] == 12 * trained
+    assert plan.plan(replace(args, gpus=4))["host_process"] == 12 * trained / 4
+    for changed in (replace(args, gpus=8), replace(args, offload_optimizer=False)):  # a model in float32 is more
+        assert plan.plan(changed)["host_process"] == 4 * language.num_parameters()
+
+
+def test_passes_of_ppo():
+    """An update of 512 episodes of 565 tokens at 1b is 13.9 PFLOP. The plan has 9 % more: the head at every token."""
+    update = plan.item_flop("ppo", "1b", 1) / plan.TOKENS["ppo"] * 565 * 512
+    assert update / 13.9e15 == pytest.approx(1.09, abs=0.01)
+    one_pass = plan.item_flop("sft", "1b", 1) / 3 / plan.TOKENS["sft"]
+    assert plan.item_flop("ppo", "1b", 2) / plan.TOKENS["ppo"] == pytest.approx(30 * one_pass)
 
 
 def tokens(*shape) -> torch.Tensor:
@@ -108,10 +189,57 @@ def test_states_of_a_plain_run_are_what_torch_allocates():
     assert adam == pytest.approx(expected["optimizer"], rel=1e-3)  # and counts of steps
 
 
+def test_keys_and_values_of_a_token():
+    sizes = [plan.key_value_bytes(*plan.SHAPES[model][:2]) for model in plan.PAPER]
+    assert sizes == [128 * 2**10, 320 * 2**10, 512 * 2**10]
+
+
+def test_ppo_at_6_9b_in_the_scale_page_by_hand():
+    """8 GPUs at half of the peak: 64 episodes each, in 32 micro-batches of 2 and one group of samples."""
+    language, classifier = models_of("6.9b")
+    trained = language.num_parameters() + classifier.num_parameters()
+    read = language.num_parameters() - 50432 * 4096  # without the embedding, which is looked up
+    arithmetic = 2 * read * 390 * 512 * (2 * (3 * 4 + 1) + 3) / (8 * 989e12 / 2)
+    decoding = 53 * (2 * read + 64 * 565 * 512 * 2**10) / (3.35e12 / 2)
+    travel = 27.016e9 / 25e9
+    exchange = 4 * (32 * 2 + 1) * 2 * trained * 7 / 8 / 300e9  # 32 all-reduces and the new weights, a step
+    expected = {"arithmetic": arithmetic, "decoding": decoding, "travel": travel, "exchange": exchange}
+    way, run = plan.run_of_study("ppo", "6.9b", 8)
+    assert way == "ZeRO-2"
+    assert plan.update_seconds(run, 0.5) == pytest.approx(expected, rel=1e-3)
+    hours = plan.study_hours("6.9b", 8, 0.5)
+    assert hours["ppo"] == pytest.approx(1953 * sum(expected.values()) / 3600, rel=1e-3)
+    assert plan.one_after_another(hours) == pytest.approx(186.9, abs=0.1)
+    assert plan.side_by_side(hours) == pytest.approx(23.5, abs=0.1)
+
+
+def test_a_run_over_two_groups_and_ddp():
+    """1b on one GPU samples 512 episodes in two groups and exchanges nothing. On 8, DDP sends float32 gradients."""
+    language, classifier = models_of("1b")
+    trained = language.num_parameters() + classifier.num_parameters()
+    read = language.num_parameters() - 50304 * 2048
+    way, alone = plan.run_of_study("ppo", "1b", 1)
+    assert way == "plain" and plan.exchange_bytes(alone) == 0
+    cached = 512 * 565 * 128 * 2**10
+    assert plan.decoding_bytes(alone) == {"weights": 53 * 2 * 2 * read, "keys and values": 53 * cached}
+    way, run = plan.run_of_study("ppo", "1b", 8)
+    assert way == "plain" and plan.exchange_bytes(run) == 4 * 2 * 4 * trained * 7 / 8
+    assert plan.study_hours("6.9b", 1, 0.5) is None  # PPO does not fit
+
+
+@pytest.mark.parametrize("page", ["plan", "scale"])
+def test_pages_are_what_the_plan_writes(page, tmp_path):
+    plan.main(plan.Args(table=page == "plan", scale=page == "scale", output_dir=str(tmp_path)))
+    written = Path(plan.__file__).parent / "results" / f"{page}.md"
+    assert (tmp_path / f"{page}.md").read_text() == written.read_text()
+
+
 def test_what_fits_and_what_does_not(capsys):
     plan.main(plan.Args("ppo", model="6.9b"))
     said = capsys.readouterr().out
     assert "batch of 512 = 8 x 32 micro-batches of 2" in said and "GB fits 80 GB" in said
+    assert "travel: 27.0 GB" in said and "1.08 s at 25 GB/s (an assumption)" in said
+    assert "a machine's memory at the start: 456 GB = 8 x 57.0" in said
     plan.main(plan.Args("ppo", model="6.9b", offload=False))
     assert "GB does NOT fit 80 GB; largest micro-batch: none" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="a batch of 128 does not split over 7 devices"):

@@ -12,7 +12,7 @@ import torch
 import yaml
 from test_plan import LAYERS, PAD, STAGES, VOCAB, WIDTH, config, peak_bytes, tokens
 from torch.profiler import ProfilerActivity, profile
-from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
+from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification, StaticCache
 
 import dpo
 import reward
@@ -95,3 +95,16 @@ def test_a_pass_without_gradient_allocates_what_the_plan_says(stage):
     peak = peak_bytes(profiled)
     expected = plan.forward_bytes(rows, columns, 448, WIDTH, LAYERS, 4)
     assert expected == pytest.approx(peak, rel=0.05)
+
+
+def test_sampling_allocates_what_the_plan_says():
+    rows = 4
+    model = GPTNeoXForCausalLM(config(WIDTH, LAYERS, 4, VOCAB))
+    queries = tokens(rows, plan.QUERY)
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        cache = StaticCache(model.config, max_cache_len=plan.QUERY + plan.RESPONSE)
+        model.base_model(queries, past_key_values=cache, use_cache=True)
+    peak = peak_bytes(profiled)
+    expected = plan.sampling_bytes(rows, WIDTH, LAYERS, VOCAB)
+    in_float32 = 2 * (expected["keys and values"] + expected["prefill"])
+    assert in_float32 == pytest.approx(peak, rel=0.05)
