@@ -40,7 +40,7 @@ TOKENS = {"sft": 385, "reward": 430, "dpo": 430, "ppo": 390, "samples": 0}
 EVALUATED = {"sft": (576, 0, 576), "reward": (2240, 1904, 0), "dpo": (2240, 1904, 336)}
 QUERY = 512  # columns of a query as stored
 RESPONSE, FORWARD_ROWS = 53, 32  # --response-length and --forward-batch-size of ppo.py and samples.py
-SAMPLE_ROWS = {"1b": 256, "2.8b": 128, "6.9b": 64}  # --sample-batch-size of ppo.py, 64 for other models
+SAMPLE_ROWS = {"1b": 256, "2.8b": 128, "6.9b": 64}  # --sample-batch-size of ppo.py, 32 for other models
 PPO_EPOCHS = 4  # --num-ppo-epochs, of one optimiser step each
 FORWARD_GROUP = 4  # --forward-batch-size of reward.py and dpo.py, in micro-batches
 GIB = 2**30
@@ -215,7 +215,7 @@ def plan(args: Args) -> dict:
         fail(f"a batch of {batch} does not split over {args.gpus} devices")
     share = batch // args.gpus or FORWARD_ROWS
     micro = args.micro_batch_size or min(chosen.get(args.model, 8), share)
-    sample_rows = min(args.sample_batch_size or SAMPLE_ROWS.get(args.model, 64), share)
+    sample_rows = min(args.sample_batch_size or SAMPLE_ROWS.get(args.model, 32), share)
     trained, frozen = parameters(args.stage, width, layers, vocab, args.reward_models)
     language, reward = (tensors(width, layers, vocab, head) for head in (True, False))
     offload = args.stage == "ppo" and (args.model == "6.9b" if args.offload is None else args.offload)
