@@ -20,6 +20,7 @@ import csv
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import statistics
@@ -183,13 +184,15 @@ def call(script: str, *flags):
 
 
 def run(command: list, log: Path) -> float:
-    """A command to its end, its output in a file; returns its peak memory in GiB."""
+    """A command to its end, its output in a file; returns its peak memory in GiB (that of the GPU under peak.py)."""
     with log.open("w") as output:
         child = subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     _, status, usage = os.wait4(child.pid, 0)
+    said = log.read_text()
     if status:
-        raise SystemExit(f"error: {shlex.join(map(str, command))}\n{log.read_text()[-3000:]}")
-    return usage.ru_maxrss / 2**20
+        raise SystemExit(f"error: {shlex.join(map(str, command))}\n{said[-3000:]}")
+    on_gpu = re.search(r"peak of the GPU's memory: (.*) GiB", said)  # of benchmark/peak.py
+    return float(on_gpu[1]) if on_gpu else usage.ru_maxrss / 2**20
 
 
 def ours(args: Args, work: Path, *flags) -> dict:
@@ -197,7 +200,15 @@ def ours(args: Args, work: Path, *flags) -> dict:
     the stage script with further flags."""
     folder = work / "runs" / args.stage
     shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, f"{args.stage}.py", "--model", work / "model", "--output-dir", folder]
+    command = [
+        sys.executable,
+        *["benchmark/peak.py"] * (args.device == "cuda"),
+        f"{args.stage}.py",
+        "--model",
+        work / "model",
+        "--output-dir",
+        folder,
+    ]
     if args.stage != "dpo":
         command += ["--dataset", work / ("few" if args.stage == "reward" else "sft")]
     command += ["--batch-size", args.batch_size, "--micro-batch-size", args.micro_batch_size]

@@ -211,6 +211,7 @@ def pytest_terminal_summary(terminalreporter):
     headers = {
         "invariance": ["run", "split", "lines of metrics", "largest relative difference", "where"],
         "deepspeed": ["stage", "engine", "mixed precision", "largest difference to float32", "of a loss of"],
+        "gpu": ["benchmark/gpu.sh, a tiny model on a CPU", "found"],
         "sampling": [
             "architecture",
             "rows",
@@ -225,7 +226,11 @@ def pytest_terminal_summary(terminalreporter):
         ],
         "parity": ["break", "quantities above their bounds", "the first"],
     }
-    titles = {"parity": "breaks of ours beside the authors' code", "sampling": "sampling beside generate()"}
+    titles = {
+        "parity": "breaks of ours beside the authors' code",
+        "sampling": "sampling beside generate()",
+        "gpu": "correctness",
+    }
     reports = terminalreporter.getreports("passed")
     for name, header in headers.items():
         rows = [value for report in reports for key, value in report.user_properties if key == name]
