@@ -272,7 +272,8 @@ def ppo_permutations(work: Path, batch_size: int, update: int, epochs: int) -> l
 
 def ppo(work: Path, patches, job: dict) -> dict:
     module = load("ppo.py", work, patches)
-    pad_id = module.load_tokenizer(job["model"]).pad_token_id
+    tokenizer = module.load_tokenizer(job["model"])
+    pad_id = tokenizer.pad_token_id
     given = {}  # (update, tokens of a query) -> its response
     for update, (queries, responses) in enumerate(zip(job["queries"], job["responses"], strict=True)):
         for query, response in zip(queries, responses, strict=True):
@@ -283,7 +284,9 @@ def ppo(work: Path, patches, job: dict) -> dict:
     def replay(generate):
         def sampled(model, queries, *more):
             keys = [(len(calls), tuple(row[row != pad_id].tolist())) for row in queries]
-            return torch.stack([given.get(key, any_response) for key in keys])
+            found = torch.stack([given.get(key, any_response) for key in keys])
+            found = module.truncate_response(found, tokenizer.eos_token_id, pad_id)
+            return found, torch.zeros(found.shape)  # what the sampler's log-probabilities were is not compared
 
         return sampled
 
