@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import make_reward_model, make_talker, read_metrics
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -116,6 +117,20 @@ def test_the_tokens_are_those_of_generate(name):
     found = compare(name, 120)
     assert found["rows that differ"] == found["of these ties"] and found["tokens"] > 120 * 40
     assert found["ended"] > 0 or name == "gpt2"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_reads_nothing_back_from_the_device(name, monkeypatch):
+    """Tensors without content: whatever asks for a value, which on a GPU would wait for it, fails. The first that asks
+    is the look for the end after the eighth token."""
+    monkeypatch.setattr(ppo, "longest_row", lambda tokens, pad_id: tokens.shape[1])  # once a group
+    with FakeTensorMode():
+        model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32, attn_implementation="sdpa").eval()
+        queries, keys = torch.zeros(4, 10, dtype=torch.long), torch.zeros(4, 2, dtype=torch.int32)
+        found, _ = ppo.generate(model, queries, Tokenizer(), 7, 0.7, keys, ppo.KeyValueCache(model.config, 18))
+        assert found.shape == (4, 7)
+        with pytest.raises(DataDependentOutputException):
+            ppo.generate(model, queries, Tokenizer(), 8, 0.7, keys, ppo.KeyValueCache(model.config, 18))
 
 
 @pytest.mark.long
