@@ -1,7 +1,9 @@
 """The pure helpers of the stages against the same formulas written out in plain Python: loops, math, no tensors."""
 
+import gc
 import math
 import random
+import weakref
 from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -562,3 +564,24 @@ def test_a_cache_keeps_nothing_of_the_group_before(small):
         assert found[i].tolist() == alone[0].tolist()
         length = int((alone[0] != tokenizer.pad_token_id).sum())
         assert close(logprobs[i, :length], its[0, :length])
+
+
+def test_a_rollout_has_one_cache_which_is_gone_before_training(small, monkeypatch):
+    model, tokenizer, _ = small
+    made, original = [], ppo.KeyValueCache
+
+    def watched(*args, **kwargs):
+        cache = original(*args, **kwargs)
+        made.append(weakref.ref(cache.layers[-1]))
+        return cache
+
+    monkeypatch.setattr(ppo, "KeyValueCache", watched)
+    queries = torch.randint(1, 300, (7, 20), generator=torch.Generator().manual_seed(1))
+    args = ppo.Args(response_length=4, sample_batch_size=3)
+    gc.disable()  # nothing waits for the collector
+    try:
+        keys = ppo.noise_keys(1, 1, list(range(7)))
+        ppo.sample(SimpleNamespace(autocast=nullcontext), model, queries, keys, tokenizer, args, 0.7)
+        assert [layer() for layer in made] == [None]
+    finally:
+        gc.enable()
