@@ -444,7 +444,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def markdown_table(header: list[str], rows: list[list]) -> str:
+def plain_table(header: list[str], rows: list[list]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
@@ -464,7 +464,7 @@ def fits_table() -> str:
             host = max(one["host"] for one in found) / 1e9
             rows.append([model, gpus, *cells, f"{peak:.0f}", f"{host:.0f}"])
     header = ["model", "GPUs of a run", *TRAINING, "GB of a GPU, at most", "GB of a machine at the start, at most"]
-    return markdown_table(header, rows)
+    return plain_table(header, rows)
 
 
 def hours_table() -> str:
@@ -487,7 +487,7 @@ def hours_table() -> str:
     header = ["GPUs"]
     for share in SHARES:
         header += [f"{name}, {percent(share)}" for name in (*PAPER, "all three")]
-    return markdown_table(header, rows)
+    return plain_table(header, rows)
 
 
 def update_table() -> str:
@@ -507,7 +507,7 @@ def update_table() -> str:
             rows.append([model, gpus, run[1].micro_batch_size, *cells])
     header = ["model", "GPUs", "micro-batch", "arithmetic, 30 %", "50 %", "decoding", "travel", "exchange"]
     header += ["exchange with the largest micro-batch", "sum, 30 %", "50 %"]
-    return markdown_table(header, rows)
+    return plain_table(header, rows)
 
 
 def limits(model: str) -> dict[str, str]:
@@ -547,9 +547,7 @@ def limits(model: str) -> dict[str, str]:
 def limits_table() -> str:
     """The limits of every size."""
     found = [limits(model) for model in PAPER]
-    return markdown_table(
-        ["PPO, 50 % of the peak", *PAPER], [[name, *(one[name] for one in found)] for name in found[0]]
-    )
+    return plain_table(["PPO, 50 % of the peak", *PAPER], [[name, *(one[name] for one in found)] for name in found[0]])
 
 
 def serial_table() -> str:
@@ -561,7 +559,7 @@ def serial_table() -> str:
             serial = hours["sft"] + hours["reward"] + hours["ppo"]
             cells = [f"{hours[stage]:.2f}" for stage in TRAINING]
             rows.append([model, percent(share), *cells, f"{serial:.1f}", f"{side_by_side(hours):.1f}"])
-    return markdown_table(["model", "share of the peak", *TRAINING, "SFT, reward, PPO", "the study on 64"], rows)
+    return plain_table(["model", "share of the peak", *TRAINING, "SFT, reward, PPO", "the study on 64"], rows)
 
 
 def scale() -> str:
@@ -603,7 +601,7 @@ def scale() -> str:
 `python benchmark/plan.py --scale` writes this page. Every speed on it is an assumption: nobody has measured which share
 of the peak these scripts keep up on a GPU.
 
-{markdown_table(["assumption", "value"], assumptions)}
+{plain_table(["assumption", "value"], assumptions)}
 ## What a run needs
 
 The configuration is the first that fits of plain (one process, or DDP), ZeRO-2, zero2_offload, and that with --offload.

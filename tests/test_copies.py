@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = ["sft.py", "reward.py", "ppo.py", "dpo.py", "ensembles/ppo.py", "llama2/reward.py"]
+STAGES = ["sft.py", "reward.py", "ppo.py", "dpo.py", "ensembles/ppo.py", "llama2/reward.py", "variants/rloo.py"]
 OURS = [
     *STAGES,
     "tldr_dataset.py",

@@ -227,6 +227,7 @@ def one_process(setting):
     found = {}
     for case, (stage, changes) in CASES.items():
         forward = {} if stage == "sft" else {"forward_batch_size": 3}
+        forward |= {"sample_batch_size": 3} if stage in ("ppo", "ensembles") else {}
         big = setting.args(stage, f"{case}_big", micro_batch_size=8, **changes)
         small = setting.args(stage, f"{case}_small", micro_batch_size=3, **forward, **changes)
         found[case] = run(stage, big), run(stage, small)

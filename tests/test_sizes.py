@@ -90,6 +90,11 @@ def diff_lines(script: str, copy: str) -> int:
     return sum(int(count) for count in re.findall(r"(\d+) (?:insertion|deletion)", said))
 
 
+def without_docstring(source: str) -> str:
+    """A script's text without the module docstring."""
+    return "".join(source.splitlines(keepends=True)[ast.parse(source).body[0].end_lineno :])
+
+
 def sizes() -> dict[str, int]:
     """The numbers of LIMITS, as they are."""
     found = {}

@@ -608,6 +608,36 @@ PATCHES = r"""
 +                 advantages = batch["advantages"]
 +                 advantages[mini_batch] = whiten(advantages[mini_batch], batch["response_mask"][mini_batch])
 
+test_variants.py::test_an_advantage variants/rloo.py: the baseline holds the response itself
+- others = (groups.sum(1, keepdim=True) - groups) / (k - 1)
++ others = groups.mean(1, keepdim=True)
+test_variants.py::test_an_advantage variants/rloo.py: groups of responses that do not follow each other
+- groups = returns.double().view(-1, k)
++ groups = returns.double().view(k, -1).T
+test_variants.py::test_an_advantage variants/rloo.py: in float32
+- returns.double().view(-1, k)
++ returns.view(-1, k)
+test_variants.py::test_the_gradient variants/rloo.py: the mean over a response's tokens
+- .masked_fill(~mb["response_mask"], 0.0).sum(1)  # (b,)
++ .masked_fill(~mb["response_mask"], 0.0).sum(1) / mb["response_mask"].sum(1)
+test_variants.py::test_the_gradient variants/rloo.py: what follows EOS is trained
+- logprobs.masked_fill(~mb["response_mask"], 0.0).sum(1)
++ logprobs.clamp(min=-20.0).sum(1)
+test_variants.py::test_the_ratio variants/rloo.py: the ratio is not clipped
+- ratio.clamp(1 - cliprange, 1 + cliprange)
++ ratio
+test_variants.py::test_a_run variants/rloo.py: the KL is not in the return
+- returns = scores - args.kl_coef * kl.sum(1)
++ returns = scores
+test_variants.py::test_a_run variants/rloo.py: the KL is a mean over tokens
+- returns = scores - args.kl_coef * kl.sum(1)
++ returns = scores - args.kl_coef * kl.sum(1) / batch["lengths"]
+test_variants.py::test_a_run variants/rloo.py: the prompts in turn
+- .repeat_interleave(k, 0)
++ .repeat(k, 1)
+test_variants.py::test_a_run variants/rloo.py: no penalty before the baseline
+- scores.where(has_eos, args.penalty_reward_value)
++ scores
 test_sampling.py::test_it_is_exactly_1 ppo.py: old log-probabilities in other micro-batches
 - mbs += micro_batches(batch, rows, args.micro_batch_size)
 + mbs += micro_batches(batch, rows, args.micro_batch_size + 3)
