@@ -163,15 +163,17 @@ def make_work(args: Args, work: Path):
     torch.manual_seed(1)
     shape = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": words}
     config = GPTNeoXConfig(**shape, intermediate_size=4 * width, bos_token_id=0, eos_token_id=0)
-    model = GPTNeoXForCausalLM(config)
+    with torch.device(args.device):  # 1B parameters are drawn on the GPU in no time
+        model = GPTNeoXForCausalLM(config)
     with torch.no_grad():  # a logit of EOS that gives it END_CHANCE at the paper's temperature of 0.7
         model.base_model.final_layer_norm.bias.fill_(0.5)
         model.get_output_embeddings().weight[0] = 0.7 * log(END_CHANCE * words) / (0.5 * width)
     model.save_pretrained(work / "model")
     tokenizer.save_pretrained(work / "model")
     config.num_labels, config.pad_token_id = 1, words - 1
-    reward_model = GPTNeoXForSequenceClassification(config)
-    reward_model.score = nn.Linear(width, 1)  # with a bias, as reward.py saves it
+    with torch.device(args.device):
+        reward_model = GPTNeoXForSequenceClassification(config)
+        reward_model.score = nn.Linear(width, 1)  # with a bias, as reward.py saves it
     reward_model.save_pretrained(work / "reward")
     with_pad(work / "model").save_pretrained(work / "reward")
 
