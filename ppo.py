@@ -227,13 +227,6 @@ def value_loss(values: torch.Tensor, mb: dict, cliprange: float) -> tuple[torch.
     return loss, sums
 
 
-def explained_variance(returns: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """1 - Var(returns - values) / Var(returns) over the mask, all (b, R) -> (); 0 where the returns do not vary."""
-    variance = returns[mask].var(correction=0)
-    residual = (returns - values)[mask].var(correction=0)
-    return torch.where(variance > 0, 1 - residual / variance, 0.0)
-
-
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     """Rows (stop - start,) at the positions start..stop-1 of an endless stream over n rows: each pass is a new shuffle
     without replacement (Detail 21). A function of (seed, position) alone: every process can name every batch."""
@@ -374,7 +367,6 @@ def main(args: Args):
             "policy/sampling_logprob_difference_mean": sampling_difference.mean(),
             "policy/sampling_logprob_difference_max": sampling_difference.max(),
             "value/mean": batch["values"].sum() / batch["value_mask"].sum(),
-            "value/explained_variance": explained_variance(batch["returns"], batch["values"], batch["value_mask"]),
             **means,  # over the update's optimiser steps
             "grad_norm": sum(grad_norms) / steps,
             "learning_rate": learning_rate,
@@ -802,13 +794,16 @@ def check_head(policy, path: str):
 def validation_score(accelerator: Accelerator, policy, reward_model, data, tokenizer, args) -> float:
     """Mean score of a summary sampled to each post of `data`, at temperature 0.01, with no penalty for no EOS."""
     pad_id = tokenizer.pad_token_id
+    rank = accelerator.process_index
+    world = accelerator.num_processes
+    index = range(len(data) * rank // world, len(data) * (rank + 1) // world)
     scores = []
-    for index, posts in shares(accelerator, data, args.forward_batch_size, "validation score"):
-        queries = posts["query_token"].to(accelerator.device)
+    if index:  # there may be more processes than posts
+        queries = data[index.start : index.stop]["query_token"].to(accelerator.device)
         keys = noise_keys(args.seed, 0, index)  # update 0, which no training has
         responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, 0.01)
         batch = make_batch(queries, responses, pad_id)
-        scores += reward_scores(accelerator, reward_model, batch, pad_id, args).tolist()
+        scores = reward_scores(accelerator, reward_model, batch, pad_id, args).tolist()
     return sum(gather_object(scores)) / len(data)
 
 
@@ -829,16 +824,6 @@ def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, u
     for tracker in accelerator.trackers:
         if tracker.name == "wandb":
             tracker.log_table("samples/training", columns, samples, step=update)
-
-
-def shares(accelerator: Accelerator, data, size: int, description: str):
-    """Yield (row indices, rows) of this process's share of a split, up to `size` rows at a time; gather_object puts
-    what the processes find into the order of the rows."""
-    first = len(data) * accelerator.process_index // accelerator.num_processes
-    last = len(data) * (accelerator.process_index + 1) // accelerator.num_processes
-    for start in progress(accelerator, range(first, last, size), description):
-        index = list(range(start, min(start + size, last)))
-        yield index, data[index]
 
 
 # ==== plumbing: one text in every stage script; read it once, then skip it ========================

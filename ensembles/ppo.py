@@ -284,13 +284,6 @@ def value_loss(values: torch.Tensor, mb: dict, cliprange: float) -> tuple[torch.
     return loss, sums
 
 
-def explained_variance(returns: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """1 - Var(returns - values) / Var(returns) over the mask, all (b, R) -> (); 0 where the returns do not vary."""
-    variance = returns[mask].var(correction=0)
-    residual = (returns - values)[mask].var(correction=0)
-    return torch.where(variance > 0, 1 - residual / variance, 0.0)
-
-
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     """Rows (stop - start,) at the positions start..stop-1 of an endless stream over n rows: each pass is a new shuffle
     without replacement (Detail 21). A function of (seed, position) alone: every process can name every batch."""
@@ -464,7 +457,6 @@ def main(args: Args):
             "policy/sampling_logprob_difference_mean": sampling_difference.mean(),
             "policy/sampling_logprob_difference_max": sampling_difference.max(),
             "value/mean": batch["values"].sum() / batch["value_mask"].sum(),
-            "value/explained_variance": explained_variance(batch["returns"], batch["values"], batch["value_mask"]),
             **means,  # over the update's optimiser steps
             "grad_norm": sum(grad_norms) / steps,
             "learning_rate": learning_rate,
@@ -989,14 +981,18 @@ def combined_score(accelerator: Accelerator, policy, reward_models, data, tokeni
     """Mean combined score of a summary sampled to each post of `data`, at temperature 0.01, with no penalty for no
     EOS."""
     pad_id = tokenizer.pad_token_id
+    rank = accelerator.process_index
+    world = accelerator.num_processes
+    index = range(len(data) * rank // world, len(data) * (rank + 1) // world)
     combined = []
-    for index, posts in shares(accelerator, data, args.forward_batch_size, "validation score"):
+    if index:  # there may be more processes than posts
+        posts = data[index.start : index.stop]
         queries = posts["query_token"].to(accelerator.device)
         keys = noise_keys(args.seed, 0, index)  # update 0, which no training has
         responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, 0.01)
         scores = member_scores(accelerator, reward_models, make_batch(queries, responses, pad_id), pad_id, args).cpu()
         check_scores(scores, args.reward_model_paths, [f"validation post {i}" for i in index])
-        combined += combine(scores.T, args.reward_combination, args.uwo_lambda, safety_tags(posts)).tolist()
+        combined = combine(scores.T, args.reward_combination, args.uwo_lambda, safety_tags(posts)).tolist()
     return sum(gather_object(combined)) / len(data)
 
 

@@ -1277,11 +1277,6 @@ def test_detail_20_metrics_of_the_rollout(ppo_run):
             "objective/entropy": found["entropy"].double().sum().item() / PPO_BATCH,
             "value/mean": found["values"].double().sum().item() / sum(min(n + 1, RESPONSE_LENGTH) for n in lengths),
         }
-        _, _, returns = advantages_by_hand(found, lengths, scores)
-        values = [own[: len(other)] for own, other in zip(found["values"].double().tolist(), returns, strict=True)]
-        values, returns = sum(values, []), sum(returns, [])
-        residuals = [x - y for x, y in zip(returns, values, strict=True)]
-        expected["value/explained_variance"] = 1 - statistics.pvariance(residuals) / statistics.pvariance(returns)
         for key, value in expected.items():
             assert math.isclose(row[key], value, rel_tol=1e-4, abs_tol=2e-6), key
         assert row["policy/first_ratio_deviation"] == 0

@@ -433,7 +433,7 @@ def test_a_member_that_says_one_thing_of_all_is_named(setting, tmp_path):
 def test_one_frozen_model_at_a_time_is_on_the_device(golden):
     assert golden.offloaded == [True] * 3  # two members and the reference
     assert golden.at_work and set(golden.at_work) == {0, 1} and golden.at_work[-1] == 0
-    rollouts, evaluations = UPDATES + 3, 2 * 2  # and three for the gold; two evaluations in batches of 3 and 2
+    rollouts, evaluations = UPDATES + 3, 2  # and three for the gold
     assert golden.at_work.count(1) == rollouts * 3 + evaluations * 2
 
 
@@ -464,14 +464,14 @@ def test_a_member_that_gives_no_number_in_the_rollout_is_named(setting, world, m
 
 
 def test_a_member_that_gives_no_number_in_the_evaluation_is_named(setting, monkeypatch):
-    """The second member, of the fifth post: the second row of the second batch."""
+    """The second member, of the fifth post."""
     original, calls = ppo.reward_scores, []
 
     def reward_scores(accelerator, model, batch, *rest):
         scores = original(accelerator, model, batch, *rest)
         if "sampling_logprobs" not in batch:  # as they are in a rollout
             calls.append(model)
-            scores[1] = math.nan if len(calls) == 4 else scores[1]
+            scores[4] = math.nan if len(calls) == 2 else scores[4]
         return scores
 
     monkeypatch.setattr(ppo, "reward_scores", reward_scores)

@@ -84,16 +84,6 @@ def test_micro_batches_are_the_batch_cut():
     assert ppo.micro_batches(batch, torch.arange(5), 5)[0]["values"].shape == (5, 5)  # no more than the responses have
 
 
-def test_explained_variance_by_hand():
-    returns, values = tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]]), tensor([[1.5, 1.0, 0.0], [3.0, 0.0, 0.0]])
-    mask = torch.tensor([[True, True, False], [True, False, False]])
-    residuals, mean = [-0.5, 1.0, 1.0], 7 / 3
-    variance = sum((x - mean) ** 2 for x in (1, 2, 4)) / 3
-    expected = 1 - sum((x - 0.5) ** 2 for x in residuals) / 3 / variance
-    same(ppo.explained_variance(returns, values, mask), expected)
-    assert ppo.explained_variance(torch.ones(2, 3), values, mask) == 0
-
-
 def loop_losses(logprobs, values, old_logprobs, old_values, advantages, returns, lengths, clip, clip_value):
     """Losses, sums for the log, and the gradients with respect to logprobs and values, position by position."""
     sums, policy_gradient, value_gradient = Counter(dict.fromkeys(SUMS, 0.0)), [], []

@@ -733,13 +733,16 @@ def check_head(policy, path: str):
 def validation_score(accelerator: Accelerator, policy, reward_model, data, tokenizer, args) -> float:
     """Mean score of a summary sampled to each post of `data`, at temperature 0.01, with no penalty for no EOS."""
     pad_id = tokenizer.pad_token_id
+    rank = accelerator.process_index
+    world = accelerator.num_processes
+    index = range(len(data) * rank // world, len(data) * (rank + 1) // world)
     scores = []
-    for index, posts in shares(accelerator, data, args.forward_batch_size, "validation score"):
-        queries = posts["query_token"].to(accelerator.device)
+    if index:  # there may be more processes than posts
+        queries = data[index.start : index.stop]["query_token"].to(accelerator.device)
         keys = noise_keys(args.seed, 0, index)  # update 0, which no training has
         responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, 0.01)
         batch = make_batch(queries, responses, pad_id)
-        scores += reward_scores(accelerator, reward_model, batch, pad_id, args).tolist()
+        scores = reward_scores(accelerator, reward_model, batch, pad_id, args).tolist()
     return sum(gather_object(scores)) / len(data)
 
 
@@ -760,16 +763,6 @@ def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, u
     for tracker in accelerator.trackers:
         if tracker.name == "wandb":
             tracker.log_table("samples/training", columns, samples, step=update)
-
-
-def shares(accelerator: Accelerator, data, size: int, description: str):
-    """Yield (row indices, rows) of this process's share of a split, up to `size` rows at a time; gather_object puts
-    what the processes find into the order of the rows."""
-    first = len(data) * accelerator.process_index // accelerator.num_processes
-    last = len(data) * (accelerator.process_index + 1) // accelerator.num_processes
-    for start in progress(accelerator, range(first, last, size), description):
-        index = list(range(start, min(start + size, last)))
-        yield index, data[index]
 
 
 # ==== plumbing: one text in every stage script; read it once, then skip it ========================
