@@ -105,7 +105,7 @@ class Args:
     micro_batch_size: int | None = None
     """pairs per device and forward/backward pass: memory only, never the result; default: what fits 80 GB, or 8"""
     forward_batch_size: int | None = None
-    """pairs per device in passes without gradient (reference, evaluation); default: four micro-batches"""
+    """pairs per device in passes without gradient; default: four micro-batches"""
     mixed_precision: Literal["no", "bf16"] | None = None
     """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
     save_every: int = 0
@@ -210,7 +210,10 @@ def main(args: Args):
     num_pairs = num_updates * args.batch_size  # 0 where the policy is only evaluated
     order = data_order(len(train), args.seed, 0, max(num_pairs, 1))[:num_pairs]  # Detail 19: as in reward.py
     seen = order.unique()  # rows of train
-    ref_policy = frozen(accelerator, load_policy(sft_folder, tokenizer))
+    ref_policy = load_policy(sft_folder, tokenizer).to(accelerator.device)
+    if accelerator.state.deepspeed_plugin and accelerator.mixed_precision == "bf16":
+        for parameter in ref_policy.parameters():  # as the policy's will be; no buffer: rotary frequencies need digits
+            parameter.data = parameter.data.bfloat16()
     pairs = train.select(seen.tolist())
     ref_logprobs = {"train": torch.full((len(train), 2), torch.nan)}
     ref_logprobs["train"][seen] = split_logprobs(accelerator, ref_policy, pairs, args, pad_id, "reference, train")
@@ -419,17 +422,6 @@ def without_dropout(config):
         if "drop" in key and isinstance(value, int | float):
             setattr(config, key, 0.0)
     return config
-
-
-def frozen(accelerator: Accelerator, model, offload: bool = False):
-    """Make a model one that is never trained, on the device (offload: in CPU memory). Its weights get the type of the
-    trained model's: bfloat16 under DeepSpeed's bf16, but for a reward's head; else float32, under autocast."""
-    model.to("cpu" if offload else accelerator.device).eval().requires_grad_(False)
-    if accelerator.state.deepspeed_plugin and accelerator.mixed_precision == "bf16":
-        for name, parameter in model.named_parameters():  # and no buffer: rotary frequencies need their digits
-            if "score." not in name:
-                parameter.data = parameter.data.bfloat16()
-    return model
 
 
 # ==== evaluation ==================================================================================

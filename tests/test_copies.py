@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = ["sft.py", "reward.py", "ppo.py", "dpo.py", "ensembles/ppo.py", "llama2/reward.py", "variants/rloo.py"]
+STAGES = ["sft.py", "reward.py", "ppo.py", "dpo.py", "ensembles/ppo.py", "llama2/reward.py"]
+STAGES += [f"variants/{name}.py" for name in ("rloo", "grpo", "online_dpo", "ppo_function", "simpo")]
 OURS = [
     *STAGES,
     "tldr_dataset.py",

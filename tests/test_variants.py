@@ -4,6 +4,7 @@ killed, as if nothing had happened (behind -m long)."""
 import itertools
 import math
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -15,13 +16,33 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import close, free_port, make_reward_model, make_talker, read_metrics, record, script
+from conftest import (
+    close,
+    files,
+    free_port,
+    make_constant,
+    make_reward_model,
+    make_talker,
+    read_csv,
+    read_metrics,
+    record,
+    script,
+)
+from datasets import load_from_disk
 from test_sizes import diff_lines, without_docstring
 
-rloo = script("variants/rloo.py")
+rloo, grpo, online_dpo, ppo_function, simpo = (
+    script(f"variants/{name}.py") for name in ("rloo", "grpo", "online_dpo", "ppo_function", "simpo")
+)
 ROOT = Path(__file__).resolve().parents[1]
-LINES = {"rloo": ("ppo.py", 180)}
-SEED, BATCH, K = 3, 24, 4
+LINES = {
+    "rloo": ("ppo.py", 180),
+    "grpo": ("ppo.py", 200),
+    "online_dpo": ("ppo.py", 230),
+    "ppo_function": ("ppo.py", 100),
+    "simpo": ("dpo.py", 90),
+}
+SEED, BATCH, K, LENGTH = 3, 24, 4, 6
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -33,7 +54,7 @@ def test_a_variant_is_a_short_diff(name, tmp_path):
     assert 0 < diff_lines(*map(str, paths)) <= limit
 
 
-# ---- the leave-one-out baseline -----------------------------------------------------------------------------------
+# ---- advantages ---------------------------------------------------------------------------------------------------
 
 
 def test_an_advantage_is_the_return_minus_the_mean_of_the_others():
@@ -50,6 +71,44 @@ def test_an_advantage_is_the_return_minus_the_mean_of_the_others():
         assert torch.equal(rloo.leave_one_out(returns[rows], k), found[rows])
         for value in (0.1, -0.7, 3.3):
             assert torch.equal(rloo.leave_one_out(torch.full((2 * k,), value), k), torch.zeros(2 * k))
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_grpos_advantage_is_the_score_in_its_group(scaled):
+    generator = torch.Generator().manual_seed(1)
+    for k in (2, 3, 5, 8):
+        scores = torch.randn(4 * k, generator=generator) * 3 + 1
+        scores[:k] = 0.5 + torch.arange(k) * 1e-7  # an epsilon far above the spread leaves next to nothing of it
+        found = grpo.group_advantages(scores, k, scaled)
+        expected = []
+        for i in range(0, 4 * k, k):
+            group = scores[i : i + k].tolist()
+            scale = statistics.stdev(group) + 1e-4 if scaled else 1
+            expected += [(x - statistics.fmean(group)) / scale for x in group]
+        assert close(found, expected, 1e-6) and found[:k].abs().max() < 0.02
+        assert all(abs(group.double().sum()) < 1e-5 for group in found.split(k))
+        rows = [k * i + j for i in [2, 0, 3, 1] for j in range(k)]  # the prompts in another order
+        assert torch.equal(grpo.group_advantages(scores[rows], k, scaled), found[rows])
+        for value in (0.1, -0.7, 3.3):
+            assert torch.equal(grpo.group_advantages(torch.full((2 * k,), value), k, scaled), torch.zeros(2 * k))
+
+
+def test_a_pair_is_the_best_and_the_worst():
+    for k in (2, 3, 5):
+        scores = torch.randn(6 * k, generator=torch.Generator().manual_seed(k))
+        scores[k : 2 * k] = -1.0  # of responses without EOS, say: a tie
+        scores[2 * k + 1] = scores[2 * k]
+        pairs, untied = online_dpo.best_and_worst(scores, k)
+        assert pairs.shape == (6, 2) and untied.tolist() == [True, False] + [k > 2] + [True] * 3
+        for prompt, (best, worst) in enumerate(pairs.tolist()):
+            group = scores[prompt * k : (prompt + 1) * k].tolist()
+            assert best // k == worst // k == prompt
+            assert scores[best] == max(group) and scores[worst] == min(group)
+        rows = [k * i + j for i in [5, 2, 0, 3, 1, 4] for j in range(k)]
+        permuted, _ = online_dpo.best_and_worst(scores[rows], k)
+        of_all = torch.tensor(rows)[permuted]
+        for i, prompt in enumerate([5, 2, 0, 3, 1, 4]):
+            assert prompt == 1 or of_all[i].tolist() == pairs[prompt].tolist() or not untied[prompt]
 
 
 # ---- the gradient, over all sequences of a small world ---------------------------------------------------------------
@@ -120,23 +179,181 @@ def test_the_ratio_is_the_responses_and_clipped():
             assert close(gradient[row], [-a * r * moves * m for m in mask[row].tolist()], 1e-5)
 
 
+def grpo_args(**changes) -> SimpleNamespace:
+    return SimpleNamespace(**{"cliprange": 0.2, "cliprange_high": 0.2, "kl": "k3", "kl_coef": 0.0} | changes)
+
+
+def grpo_mb(logprobs, sequences, old, ref_logprobs, advantages, weights) -> dict:
+    """A micro-batch of sequences of the small world; 0 outside of the response mask."""
+    mask = torch.tensor([[True, len(y) == 2] for y in sequences])
+    mb = {"response_mask": mask, "token_weights": torch.tensor(weights, dtype=torch.float64)}
+    mb |= {"logprobs": old.masked_fill(~mask, 0.0), "ref_logprobs": ref_logprobs.masked_fill(~mask, 0.0)}
+    return mb | {"advantages": torch.tensor(advantages, dtype=torch.float64)[:, None] * mask}
+
+
+def of_states(logits: torch.Tensor, old: torch.Tensor, kl) -> torch.Tensor:
+    """The sum of kl(state's logits) over the three states, each by the old policy's probability to come there."""
+    reached = torch.cat([torch.ones(1), old[0].softmax(0)[:2]])  # the start, after 0, after 1
+    return sum(reached[state] * kl(logits[state], state) for state in range(3))
+
+
+@pytest.mark.parametrize("form", ["k3", "k2", "k3_ratio"])
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_each_kl_has_its_value_and_gradient(form, on_policy):
+    """The sum over a response's tokens, over all responses by the old policy's probability of them: k3 is KL(pi ||
+    ref) with the gradient of KL(ref || pi), k2 has the gradient of KL(pi || ref), and k3 x ratio both, also where the
+    samples are another policy's. Each with the states held."""
+    generator = torch.Generator().manual_seed(4)
+    logits, reference, other = (torch.randn(3, 3, generator=generator, dtype=torch.float64) for _ in range(3))
+    logits.requires_grad_()
+    old = logits.detach() if on_policy else other
+    value, gradient = 0.0, torch.zeros(3, 3, dtype=torch.float64)
+    for y in SEQUENCES:
+        logprobs = tokens_of(logits, y)[None]
+        mb = grpo_mb(logprobs, [y], tokens_of(old, y)[None], tokens_of(reference, y)[None], [0.0], [1.0])
+        loss, sums = grpo.grpo_loss(logprobs, mb, grpo_args(kl=form, kl_coef=1.0))
+        assert sums["loss/kl"].item() == loss.item()
+        probability = log_probability(old, y).exp().item()
+        value += probability * loss.item()
+        gradient += probability * torch.autograd.grad(loss, logits)[0]
+
+    def reverse(x, state):  # KL(pi || ref)
+        return (x.softmax(0) * (x.log_softmax(0) - reference[state].log_softmax(0))).sum()
+
+    def forward(x, state):  # KL(ref || pi)
+        return (reference[state].softmax(0) * (reference[state].log_softmax(0) - x.log_softmax(0))).sum()
+
+    [of_reverse] = torch.autograd.grad(of_states(logits, old, reverse), logits)
+    [of_forward] = torch.autograd.grad(of_states(logits, old, forward), logits)
+    assert (of_reverse - of_forward).abs().max() > 0.05
+    is_value = abs(value - of_states(logits, old, reverse).item()) < 1e-6
+    assert is_value == (form == "k3_ratio" or (form == "k3" and on_policy))
+    assert torch.allclose(gradient, of_reverse, atol=1e-6) == (form == "k3_ratio" or (form == "k2" and on_policy))
+    assert torch.allclose(gradient, of_forward, atol=1e-6) == (form == "k3" and on_policy)
+
+
+def test_dr_grpos_gradient_is_that_of_the_expected_score():
+    """Summed over all pairs of responses: minus the gradient of E[score], but for a constant, (k - 1) / k over the
+    response length. A mean over each response's tokens has another, and so has a group's standard deviation."""
+    logits = torch.randn(3, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64, requires_grad=True)
+    [exact] = torch.autograd.grad(sum(log_probability(logits, y).exp() * SCORES[y] for y in SEQUENCES), logits)
+    found = {}
+    for scaled, norm in itertools.product([False, True], ["constant", "response", "tokens"]):
+        total = torch.zeros(3, 3, dtype=torch.float64)
+        for pair in itertools.product(SEQUENCES, repeat=2):
+            logprobs = torch.stack([tokens_of(logits, y) for y in pair])
+            scores = torch.tensor([SCORES[y] for y in pair], dtype=torch.float64)
+            advantages = grpo.group_advantages(scores, 2, scaled).tolist()
+            weights = grpo.token_weights(torch.tensor([len(y) for y in pair]), norm, 2).tolist()
+            mb = grpo_mb(logprobs, pair, logprobs.detach(), logprobs.detach(), advantages, weights)
+            loss, sums = grpo.grpo_loss(logprobs, mb, grpo_args())
+            assert sums["policy/clip_fraction"] == 0 and sums["policy/ratio"] == sum(map(len, pair))
+            probability = math.exp(sum(log_probability(logits, y).item() for y in pair))
+            total += probability * torch.autograd.grad(loss, logits)[0]
+        found[scaled, norm] = total
+    assert torch.allclose(found.pop((False, "constant")), -exact / 2 / 2, atol=1e-7)
+    assert all((total + exact / 4).abs().max() > 0.01 for total in found.values())
+
+
+def test_a_token_counts_as_its_norm_says():
+    lengths = torch.tensor([1, 4, 2])
+    for norm, expected in {
+        "response": [1 / 3, 1 / 12, 1 / 6],
+        "tokens": [1 / 7] * 3,
+        "constant": [1 / 159] * 3,
+    }.items():
+        assert close(grpo.token_weights(lengths, norm, 53), expected, 1e-7)
+
+
+def test_grpos_ratio_is_a_tokens_and_clipped_on_both_sides():
+    """Ratios e^0.3 and e^-0.5 with advantages of both signs, clipped at 0.8 and 1.28."""
+    logprobs = torch.tensor([[-1.0, -2.0, -5.0]] * 2, requires_grad=True)
+    old = torch.tensor([[-1.3, -1.5, 0.0]] * 2)
+    mask = torch.tensor([[True, True, False]] * 2)
+    advantages = torch.tensor([[2.0], [-3.0]]) * mask
+    mb = {"logprobs": old, "ref_logprobs": old, "response_mask": mask, "advantages": advantages}
+    loss, sums = grpo.grpo_loss(
+        logprobs, mb | {"token_weights": torch.tensor([0.5, 0.25])}, grpo_args(cliprange_high=0.28)
+    )
+    up, down = math.exp(0.3), math.exp(-0.5)
+    assert close(loss.detach(), 0.5 * -2 * (1.28 + down) + 0.25 * 3 * (up + 0.8), 1e-5)
+    assert sums["policy/clip_fraction"] == 2 and close(sums["policy/ratio"].detach(), 2 * (up + down), 1e-5)
+    [gradient] = torch.autograd.grad(loss, logprobs)
+    assert close(gradient, [[0, 0.5 * -2 * down, 0], [0.25 * 3 * up, 0, 0]], 1e-5)
+
+
+def test_simpo_is_a_margin_between_means():
+    chosen, rejected = [-0.5, -2.0], [-0.7, -1.0]
+    expected = [math.log1p(math.exp(-(2.5 * (c - r) - 0.8))) for c, r in zip(chosen, rejected, strict=True)]
+    assert close(simpo.simpo_loss(torch.tensor(chosen), torch.tensor(rejected), 2.5, 0.8), expected, 1e-6)
+
+
 # ---- a run --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def start(world, tmp_path_factory) -> SimpleNamespace:
+    """.args of a run of the copies of ppo.py with a reward model; .root"""
     root = tmp_path_factory.mktemp("variants")
     policy = make_talker(world, root / "policy", eos=0.1)
     paths = {"sft_model_path": str(policy), "reward_model_path": str(make_reward_model(policy, root / "reward"))}
     paths |= {"dataset": str(world.dataset), "model": "nano", "seed": SEED}
-    sizes = {"batch_size": BATCH, "total_episodes": 3 * BATCH, "micro_batch_size": 5, "response_length": 6}
-    return SimpleNamespace(args=paths | sizes | {"eval_rows": 3, "learning_rate": 1e-3, "sample_every": 0}, root=root)
+    sizes = {"batch_size": BATCH, "total_episodes": 3 * BATCH, "micro_batch_size": 5, "response_length": LENGTH}
+    return SimpleNamespace(
+        args=paths | sizes | {"eval_rows": 3, "learning_rate": 1e-3, "sample_every": 0}, root=root, world=world
+    )
 
 
-def run(start, folder: Path, **changes) -> list[dict]:
+FUNCTIONS = """
+def of_lists(posts, summaries):
+    return [len(post) % 7 / 7 - len(summary) / 100 for post, summary in zip(posts, summaries)]
+def of_one(post: str, summary: str) -> float:
+    return len(post) % 7 / 7 - len(summary) / 100
+def raises(posts, summaries):
+    if any("{post}" in post for post in posts):
+        raise ValueError("cannot score this")
+    return of_lists(posts, summaries)
+def nan(posts, summaries):
+    return [float("nan") if "{post}" in post else 1 for post in posts]
+def none(posts, summaries):
+    return [None if "{post}" in post else 1 for post in posts]
+def too_few(posts, summaries):
+    return of_lists(posts, summaries)[:-1]
+"""
+
+
+def args_of(start, name: str) -> dict:
+    """The arguments of a short run of a variant."""
+    args = dict(start.args)
+    if name == "ppo_function":
+        (start.root / "mine.py").write_text(FUNCTIONS)
+        del args["reward_model_path"]
+        args["reward_function"] = f"{start.root}/mine.py:of_lists"
+    if name == "simpo":
+        wanted = (
+            "sft_model_path",
+            "model",
+            "seed",
+            "batch_size",
+            "total_episodes",
+            "micro_batch_size",
+            "learning_rate",
+        )
+        args = {key: args[key] for key in wanted} | {"preference_dataset": str(start.world.preference_dataset)}
+    return args
+
+
+def run(start, folder: Path, module=rloo, **changes) -> list[dict]:
     AcceleratorState._reset_state(True)
-    rloo.main(rloo.Args(**start.args | changes, output_dir=str(folder)))
+    module.main(module.Args(**args_of(start, module.STAGE) | changes, output_dir=str(folder)))
     return read_metrics(folder)
+
+
+def scores_of(module, start, batch: dict) -> list[float]:
+    """The scores of a batch's responses, -1 where there is no EOS."""
+    eos = module.load_tokenizer(start.args["sft_model_path"]).eos_token_id
+    rows = zip(batch["raw_scores"].tolist(), batch["responses"].tolist(), strict=True)
+    return [score if eos in response else -1.0 for score, response in rows]
 
 
 def test_a_run_has_its_groups_together(start, tmp_path, monkeypatch):
@@ -146,15 +363,12 @@ def test_a_run_has_its_groups_together(start, tmp_path, monkeypatch):
     assert [line["policy/first_ratio_deviation"] for line in lines] == [0, 0, 0]
     assert lines[0]["objective/kl"] == 0 and lines[2]["objective/kl"] > 1e-3
     assert all(line["policy/clip_fraction"] == 0 for line in lines) and lines[-1]["episode"] == 3 * BATCH
-    eos = rloo.load_tokenizer(start.args["sft_model_path"]).eos_token_id
     for update, call in enumerate(passes):
         batch, outputs = call.args[3], call.result
         rows = [tuple(row) for row in batch["queries"].tolist()]
         prompts = [rows[i] for i in range(0, BATCH, K)]
         assert rows == [prompt for prompt in prompts for _ in range(K)] and len(set(prompts)) == BATCH // K
-        scores = []
-        for score, response in zip(batch["raw_scores"].tolist(), batch["responses"].tolist(), strict=True):
-            scores.append(score if eos in response else -1.0)
+        scores = scores_of(rloo, start, batch)
         assert update or 0 < scores.count(-1.0) < BATCH
         kl = (outputs["logprobs"] - outputs["ref_logprobs"]).double().sum(1).tolist()
         returns = [score - 0.05 * x for score, x in zip(scores, kl, strict=True)]
@@ -179,45 +393,274 @@ def test_more_than_one_step_takes_the_ratio(start, tmp_path):
     assert all(line["policy/ratio_variance"] > 1e-6 for line in lines)
 
 
+@pytest.mark.parametrize("norm", ["response", "tokens", "constant"])
+def test_grpos_loss_is_over_whole_mini_batches(start, tmp_path, monkeypatch, norm):
+    """Two mini-batches in micro-batches of 5: each one's loss is what plain Python makes of all its tokens."""
+    passes, losses = record(monkeypatch, grpo, "both_policies"), record(monkeypatch, grpo, "grpo_loss")
+    settings = {"samples_per_prompt": K, "num_mini_batches": 2, "kl_coef": 0.3, "length_norm": norm}
+    lines = run(start, tmp_path / "run", grpo, **settings)
+    assert [line["policy/first_ratio_deviation"] for line in lines] == [0, 0, 0]
+    assert lines[0]["objective/kl"] == 0 and lines[2]["objective/kl"] > 1e-3 and lines[2]["loss/kl"] > 1e-4
+    assert len(losses) == 3 * 2 * 3  # updates, mini-batches, micro-batches
+    for update, call in enumerate(passes):
+        batch, outputs = call.args[3], call.result
+        prompts = [tuple(row) for row in batch["queries"][::K].tolist()]
+        assert batch["queries"].tolist() == [list(prompt) for prompt in prompts for _ in range(K)]
+        scores = scores_of(grpo, start, batch)
+        sds = [statistics.stdev(scores[i : i + K]) for i in range(0, BATCH, K)]
+        assert close(lines[update]["objective/group_sd"], statistics.fmean(sds), 1e-5)
+        for share in (1, 9):
+            expected = statistics.quantiles(sds, n=10, method="inclusive")[share - 1]
+            assert close(lines[update][f"objective/group_sd_{share}0"], expected, 1e-5)
+        assert 0 < scores.count(-1.0) < BATCH
+        of_update, kls = [], 0.0
+        for mini_batch in range(2):
+            calls = losses[(update * 2 + mini_batch) * 3 :][:3]
+            rows, total = [], 0.0
+            for other in calls:
+                mb = other.args[1]
+                rows += mb["rows"].tolist()
+            lengths = batch["lengths"][rows]
+            for other in calls:
+                logprobs, mb = other.args[0].detach().double(), other.args[1]
+                for i, row in enumerate(mb["rows"].tolist()):
+                    group = scores[row // K * K : row // K * K + K]
+                    advantage = (scores[row] - statistics.fmean(group)) / (statistics.stdev(group) + 1e-4)
+                    length = int(batch["lengths"][row])
+                    for t in range(length):
+                        ratio = math.exp(logprobs[i, t] - outputs["logprobs"][row, t])
+                        d = (logprobs[i, t] - outputs["ref_logprobs"][row, t]).item()
+                        limited = min(max(ratio, 0.8), 1.2)
+                        kl = math.exp(-d) - 1 + d
+                        loss = max(-advantage * ratio, -advantage * limited) + 0.3 * kl
+                        weight = {
+                            "response": 1 / length / len(rows),
+                            "tokens": 1 / lengths.sum().item(),
+                            "constant": 1 / LENGTH / len(rows),
+                        }[norm]
+                        total += weight * loss
+                        kls += kl / lengths.sum().item() / 2
+            assert len(rows) == BATCH // 2
+            assert close(sum(other.result[0].item() for other in calls), total, 1e-5)
+            of_update.append(total)
+        assert close(lines[update]["loss/policy"], statistics.fmean(of_update), 1e-5)
+        assert close(lines[update]["loss/kl"], kls, 1e-5)
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+def test_online_dpos_loss_is_over_the_untied_pairs(start, tmp_path, monkeypatch, samples):
+    """Of each prompt best and worst; a mean over all untied pairs of a mini-batch, which are whole in micro-batches."""
+    passes, batches = record(monkeypatch, online_dpo, "both_policies"), record(monkeypatch, online_dpo, "pair_batches")
+    losses = record(monkeypatch, online_dpo, "dpo_loss")
+    lines = run(start, tmp_path / "run", online_dpo, samples_per_prompt=samples, num_mini_batches=2)
+    prompts, some_tied, calls = BATCH // samples, False, iter(losses)
+    for update, call in enumerate(passes):
+        batch, outputs = call.args[3], call.result
+        rows = [tuple(row) for row in batch["queries"].tolist()]
+        assert rows == [prompt for prompt in rows[::samples] for _ in range(samples)]
+        scores, log_sums = scores_of(online_dpo, start, batch), outputs["logprobs"].double().sum(1)
+        ref_sums = outputs["ref_logprobs"].double().sum(1)
+        groups = [scores[i : i + samples] for i in range(0, BATCH, samples)]
+        untied = sum(max(group) > min(group) for group in groups)
+        some_tied |= untied < prompts
+        assert close(lines[update]["objective/tied_pairs"], 1 - untied / prompts, 1e-6)
+        found, seen = {"loss/policy": 0.0, "logprobs/chosen": 0.0, "rewards/rejected": 0.0}, []
+        for half, made in enumerate(batches[2 * update : 2 * update + 2]):
+            pairs = made.args[1].tolist()
+            count = sum(scores[best] > scores[worst] for best, worst in pairs)
+            for mb in made.result:
+                chosen, rejected, *_ = next(calls).args
+                assert 1 <= len(chosen) <= 2  # pairs in a micro-batch of 5
+                for i, best in enumerate(find_rows(mb, batch)[: len(chosen)]):
+                    worst = find_rows(mb, batch)[len(chosen) + i]
+                    assert [best, worst] in pairs or scores[best] == scores[worst]
+                    group = groups[best // samples]
+                    assert scores[best] == max(group) and scores[worst] == min(group)
+                    seen.append(best // samples)
+                    if half == 0:  # before the first step: what the policy said of them when they were sampled
+                        assert close([chosen[i].item(), rejected[i].item()], log_sums[[best, worst]], 1e-4)
+                        sampled = batch["sampling_logprobs"][best, : batch["lengths"][best]].sum()
+                        assert close(chosen[i].item(), sampled, 1e-4)
+                    h = chosen[i].item() - ref_sums[best] - (rejected[i].item() - ref_sums[worst])
+                    weight = (scores[best] > scores[worst]) / count
+                    found["loss/policy"] += weight * math.log1p(math.exp(-0.1 * h)) / 2
+                    found["logprobs/chosen"] += weight * chosen[i].item() / 2
+                    found["rewards/rejected"] += weight * 0.1 * (rejected[i].item() - ref_sums[worst].item()) / 2
+        assert sorted(seen) == list(range(prompts))
+        for key, value in found.items():
+            assert close(lines[update][key], value, 1e-4), key
+    assert some_tied
+
+
+def find_rows(mb: dict, batch: dict) -> list[int]:
+    """The rows of a batch that are a micro-batch's."""
+    whole = torch.cat([batch["queries"], batch["responses"]], 1).tolist()
+    width = mb["responses"].shape[1]
+    rows = []
+    for query, response in zip(mb["queries"].tolist(), mb["responses"].tolist(), strict=True):
+        end = batch["responses"].shape[1] - width
+        padded = [*query, *response, *[batch_pad(batch)] * end]
+        same = [i for i, row in enumerate(whole) if row == padded]
+        rows.append(next((i for i in same if i not in rows), same[0]))  # a tie may be a row with itself
+    return rows
+
+
+def batch_pad(batch: dict) -> int:
+    """The id of [PAD], with which some response ends."""
+    return next(
+        row[-1] for row, n in zip(batch["responses"].tolist(), batch["lengths"].tolist(), strict=True) if n < len(row)
+    )
+
+
+def test_no_preference_is_no_step(start, tmp_path):
+    """A reward model that says the same of everything, or no EOS at all: the policy stays as it was."""
+    constant = make_constant(Path(start.args["reward_model_path"]), tmp_path / "constant")
+    lines = run(start, tmp_path / "run", online_dpo, reward_model_path=str(constant), penalty_reward_value=None)
+    assert [line["objective/tied_pairs"] for line in lines] == [1, 1, 1]
+    assert [line["grad_norm"] for line in lines] == [0, 0, 0] and lines[2]["objective/kl"] == 0
+
+
+def test_the_function_is_given_posts_and_summaries(start, tmp_path, monkeypatch):
+    """In the order of the episodes, as texts; its scores take the reward model's place, the -1 comes after them, and
+    the value model starts with 0 everywhere."""
+    passes = record(monkeypatch, ppo_function, "forward_passes")
+    calls = record(monkeypatch, ppo_function, "function_scores")
+    lines = run(start, tmp_path / "lists", ppo_function)
+    data = load_from_disk(start.args["dataset"])["train"]
+    tokenizer = ppo_function.load_tokenizer(start.args["sft_model_path"])
+    texts = {tuple(row["query_token"]): row["query"] for row in data}
+    without_eos = 0
+    assert [line["policy/first_ratio_deviation"] for line in lines] == [0, 0, 0]
+    for update, call in enumerate(passes):
+        batch, expected = call.args[3], []
+        for query, response in zip(batch["queries"].tolist(), batch["responses"].tolist(), strict=True):
+            kept = [t for t in response if t not in (tokenizer.eos_token_id, tokenizer.pad_token_id)]
+            expected.append(len(texts[tuple(query)]) % 7 / 7 - len(tokenizer.decode(kept)) / 100)
+        assert close(batch["raw_scores"], expected, 1e-6)
+        assert close(lines[update]["objective/score_sd"], statistics.stdev(scores_of(ppo_function, start, batch)), 1e-5)
+        assert close(lines[update]["objective/score"], statistics.fmean(scores_of(ppo_function, start, batch)), 1e-5)
+        without_eos += scores_of(ppo_function, start, batch).count(-1.0)
+    assert 0 < without_eos < 3 * BATCH
+    assert passes[0].result["values"].abs().max() == 0 and passes[2].result["values"].abs().max() > 1e-4
+    assert close(lines[2]["eval/score"], calls[-1].result.mean().item(), 1e-6)
+    assert calls[-1].args[3] == load_from_disk(start.args["dataset"])["validation"]["query"][:3]
+    run(start, tmp_path / "one", ppo_function, reward_function=f"{start.root}/mine.py:of_one")
+    both = [files(tmp_path / name / "model")["model.safetensors"] for name in ("lists", "one")]
+    assert both[0] == both[1]
+    assert '"num_labels"' not in (tmp_path / "one" / "value_model" / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", "no score for update 1, episode 7, post '{post}.*cannot score this"),
+        ("nan", "nan for update 1, episode 7, post '{post}"),
+        ("none", "no score for update 1, episode 7, post '{post}"),
+        ("too_few", "23 scores of 24 summaries, update 1, episode 0, post 'SUB"),
+        ("absent", "no function there"),
+    ],
+)
+def test_a_function_that_gives_no_score_is_named(start, tmp_path, name, message):
+    data = load_from_disk(start.args["dataset"])["train"]
+    post = data[int(ppo_function.data_order(len(data), SEED, 0, BATCH)[7])]["query"][:60].replace("\n", "\\n")
+    (tmp_path / "mine.py").write_text(FUNCTIONS.replace("{post}", post.replace('"', '\\"')))
+    with pytest.raises(SystemExit) as raised:
+        run(start, tmp_path / "run", ppo_function, reward_function=f"{tmp_path}/mine.py:{name}")
+    assert re.search(message.replace("{post}", re.escape(post)[:20]), str(raised.value), re.DOTALL)
+
+
+def test_simpos_rewards_are_means(start, tmp_path, monkeypatch):
+    """beta x the mean over a response's tokens, EOS counted, query and padding not, in loss and evaluation."""
+    sums = record(monkeypatch, simpo, "pair_logprobs")
+    lines = run(start, tmp_path / "run", simpo, beta=2.5, gamma_beta_ratio=0.4, run_eval=True)
+    assert [line["update"] for line in lines] == [1, 2, 3]
+    pad = simpo.load_tokenizer(start.args["sft_model_path"]).pad_token_id
+
+    def means(call) -> tuple[list[float], list[float]]:
+        found = []
+        for side, of_side in zip(("chosen", "rejected"), call.result, strict=True):
+            labels = call.args[1][f"query_{side}_token_response_label"].tolist()
+            lengths = [sum(token != pad for token in row) for row in labels]
+            found.append([total / n for total, n in zip(of_side.tolist(), lengths, strict=True)])
+        return tuple(found)
+
+    for update, line in enumerate(lines):
+        calls = [call for call in sums if call.result[0].requires_grad][5 * update : 5 * update + 5]
+        chosen, rejected = ([x for call in calls for x in means(call)[side]] for side in (0, 1))
+        assert len(chosen) == BATCH
+        losses = [math.log1p(math.exp(-2.5 * (c - r) + 1.0)) for c, r in zip(chosen, rejected, strict=True)]
+        assert close(line["loss/train"], statistics.fmean(losses), 1e-5)
+        assert close(line["rewards/chosen"], 2.5 * statistics.fmean(chosen), 1e-5)
+        assert close(line["logprobs/rejected"], statistics.fmean(rejected), 1e-5)
+        assert close(line["accuracy/train"] * BATCH, sum(c > r for c, r in zip(chosen, rejected, strict=True)), 1e-5)
+    last = {}
+    for call in sums:
+        if not call.result[0].requires_grad:
+            tokens = (call.args[1][f"query_{side}_token"].tolist() for side in ("chosen", "rejected"))
+            last |= dict(zip(map(str, zip(*tokens, strict=True)), zip(*means(call), strict=True), strict=True))
+    data = load_from_disk(str(start.world.preference_dataset))["validation"]
+    written = read_csv(tmp_path / "run" / "eval" / "pairs_validation.csv")
+    assert len(written) == len(data)
+    for row, pair in zip(data, written, strict=True):
+        chosen, rejected = last[str((row["query_chosen_token"], row["query_rejected_token"]))]
+        assert close(
+            [float(pair["chosen_reward"]), float(pair["rejected_reward"])], [2.5 * chosen, 2.5 * rejected], 1e-4
+        )
+
+
+def test_a_margin_below_zero_is_refused(start, tmp_path):
+    with pytest.raises(SystemExit, match="--gamma-beta-ratio -0.1: a margin below 0"):
+        run(start, tmp_path / "run", simpo, gamma_beta_ratio=-0.1)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("module", [rloo, grpo, online_dpo])
 @pytest.mark.parametrize(("samples", "batch"), [(1, 24), (5, 24)])
-def test_groups_that_cannot_be_are_refused(start, tmp_path, samples, batch):
+def test_groups_that_cannot_be_are_refused(start, tmp_path, module, samples, batch):
     with pytest.raises(SystemExit, match=rf"--batch-size {batch} must be a multiple of --samples-per-prompt {samples}"):
-        run(start, tmp_path / "run", samples_per_prompt=samples, batch_size=batch)
+        run(start, tmp_path / "run", module, samples_per_prompt=samples, batch_size=batch)
     assert not (tmp_path / "run").exists()
 
 
 # ---- two processes, and kill -9 -----------------------------------------------------------------------------------
 
 
-def command(start, folder: Path, *flags) -> list[str]:
-    words = [f"--{key.replace('_', '-')}={value}" for key, value in start.args.items()]
-    return ["variants/rloo.py", *words, f"--output-dir={folder}", "--save-every=1", *flags]
+def command(start, name: str, folder: Path, *flags) -> list[str]:
+    words = [f"--{key.replace('_', '-')}={value}" for key, value in args_of(start, name).items()]
+    return [f"variants/{name}.py", *words, f"--output-dir={folder}", "--save-every=1", *flags]
 
 
 @pytest.mark.long
-def test_two_processes_are_one(start, tmp_path):
-    expected = run(start, tmp_path / "one", micro_batch_size=8)
+@pytest.mark.parametrize("name", LINES)
+def test_two_processes_are_one(start, tmp_path, name):
+    expected = run(start, tmp_path / "one", globals()[name], micro_batch_size=8)
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *launch, *command(start, tmp_path / "two")], cwd=ROOT, env=environment, check=True)
+    words = command(start, name, tmp_path / "two")
+    subprocess.run([sys.executable, *launch, *words], cwd=ROOT, env=environment, check=True)
+    differences = {}
     for line, other in zip(expected, read_metrics(tmp_path / "two"), strict=True):
         for key, value in line.items():
             if not key.startswith(("time/", "policy/sampling")):
                 floor = 2e-6 if key == "policy/ratio_variance" else 1e-6
                 assert abs(other[key] - value) <= max(1e-5 * abs(value), floor), key
+                differences[key] = max(differences.get(key, 0.0), abs(other[key] - value) / max(abs(value), 0.1))
+    worst = max(differences, key=differences.get)
+    print(f"{name}: largest relative difference {differences[worst]:.1e} ({worst})")
 
 
 @pytest.mark.long
-def test_a_killed_run_resumes_to_the_same_bytes(start, tmp_path):
+@pytest.mark.parametrize("name", LINES)
+def test_a_killed_run_resumes_to_the_same_bytes(start, tmp_path, name):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *command(start, tmp_path / "whole")], cwd=ROOT, env=environment, check=True)
-    child = subprocess.Popen([sys.executable, *command(start, tmp_path / "killed")], cwd=ROOT, env=environment)
+    whole, killed = (command(start, name, tmp_path / folder) for folder in ("whole", "killed"))
+    subprocess.run([sys.executable, *whole], cwd=ROOT, env=environment, check=True)
+    child = subprocess.Popen([sys.executable, *killed], cwd=ROOT, env=environment)
     while not list((tmp_path / "killed").glob("checkpoints/update_000001/metrics.jsonl")):
         time.sleep(0.01)
     child.send_signal(signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL
-    subprocess.run(
-        [sys.executable, *command(start, tmp_path / "killed", "--resume")], cwd=ROOT, env=environment, check=True
-    )
+    subprocess.run([sys.executable, *killed, "--resume"], cwd=ROOT, env=environment, check=True)
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert weights[0] == weights[1]
+    print(f"{name}: {len(weights[0]):,} bytes, the same")

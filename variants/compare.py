@@ -1,0 +1,118 @@
+"""Policies of the quickstart side by side, judged by the truth of ../quickstart/truth.py.
+
+    python variants/compare.py --raw data/quickstart/posts-1/raw --sft runs/quickstart/posts-1/sft/nano-s/1 \
+        --runs runs/quickstart/posts-1/{ppo,rloo,grpo}/nano-s/1
+
+Each run folder has eval/samples_validation.csv (../eval/samples.py: temperature 0.01). Of these are truth, win rate
+against the reference summary and words, and the paired difference of the truths to the SFT policy's, with a bootstrap
+interval of 95 % over the posts. The KL to the SFT model is of one more sample a post, at temperature 0.7 as in training:
+mean over posts of the sum over a response's tokens of log pi - log pi_sft, and its standard error. Seconds are those of
+the training on the machine that it ran on.
+"""
+
+import csv
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import torch
+import tyro
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import track
+from transformers.utils import logging as transformers_logging
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT), str(ROOT / "quickstart")]
+
+from report import bootstrap_interval, fail, read_rows  # noqa: E402
+from truth import judge, score  # noqa: E402
+
+import ppo  # noqa: E402
+
+
+@dataclass
+class Args:
+    raw: Path
+    """folder of the raw posts, from quickstart/posts.py"""
+    sft: Path
+    """run folder of the SFT policy"""
+    runs: list[Path]
+    """run folders of the policies to compare"""
+    output: Path | None = None
+    """CSV file for the numbers, not rounded"""
+
+
+def kl_to_sft(accelerator, policy, sft, tokenizer, queries: torch.Tensor) -> torch.Tensor:
+    """log pi - log pi_sft (n,), summed over the tokens of a response sampled from the policy to each query (n, Q)."""
+    args = ppo.Args(sample_batch_size=32, response_length=53)
+    keys = ppo.noise_keys(1, -2, range(len(queries)))  # an update that no training has
+    responses, _ = ppo.sample(accelerator, policy, queries, keys, tokenizer, args, args.temperature)
+    batch = ppo.make_batch(queries, responses, tokenizer.pad_token_id)
+    banned = ppo.banned_ids(sft, tokenizer)
+    kl = torch.zeros(len(queries))
+    with torch.no_grad():
+        for mb in ppo.micro_batches(batch, torch.arange(len(queries)), 32):
+            rows = ppo.episode_rows(mb["queries"], mb["responses"], tokenizer.pad_token_id)
+            logprobs, sft_logprobs = (
+                ppo.token_logprobs(ppo.response_logits(model, *rows, banned), mb["responses"], args.temperature)
+                for model in (policy, sft)
+            )
+            kl[mb["rows"]] = ((logprobs - sft_logprobs) * mb["response_mask"]).sum(1)
+    return kl
+
+
+def compare(args: Args) -> list[dict]:
+    """A row of numbers for the SFT policy and each run."""
+    transformers_logging.disable_progress_bar()
+    accelerator = Accelerator(cpu=True)
+    posts = {row["id"]: row for row in read_rows(args.raw / "posts" / "validation.jsonl", ["id", "post", "summary"])}
+    folder = ppo.checkpoint_folder("--sft", str(args.sft))
+    tokenizer = ppo.load_tokenizer(folder)
+    sft = ppo.load_policy(folder, tokenizer)
+    table, sft_truths = [], []
+    for run in track([args.sft, *args.runs], description="comparing", console=Console(stderr=True)):
+        path = run / "eval" / "samples_validation.csv"
+        if not path.exists():
+            fail(f"{path} is not there: python eval/samples.py {run} --splits validation makes it")
+        samples = read_rows(path, ["id", "query", "response"])
+        told = [(posts[row["id"]]["post"], row["response"], posts[row["id"]]["summary"]) for row in samples]
+        truths = [score(post, summary) for post, summary, _ in told]
+        sft_truths = sft_truths or truths
+        differences = [truth - before for truth, before in zip(truths, sft_truths, strict=True)]
+        low, high = bootstrap_interval(differences, 2_000)
+        queries = tokenizer([row["query"] for row in samples], padding=True, padding_side="left", return_tensors="pt")
+        policy = ppo.load_policy(ppo.checkpoint_folder("--runs", str(run)), tokenizer)
+        kl = kl_to_sft(accelerator, policy, sft, tokenizer, queries.input_ids)
+        metrics = read_rows(run / "metrics.jsonl", ["update"])
+        row = {"policy": json.loads((run / "args.json").read_text())["stage"], "truth": fmean(truths)}
+        row |= {"above_sft": fmean(differences), "low": low, "high": high}
+        row["win_rate"] = fmean(judge(*one) for one in told)
+        row["words"] = fmean(len(re.findall(r"\w+", summary)) for _, summary, _ in told)
+        row |= {"kl": kl.mean().item(), "kl_error": (kl.std() / len(kl) ** 0.5).item()}
+        row |= {"episodes": metrics[-1]["episode"], "seconds": metrics[-1]["time/total"]}
+        table.append(row)
+    return table
+
+
+def main(args: Args):
+    table = compare(args)
+    print("| | truth | above SFT, 95 % | win rate | words | KL to SFT | responses or pairs | seconds |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in table:
+        above = f"{row['above_sft']:.3f} ({row['low']:.3f} to {row['high']:.3f})" if row is not table[0] else ""
+        kl = f"{row['kl']:.2f} ± {row['kl_error']:.2f}" if row is not table[0] else ""
+        numbers = [f"{row['truth']:.3f}", above, f"{row['win_rate']:.3f}", f"{row['words']:.1f}", kl]
+        print("|", " | ".join([row["policy"], *numbers, f"{row['episodes']:,}", f"{row['seconds']:.0f}"]), "|")
+    if args.output:
+        with args.output.open("w", newline="") as file:
+            writer = csv.DictWriter(file, table[0], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

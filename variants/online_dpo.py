@@ -1,0 +1,1071 @@
+"""Online DPO with the reward model as the judge (Guo et al. 2024, "Direct Language Model Alignment from Online AI
+Feedback"): a copy of ../ppo.py without value model. What differs: `git diff --no-index ppo.py variants/online_dpo.py`.
+
+One process:    python variants/online_dpo.py --model nano-xs --batch-size 64 --total-episodes 2880 --learning-rate 5e-4
+N processes:    torchrun --nproc_per_node 8 variants/online_dpo.py --model 1b --seed 44413
+
+Each prompt has --samples-per-prompt k responses, two by default. Its pair is the one that the reward model scores
+highest against the one that it scores lowest. The loss is DPO's, a mean over the pairs of the whole mini-batch that are
+no ties. A tied pair (two responses without EOS, say) has weight 0 and is counted; where all are tied there is no step.
+The KL to the reference is not in the scores: the loss's beta stands for it.
+
+Starts from the SFT model (policy and reference) and the reward model of the same name and seed. The run folder (default
+runs/online_dpo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), metrics.jsonl, args.json,
+TensorBoard files and, with --save-every, checkpoints/.
+
+Shapes: B episodes of an update, b rows at hand, Q width of the queries, R response length, W width of a micro-batch's
+responses, T of query and response together, V vocabulary, D of a hidden state. A batch is a dict of tensors:
+
+    queries (B, Q) left-padded; responses (B, R) right-padded; lengths, row_lengths and raw_scores (B,)
+    response_mask (B, R) through EOS: logprobs, ref_logprobs and entropy are 0 outside of it
+
+A prompt's k episodes follow each other. Deviations from others, each on purpose:
+- Policy and reference are both taken at the sampling temperature; TRL samples at 0.9 and takes both at 1.
+- The reward model reads the sampled ids, EOS included; TRL decodes them without EOS and tokenises again.
+- -1 takes the place of the score of a response without EOS (Detail 23) before the pair is chosen.
+- Ties are left out; others take the response that comes first as the better one.
+- A pair is never split over processes or micro-batches: the batch size is a multiple of k x mini-batches x processes.
+- Total episodes and batch size count responses, k to a prompt.
+- Sampling and padding are ppo.py's.
+"""
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import struct
+import sys
+import time
+import warnings
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import pyarrow.compute as pc
+import torch
+import torch.nn.functional as F
+import tyro
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.tracking import WandBTracker
+from accelerate.utils import gather_object, set_seed
+from datasets import DatasetDict, load_dataset, load_from_disk
+from huggingface_hub import snapshot_download
+from rich.console import Console
+from rich.progress import Progress, TextColumn
+from rich.table import Table
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DynamicCache,
+    StaticCache,
+)
+from transformers.utils import logging as transformers_logging
+
+STAGE = "online_dpo"
+MICRO_BATCH_SIZES = {"1b": 16, "2.8b": 8, "6.9b": 2}  # of Pythia's sizes: what fits one 80 GB device
+SAMPLE_BATCH_SIZES = {"1b": 256, "2.8b": 128, "6.9b": 64}  # 19 to 24 GB of keys and values
+TEMPERATURE_EPS = 1e-7  # added to a temperature before it divides, as in the authors' code
+DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+
+
+@dataclass
+class Args:
+    model: str = "1b"
+    """name of the run, its default paths and (1b, 2.8b, 6.9b) memory flags; weights come from the two paths below"""
+    seed: int = 44413
+    """seed of the query order and the sampling noise (paper: 44413, 55513, 66613, 77713)"""
+    sft_model_path: str = "runs/sft/{model}/{seed}"
+    """policy and reference: run folder, checkpoint folder or Hub id[@revision]"""
+    reward_model_path: str = "runs/reward/{model}/{seed}"
+    """reward model"""
+    dataset: str = "data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET
+    """SFT data, whose posts are the queries: folder or Hub id[@revision]"""
+    output_dir: str = "runs/online_dpo/{model}/{seed}"
+    """run folder"""
+
+    total_episodes: int = 1_000_000
+    """responses sampled in all (table 7)"""
+    batch_size: int = 512
+    """episodes per update over all devices (table 7)"""
+    samples_per_prompt: int = 2
+    """k, responses to each prompt, of which best and worst are a pair (Guo et al. 2024)"""
+    num_ppo_epochs: int = 1
+    """passes over the batch per update (one: on-policy throughout)"""
+    num_mini_batches: int = 1
+    """optimiser steps per pass (table 7, N_mb)"""
+    learning_rate: float = 3e-6
+    """learning rate of the first update, linear to 0 (async_rlhf's online DPO on TL;DR, as PPO's)"""
+    adam_eps: float = 1e-5
+    """AdamW's epsilon (table 7)"""
+    weight_decay: float = 0.01
+    """AdamW's weight decay (torch's default, as in the paper's code)"""
+    max_grad_norm: float = 0.0
+    """gradient norm to clip at; 0: no clipping (paper)"""
+    response_length: int = 53
+    """tokens sampled at most (Detail 23)"""
+    temperature: float = 0.7
+    """sampling temperature; every log-probability is taken at it (table 7)"""
+    penalty_reward_value: float | None = -1.0
+    """score of a response without EOS (Detail 23); None: what the reward model says"""
+    beta: float = 0.1
+    """scale of the implicit reward, the strength of the KL penalty it stands for (async_rlhf's online DPO on TL;DR)"""
+    loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
+    """DPO's loss, or the squared loss of IPO (both in Guo et al. 2024)"""
+
+    sample_every: int = 50
+    """updates between printed tables of samples; 0: none"""
+    eval_every: int = 0
+    """updates between validation scores on a fixed batch; 0: after the last update only"""
+    eval_rows: int = 64
+    """validation posts in that batch"""
+    micro_batch_size: int | None = None
+    """episodes per device and forward/backward pass: memory only, never the result; default: what fits 80 GB, or 8"""
+    forward_batch_size: int = 32
+    """episodes per device that a reward model scores at a time"""
+    sample_batch_size: int | None = None
+    """episodes per device sampled at a time: memory only; default: what fits 80 GB, or 32"""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
+    offload: bool | None = None
+    """keep reference and reward model in CPU memory except while they score; default at 6.9b"""
+    save_every: int = 0
+    """updates between checkpoints for --resume; 0: none"""
+    keep_checkpoints: int = 2
+    """newest checkpoints kept"""
+    resume: bool = False
+    """continue the run in output_dir from its newest checkpoint"""
+    track: bool = False
+    """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+
+
+# ==== the algorithm ===============================================================================
+
+
+def best_and_worst(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each prompt's k responses, which follow each other, the rows (P, 2) of the one with the highest and of the one
+    with the lowest of scores (B,), and whether they differ (P,): a tie is no preference."""
+    groups = scores.view(-1, k)
+    first_rows = torch.arange(0, len(scores), k, device=scores.device)
+    pairs = torch.stack([first_rows + groups.argmax(1), first_rows + groups.argmin(1)], 1)
+    return pairs, scores[pairs[:, 0]] > scores[pairs[:, 1]]
+
+
+def dpo_loss(
+    policy_chosen: torch.Tensor,
+    policy_rejected: torch.Tensor,
+    ref_chosen: torch.Tensor,
+    ref_rejected: torch.Tensor,
+    beta: float,
+    loss_type: str = "sigmoid",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Loss per pair (b,) from the summed log-probabilities (b,) of the responses under policy and reference.
+
+    sigmoid: equation 4, -log sigmoid(beta h) with h = log-ratio of chosen minus log-ratio of rejected; with label
+    smoothing e, (1 - e) times that plus e times the loss of the flipped pair. ipo: (h - 1 / (2 beta))^2."""
+    h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
+    if loss_type == "ipo":
+        return (h - 1 / (2 * beta)) ** 2
+    return -(1 - label_smoothing) * F.logsigmoid(beta * h) - label_smoothing * F.logsigmoid(-beta * h)
+
+
+def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
+    """Rows (stop - start,) at the positions start..stop-1 of an endless stream over n rows: each pass is a new shuffle
+    without replacement (Detail 21). A function of (seed, position) alone: every process can name every batch."""
+    passes = []
+    for epoch in range(start // n, (stop - 1) // n + 1):
+        shuffled = permutation(n, seed, epoch)
+        passes.append(shuffled[max(start - epoch * n, 0) : stop - epoch * n])
+    return torch.cat(passes)
+
+
+def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
+    """The numbers 0..n-1 in a random order (n,) that depends on seed and epoch alone."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(n, generator=generator)
+
+
+# ==== main ========================================================================================
+
+
+def main(args: Args):
+    # ---- data and models -------------------------------------------------------------------------
+    fill_templates(args)
+    accelerator = make_accelerator(args)
+    device = accelerator.device
+    rank = accelerator.process_index
+    world = accelerator.num_processes
+    num_updates = check_sizes(args, world)
+    k = args.samples_per_prompt
+    if k < 2 or args.batch_size % (k * args.num_mini_batches * world):
+        per_prompt = f"--samples-per-prompt {k}, which is 2 or more"
+        fail(f"--batch-size {args.batch_size} must be a multiple of {per_prompt}, x mini-batches x processes")
+
+    sft_folder = checkpoint_folder("--sft-model-path", args.sft_model_path)
+    reward_folder = checkpoint_folder("--reward-model-path", args.reward_model_path)
+    tokenizer = load_tokenizer(sft_folder)
+    if load_tokenizer(reward_folder).get_vocab() != tokenizer.get_vocab():
+        fail(f"--reward-model-path {reward_folder}: a reward model of another tokenizer than {sft_folder}")
+    pad_id = tokenizer.pad_token_id
+    columns = ["query", "query_token", "reference_response_token"]
+    data = load_splits("--dataset", args.dataset, columns, tokenizer)
+    train = data["train"].select_columns(["query_token"])
+    validation = data["validation"].take(min(args.eval_rows, len(data["validation"])))
+
+    reward_model = frozen_model(accelerator, load_reward_model(reward_folder, tokenizer), args.offload)
+    ref_policy = frozen_model(accelerator, load_policy(sft_folder, tokenizer), args.offload)
+    policy = load_policy(sft_folder, tokenizer).to(device)  # before the next is loaded: the memory of one
+    check_head(policy, sft_folder)
+    banned = banned_ids(policy, tokenizer).to(device)
+    unwrapped = PolicyLogits(policy)
+    model, optimizer = prepare(accelerator, unwrapped, args)
+    # state of your own goes here: accelerator.register_for_checkpointing(it); it comes back on the CPU
+    finished_updates = begin_run(accelerator, args)
+
+    run_start = time.time()
+    for update in updates(accelerator, args, finished_updates, num_updates):
+        # ---- 1. queries, the same on every process; each samples its share -----------------------
+        update_start = time.time()
+        episodes = range((update - 1) * args.batch_size, update * args.batch_size)
+        order = data_order(len(train), args.seed, episodes.start // k, episodes.stop // k)  # Detail 21
+        queries = train[order.tolist()]["query_token"].to(device).repeat_interleave(k, 0)  # (B, Q)
+        share = slice(rank * args.batch_size // world, (rank + 1) * args.batch_size // world)
+        keys = noise_keys(args.seed, update, episodes[share])  # so that a sample does not depend on its process
+        drawn = sample(accelerator, policy, queries[share], keys, tokenizer, args, args.temperature)
+        sampling_seconds = time.time() - update_start
+
+        # ---- 2. what the models say of the responses ---------------------------------------------
+        batch = make_batch(queries[share], drawn[0], pad_id)
+        batch["sampling_logprobs"] = drawn[1]
+        batch["raw_scores"] = reward_scores(accelerator, reward_model, batch, pad_id, args)
+        # from here on every process holds the whole batch, so that no number depends on how it was split
+        batch = {key: accelerator.gather(value) for key, value in batch.items()}
+        rows = torch.arange(args.batch_size, device=device)[share]
+        outputs = both_policies(accelerator, unwrapped, ref_policy, batch, [rows], pad_id, banned, args)
+        batch |= {key: accelerator.reduce(value, "sum") for key, value in outputs.items()}  # 0 but for its own rows
+
+        # ---- 3. rewards --------------------------------------------------------------------------
+        has_eos = (batch["responses"] == tokenizer.eos_token_id).any(1)  # (B,)
+        scores = batch["raw_scores"]
+        if args.penalty_reward_value is not None:
+            scores = scores.where(has_eos, args.penalty_reward_value)  # Detail 23
+        kl = batch["logprobs"] - batch["ref_logprobs"]  # (B, R)
+
+        # ---- 4. pairs ----------------------------------------------------------------------------
+        batch["ref_sums"] = batch["ref_logprobs"].sum(1)  # (B,)
+        pairs, untied = best_and_worst(scores, k)  # (P, 2), (P,)
+        rollout_seconds = time.time() - update_start
+
+        # ---- 5. DPO's loss -----------------------------------------------------------------------
+        learning_rate = args.learning_rate * (1 - (update - 1) / num_updates)  # linear to 0 (table 7)
+        for group in optimizer.param_groups:  # a resumed optimiser has those of its checkpoint
+            group.update(lr=learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
+        means = defaultdict(float)  # over the untied pairs of a mini-batch, summed over the optimiser steps
+        grad_norms = []
+        for epoch in range(args.num_ppo_epochs):
+            shuffled = permutation(len(pairs), args.seed + update, epoch).to(device)
+            for mini_batch in shuffled.chunk(args.num_mini_batches):
+                count = untied[mini_batch].sum()
+                if count == 0:
+                    continue  # no preference, no step
+                own = mini_batch.chunk(world)[rank]
+                mbs = pair_batches(batch, pairs[own], untied[own] / count, args.micro_batch_size)
+                for mb in mbs:
+                    last = mb is mbs[-1]  # gradients are exchanged between devices with the last micro-batch
+                    accelerator.sync_gradients = last  # for DeepSpeed
+                    model.require_backward_grad_sync = last  # for DDP
+                    logits = model(mb["queries"], mb["responses"], pad_id, banned)
+                    logprobs = token_logprobs(logits, mb["responses"], args.temperature)
+                    del logits  # the largest tensor of a step, which the backward pass does not need
+                    chosen, rejected = logprobs.masked_fill(~mb["response_mask"], 0.0).sum(1).chunk(2)
+                    ref = mb["ref_sums"].chunk(2)
+                    losses = dpo_loss(chosen, rejected, *ref, args.beta, args.loss_type)
+                    loss = (losses * mb["weights"]).sum()
+                    accelerator.backward(loss * world)  # x world: DDP and DeepSpeed average over devices
+                    means["loss/policy"] += loss.detach()
+                    for name, logprob, ref_logprob in zip(("chosen", "rejected"), (chosen, rejected), ref, strict=True):
+                        means[f"logprobs/{name}"] += (logprob.detach() * mb["weights"]).sum()
+                        means[f"rewards/{name}"] += args.beta * ((logprob.detach() - ref_logprob) * mb["weights"]).sum()
+                grad_norms.append(optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}"))
+
+        # ---- 6. log, samples ---------------------------------------------------------------------
+        steps = max(len(grad_norms), 1)
+        means = {key: accelerator.reduce(value, "sum").item() / steps for key, value in means.items()}
+        sampling_difference = (batch["sampling_logprobs"] - batch["logprobs"]).abs()[batch["response_mask"]]
+        metrics = {
+            "objective/score": scores.mean(),
+            "objective/kl": kl.sum(1).mean(),
+            "response/length": batch["lengths"].float().mean(),
+            "response/eos_rate": has_eos.float().mean(),
+            "objective/entropy": batch["entropy"].sum(1).mean(),
+            "objective/rlhf_reward": (scores - args.beta * kl.sum(1)).mean(),
+            "objective/tied_pairs": 1 - untied.float().mean(),
+            "objective/score_without_penalty": batch["raw_scores"].mean(),
+            "objective/kl_k2": (0.5 * kl.square()).sum(1).mean(),
+            "objective/kl_k3": ((-kl).exp() - 1 + kl).sum(1).mean(),
+            "policy/sampling_logprob_difference_mean": sampling_difference.mean(),
+            "policy/sampling_logprob_difference_max": sampling_difference.max(),
+            **means,  # over the update's optimiser steps
+            "grad_norm": sum(grad_norms) / steps,
+            "learning_rate": learning_rate,
+            "episode": episodes.stop,
+            "time/sampling": sampling_seconds,
+            "time/rollout": rollout_seconds,
+            "time/update": time.time() - update_start,
+            "time/total": time.time() - run_start,
+        }
+        if update == num_updates or (args.eval_every and update % args.eval_every == 0):
+            metrics["eval/score"] = validation_score(accelerator, policy, reward_model, validation, tokenizer, args)
+        write_metrics(accelerator, args, metrics, update, num_updates)
+        if args.sample_every and update % args.sample_every == 0:
+            show_samples(accelerator, batch, scores, kl.sum(1), tokenizer, update)
+
+    # ---- save ------------------------------------------------------------------------------------
+    state = accelerator.get_state_dict(model)
+    save_model(accelerator, args, "model", policy, state, "policy.", tokenizer)
+    accelerator.print(f"done in {time.time() - run_start:.0f} s: {args.output_dir}", flush=True)
+    accelerator.end_training()
+
+
+# ==== rollout =====================================================================================
+
+
+@torch.no_grad()
+def sample(accelerator: Accelerator, policy, queries, keys, tokenizer, args, temperature: float) -> tuple:
+    """A response (b, R) to each left-padded query (b, Q), [PAD] after its EOS (Detail 23), and its tokens'
+    log-probabilities (b, R) as they were when drawn; keys (b, 2): noise_keys."""
+    pad_id = tokenizer.pad_token_id
+    keys = keys.to(queries.device)
+    responses = queries.new_full((len(queries), args.response_length), pad_id)
+    logprobs = torch.zeros(responses.shape, device=queries.device)
+    size = min(args.sample_batch_size, len(queries))
+    cache = KeyValueCache(policy.config, longest_row(queries, pad_id) + args.response_length)
+    for index in similar_lengths((queries != pad_id).sum(1), size):
+        rows = torch.cat([index, index[-1:].expand(size - len(index))])  # the cache is of `size` rows
+        with accelerator.autocast():
+            found = generate(policy, queries[rows], tokenizer, args.response_length, temperature, keys[rows], cache)
+        responses[index], logprobs[index] = (values[: len(index)] for values in found)
+    return responses, logprobs
+
+
+@torch.no_grad()
+def both_policies(accelerator: Accelerator, model, ref_policy, batch: dict, groups, pad_id, banned, args) -> dict:
+    """What policy and reference say of the responses in a batch (make_batch), in micro-batches of each group of its
+    rows: logprobs, ref_logprobs and entropy (B, R), 0 outside their masks and in other rows."""
+    outputs = {}
+    for key in ("logprobs", "ref_logprobs", "entropy"):
+        outputs[key] = torch.zeros(batch["responses"].shape, device=accelerator.device)
+    mbs = []
+    for rows in groups:
+        mbs += micro_batches(batch, rows, args.micro_batch_size)
+    for mb in mbs:
+        with accelerator.autocast():
+            logits = model(mb["queries"], mb["responses"], pad_id, banned)
+            logprobs = token_logprobs(logits, mb["responses"], args.temperature)
+            entropy = token_entropy(logits, args.temperature)
+        outputs["logprobs"][mb["index"]] = logprobs * mb["response_mask"]
+        outputs["entropy"][mb["index"]] = entropy * mb["response_mask"]
+    with on_device(accelerator, ref_policy):
+        for mb in mbs:
+            tokens, columns = episode_rows(mb["queries"], mb["responses"], pad_id)
+            with accelerator.autocast():
+                logits = response_logits(ref_policy, tokens, columns, banned)
+                logprobs = token_logprobs(logits, mb["responses"], args.temperature)
+            outputs["ref_logprobs"][mb["index"]] = logprobs * mb["response_mask"]
+    return outputs
+
+
+@torch.no_grad()
+def reward_scores(accelerator: Accelerator, reward_model, batch: dict, pad_id: int, args) -> torch.Tensor:
+    """The reward model's score (b,) of each response in a batch, read at its last token (Detail 12)."""
+    rows = torch.arange(len(batch["responses"]), device=accelerator.device)
+    scores = torch.zeros(len(rows), device=accelerator.device)
+    with on_device(accelerator, reward_model):
+        for mb in micro_batches(batch, rows, args.forward_batch_size):
+            tokens = right_padded(torch.cat([mb["queries"], mb["responses"]], 1), pad_id)
+            last = mb["row_lengths"] - 1
+            with accelerator.autocast():
+                rewards = reward_model(tokens)  # (b, T)
+            scores[mb["rows"]] = rewards.gather(1, last[:, None]).squeeze(1)
+    return scores
+
+
+@contextmanager
+def on_device(accelerator: Accelerator, model):
+    """Have a frozen model on the device while it is used (Detail 8). An offloaded one's copy in the machine's memory
+    stays: nothing is copied back."""
+    tensors = [*model.parameters(), *model.buffers()]
+    waiting = [tensor.data for tensor in tensors]
+    for tensor in tensors:
+        tensor.data = tensor.data.to(accelerator.device, non_blocking=True)
+    yield
+    for tensor, data in zip(tensors, waiting, strict=True):
+        tensor.data = data
+
+
+def make_batch(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> dict:
+    """A batch, as far as the tokens say: queries (b, Q), responses (b, R), lengths (b,) of the responses in tokens, EOS
+    counted, row_lengths (b,) of query and response, response_mask and value_mask (b, R) bool."""
+    lengths = (responses != pad_id).sum(1)
+    positions = torch.arange(responses.shape[1], device=responses.device)
+    return {
+        "queries": queries,
+        "responses": responses,
+        "lengths": lengths,
+        "row_lengths": (queries != pad_id).sum(1) + lengths,
+        "response_mask": positions < lengths[:, None],
+        "value_mask": positions <= lengths[:, None],
+    }
+
+
+def pair_batches(batch: dict, pairs: torch.Tensor, weights: torch.Tensor, size: int) -> list[dict]:
+    """Whole pairs (p, 2) of rows of a batch, with their weights (p,), `size` rows at a time (or one pair): n chosen
+    responses, then the n rejected ones, queries (2n, Q), responses and response_mask (2n, W), ref_sums (2n,)."""
+    mbs = []
+    for group in similar_lengths(batch["row_lengths"][pairs].amax(1), max(size // 2, 1)):
+        rows = pairs[group].T.flatten()
+        width = int(batch["lengths"][rows].max()) + 1
+        mb = {"weights": weights[group], "queries": batch["queries"][rows], "ref_sums": batch["ref_sums"][rows]}
+        mb |= {key: batch[key][rows, :width] for key in ("responses", "response_mask")}
+        mbs.append(mb)
+    return mbs
+
+
+def micro_batches(batch: dict, rows: torch.Tensor, size: int) -> list[dict]:
+    """These rows (b,) of a batch, `size` at a time, rows of similar length together: less padding, the same sums. What
+    is (B, R) in the batch is (b, W) in a micro-batch, through one past its longest response. With them come `rows`, a
+    micro-batch's rows in the batch, and `index`, which picks its (b, W) out of a (B, R)."""
+    mbs = []
+    for group in similar_lengths(batch["row_lengths"][rows], size):
+        mb_rows = rows[group]
+        width = int(batch["lengths"][mb_rows].max()) + 1
+        mb = {"rows": mb_rows, "index": (mb_rows, slice(width))}
+        for key, value in batch.items():
+            per_token = value.ndim == 2 and key != "queries"
+            mb[key] = value[mb["index"]] if per_token else value[mb_rows]
+        mbs.append(mb)
+    return mbs
+
+
+# ==== forward passes ==============================================================================
+
+
+class PolicyLogits(nn.Module):
+    """A policy of whose logits DDP and DeepSpeed see those of the response alone."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, queries, responses, pad_id: int, banned: torch.Tensor):
+        """queries (b, Q) left-padded, responses (b, W) -> logits (b, W, V) of the response tokens, those of banned ids
+        at -1e9, so that the log-probability of a [PAD] after the end is huge: mask it before exp."""
+        tokens, columns = episode_rows(queries, responses, pad_id)
+        return response_logits(self.policy, tokens, columns, banned)
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    """log softmax(logits / (temperature + 1e-7)) at the tokens (Detail 20): (b, R, V), (b, R) -> (b, R)."""
+    scaled = logits.float() / (temperature + TEMPERATURE_EPS)
+    return -F.cross_entropy(scaled.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
+
+
+def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Entropy (nats) of softmax(logits / (temperature + 1e-7)) at each position: (b, R, V) -> (b, R)."""
+    scaled = logits.float() / (temperature + TEMPERATURE_EPS)
+    logprobs = scaled.log_softmax(2)
+    return -(logprobs.exp() * logprobs).sum(2)
+
+
+def response_logits(policy, tokens: torch.Tensor, columns: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
+    """Logits (b, W, V) at the columns (b, W) of right-padded rows (b, T), as made by episode_rows; those of banned ids
+    at -1e9. The head sees these columns alone."""
+    states = states_at(policy, tokens, columns)
+    return policy.get_output_embeddings()(states).masked_fill_(banned, -1e9)
+
+
+def states_at(model, tokens: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """The last hidden states (b, W, D) of a transformers model at the columns (b, W) of right-padded rows (b, T).
+
+    For speed, in two passes: what comes before all of the columns goes first, as keys and values for the rest. Nobody
+    reads its last layer's output, so that no gradient passes through that layer there."""
+    inputs = model.get_input_embeddings()(tokens)  # once: the gradient of each look-up is as large as the vocabulary
+    cache = DynamicCache()
+    split = int(columns.min())
+    if split:
+        model.base_model(inputs_embeds=inputs[:, :split], past_key_values=cache, use_cache=True)
+    hidden = model.base_model(inputs_embeds=inputs[:, split:], past_key_values=cache, use_cache=True).last_hidden_state
+    index = (columns - split)[:, :, None]
+    return hidden.gather(1, index.expand(-1, -1, hidden.shape[2]))
+
+
+def episode_rows(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left-padded queries (b, Q) and responses (b, W) -> right-padded rows (b, T), and the columns (b, W) of the token
+    before each response token, where its log-probability and its value are read (past a response's end: any)."""
+    inputs = torch.cat([queries, responses[:, :-1]], 1)  # nothing is asked of the last token
+    tokens = right_padded(inputs, pad_id)
+    last_of_query = (queries != pad_id).sum(1, keepdim=True) - 1
+    columns = last_of_query + torch.arange(responses.shape[1], device=tokens.device)
+    return tokens, columns.clamp(max=tokens.shape[1] - 1)
+
+
+# ==== sampling ====================================================================================
+
+
+def noise_keys(seed: int, update: int, rows: list[int]) -> torch.Tensor:
+    """Two 32-bit keys (b, 2) per row, a hash of (seed, update, row)."""
+    keys = []
+    for row in rows:
+        digest = hashlib.blake2b(f"{seed} {update} {row}".encode(), digest_size=8).digest()
+        keys.append(struct.unpack("<ii", digest))
+    return torch.tensor(keys, dtype=torch.int32).reshape(-1, 2)
+
+
+def mix(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A bijection of 32-bit integers in which each bit of x changes about half of all bits (the shifts and factors are
+    those of Wellons's lowbias32), the key xored in after each product. int32 products wrap; masks make >> unsigned."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D ^ key
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32) ^ key
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Tensor:
+    """Gumbel(0, 1) noise (b, V) that depends on (key, position, token) alone, not on batch, device or rank: a 32-bit
+    integer hash, read as a uniform with 32 bits near 0, where the largest noise comes from."""
+    step = torch.as_tensor(position, dtype=torch.int32, device=keys.device) * 0x3C6EF35F
+    key_0 = mix(keys[:, 0, None] + step, keys[:, 1, None])  # (b, 1)
+    key_1 = mix(keys[:, 1, None] + step, keys[:, 0, None])
+    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * (0x9E3779B9 - 2**32)  # golden ratio
+    bits = mix(token + key_0, key_1)  # (b, V)
+    unsigned = torch.where(bits < 0, bits + 2.0**32, bits.float())
+    uniform = (unsigned + 0.5) / 2**32
+    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
+
+
+def sample_tokens(logits, keys, position, temperature: float, banned) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token (b,) for each row of logits (b, V), and its log-probability (b,): the arg max of log softmax(logits /
+    (temperature + 1e-7)) plus keyed Gumbel noise is a sample of that softmax. `banned` (V,) is never sampled."""
+    scaled = (logits.float() / (temperature + TEMPERATURE_EPS)).masked_fill(banned, -torch.inf)
+    tokens = (scaled + gumbel_noise(keys, position, scaled.shape[1])).argmax(1)
+    logprobs = scaled.gather(1, tokens[:, None]).squeeze(1) - scaled.logsumexp(1)
+    return tokens, logprobs
+
+
+class KeyValueCache(StaticCache):
+    """A StaticCache whose keys are in the type of its values, to which attention would cast them under autocast."""
+
+    def update(self, keys, values, *args, **kwargs):
+        return super().update(keys.to(values.dtype), values, *args, **kwargs)
+
+
+def banned_ids(model, tokenizer) -> torch.Tensor:
+    """(V,) bool: [PAD] and the ids beyond the tokenizer, which no sample may hold."""
+    ids = torch.arange(model.get_input_embeddings().num_embeddings)
+    return (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer))
+
+
+def truncate_response(responses: torch.Tensor, eos_id: int, pad_id: int) -> torch.Tensor:
+    """Detail 23: everything after the first EOS becomes [PAD]; a row without EOS stays. (b, R) -> (b, R)."""
+    is_eos = (responses == eos_id).int()
+    eos_before = is_eos.cumsum(1) - is_eos
+    return responses.masked_fill(eos_before > 0, pad_id)
+
+
+@torch.no_grad()
+def generate(model, queries, tokenizer, response_length: int, temperature: float, keys, cache):
+    """Sample responses (b, R) to left-padded queries (b, Q); a row that reached EOS is filled with [PAD], which equals
+    sampling on and truncating after the first EOS (Detail 23). Returns them and their tokens' log-probabilities (b, R).
+    cache: a KeyValueCache of at least Q + R columns, new or of b rows. All steps but the first have the same shapes,
+    and wait for the device at every eighth token only, to see whether all rows have ended."""
+    pad_id = tokenizer.pad_token_id
+    inputs = queries[:, -longest_row(queries, pad_id) :]
+    banned = banned_ids(model, tokenizer).to(queries.device)
+    responses = queries.new_full((len(queries), response_length), pad_id)
+    logprobs = torch.zeros(responses.shape, device=queries.device)
+    ended = torch.zeros(len(queries), dtype=torch.bool, device=queries.device)
+    positions = torch.arange(response_length, dtype=torch.int32, device=queries.device)
+    cache.reset()
+    mask = inputs != pad_id
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    mask = F.pad(mask, (0, response_length), value=True)  # a token sees no column after its own anyway
+    for t in range(response_length):
+        states = model.base_model(
+            inputs, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True
+        ).last_hidden_state
+        logits = model.get_output_embeddings()(states[:, -1])
+        tokens, logprobs[:, t] = sample_tokens(logits, keys, positions[t], temperature, banned)
+        responses[:, t] = tokens
+        ended |= tokens == tokenizer.eos_token_id
+        if t % 8 == 7 and ended.all():
+            break
+        inputs = tokens[:, None]
+        position_ids = position_ids[:, -1:] + 1
+    return truncate_response(responses, tokenizer.eos_token_id, pad_id), logprobs
+
+
+# ==== padding =====================================================================================
+
+
+def longest_row(tokens: torch.Tensor, pad_id: int) -> int:
+    """Tokens of the longest of rows (b, T), up to a multiple of 16 or T: widths that differ at each call leave the heap
+    in pieces, so that memory grows with the run."""
+    longest = int((tokens != pad_id).sum(1).max())
+    return min(-(-longest // 16) * 16, tokens.shape[1])
+
+
+def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Rows in groups of `size` of similar length: less padding, the same batch. lengths (b,) -> row indices."""
+    order = lengths.argsort(descending=True, stable=True)
+    return list(order.split(size))
+
+
+def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
+    real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
+    return tokens.gather(1, real_first)[:, : longest_row(tokens, pad_id)]
+
+
+# ==== models ======================================================================================
+
+
+class ScalarHead(nn.Linear):
+    """The head of a reward model, (b, T, d) -> (b, T, 1), in float32 under autocast and in a bfloat16 model, too."""
+
+    def forward(self, hidden):
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), self.weight.float(), self.bias.float())
+
+
+class RewardModel(nn.Module):
+    """A transformers sequence classifier with one label that returns its scalar at every position."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, **inputs):
+        """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask: no token of a causal model sees
+        what comes after it."""
+        hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
+        return self.model.score(hidden).squeeze(-1)
+
+
+def load_reward_model(path: str, tokenizer) -> RewardModel:
+    """A trained reward model in float32 without dropout, the head's bias in `score.bias`. The paper's released ones
+    become such a folder by benchmark/convert_released.py."""
+    with or_fail(f"{path} holds no reward model that can be read; reward.py makes one"):
+        config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
+        config.pad_token_id = tokenizer.pad_token_id
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model.score = ScalarHead(model.score.weight.shape[1], 1)
+        weights = {}
+        for file in Path(path).glob("*.safetensors"):
+            weights |= load_file(file)
+        model.load_state_dict(weights)
+    return RewardModel(model)
+
+
+def load_policy(path: str, tokenizer):
+    """A causal language model in float32, without dropout, whose embeddings hold every id of the tokenizer."""
+    settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
+    with or_fail(f"the model in {path} cannot be read"):
+        config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer) - 1:
+        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
+    if rows < len(tokenizer):
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    return model
+
+
+def without_dropout(config):
+    """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, int | float):
+            setattr(config, key, 0.0)
+    return config
+
+
+def frozen_model(accelerator: Accelerator, model, offload: bool):
+    """Make a model one that is never trained, on the device (offload: page-locked in the machine's memory). What would
+    be cast at every use is bfloat16 from here on: under autocast the linear layers' matrices, under DeepSpeed's bf16
+    all but a reward's head. Buffers are not: rotary frequencies need their digits."""
+    model.eval().requires_grad_(False)
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    for name, parameter in model.named_parameters():
+        matrix = parameter.ndim == 2 and parameter not in embeddings  # which a tied head shares
+        cast = matrix or accelerator.state.deepspeed_plugin
+        if accelerator.mixed_precision == "bf16" and cast and "score." not in name:
+            parameter.data = parameter.data.bfloat16()
+        if offload and accelerator.device.type == "cuda":
+            parameter.data = parameter.data.pin_memory()
+    return model if offload else model.to(accelerator.device)
+
+
+def check_sizes(args, world: int) -> int:
+    """Fill in the sizes left open. Returns the number of updates; an error where the batch does not divide."""
+    args.micro_batch_size = args.micro_batch_size or MICRO_BATCH_SIZES.get(args.model, 8)
+    args.sample_batch_size = args.sample_batch_size or SAMPLE_BATCH_SIZES.get(args.model, 32)
+    if args.offload is None:
+        args.offload = args.model == "6.9b"
+    if args.total_episodes < args.batch_size:
+        fail(f"--total-episodes {args.total_episodes} are fewer than --batch-size {args.batch_size}")
+    if args.batch_size % (args.num_mini_batches * world):
+        fail(f"--batch-size {args.batch_size}: no multiple of {args.num_mini_batches} mini-batches x {world} processes")
+    return args.total_episodes // args.batch_size
+
+
+@torch.no_grad()
+def check_head(policy, path: str):
+    """An error where a model does more to its logits (a soft cap, a scale) than its head, which alone we take."""
+    tokens = torch.arange(4, device=policy.device)[None]
+    own = response_logits(policy, tokens, tokens, torch.zeros_like(tokens[0, :1], dtype=torch.bool))
+    if not torch.allclose(own, policy(tokens).logits, atol=1e-4):
+        fail(f"{path}: the logits of {type(policy).__name__} are not those of its head; ppo.py cannot train it")
+
+
+# ==== evaluation ==================================================================================
+
+
+@torch.no_grad()
+def validation_score(accelerator: Accelerator, policy, reward_model, data, tokenizer, args) -> float:
+    """Mean score of a summary sampled to each post of `data`, at temperature 0.01, with no penalty for no EOS."""
+    pad_id = tokenizer.pad_token_id
+    rank = accelerator.process_index
+    world = accelerator.num_processes
+    index = range(len(data) * rank // world, len(data) * (rank + 1) // world)
+    scores = []
+    if index:  # there may be more processes than posts
+        queries = data[index.start : index.stop]["query_token"].to(accelerator.device)
+        keys = noise_keys(args.seed, 0, index)  # update 0, which no training has
+        responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, 0.01)
+        batch = make_batch(queries, responses, pad_id)
+        scores = reward_scores(accelerator, reward_model, batch, pad_id, args).tolist()
+    return sum(gather_object(scores)) / len(data)
+
+
+def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, update: int):
+    """Print the first four episodes as a table that wraps long texts, and give them to W&B; main process only. scores
+    and kl (B,) are of the batch's episodes."""
+    if not accelerator.is_main_process:
+        return
+    columns = ["query (end)", "response", "score", "kl"]
+    table = Table(*columns, title=f"samples of update {update}", show_lines=True)
+    samples = []
+    for i in range(min(4, len(scores))):
+        query = tokenizer.decode(batch["queries"][i].tolist()).replace(tokenizer.pad_token, "")
+        response = tokenizer.decode(batch["responses"][i].tolist()).replace(tokenizer.pad_token, "")
+        samples.append([query[-200:], response, f"{scores[i]:.3f}", f"{kl[i]:.3f}"])
+        table.add_row(*samples[-1])
+    Console(width=160, markup=False, emoji=False).print(table)
+    for tracker in accelerator.trackers:
+        if tracker.name == "wandb":
+            tracker.log_table("samples/training", columns, samples, step=update)
+
+
+# ==== plumbing: one text in every stage script; read it once, then skip it ========================
+# launch, loading, run folder, checkpoints, trackers, optimiser. Nothing here changes a loss or a sample.
+
+
+def fail(message: str):
+    """End the process with one clear message on standard error and exit code 1."""
+    raise SystemExit(f"error: {message}")
+
+
+@contextmanager
+def or_fail(message: str):
+    """Around what goes wrong outside of the script (a damaged file, a full disk): the run ends with one message."""
+    try:
+        yield
+    except Exception as error:  # of as many kinds as there are formats
+        fail(f"{message} ({error!r:.300})")
+
+
+def fill_templates(args):
+    """Put the run's name and seed for {model} and {seed} in the arguments. An error where its folder holds a run."""
+    name = Path(args.model.partition("@")[0]).name
+    for key, value in vars(args).items():
+        if isinstance(value, str):
+            setattr(args, key, value.replace("{model}", name).replace("{seed}", str(args.seed)))
+    if Path(args.output_dir, "args.json").exists() and not args.resume:
+        fail(f"{args.output_dir} already holds a run: another --output-dir, delete it, or continue it with --resume")
+
+
+def make_accelerator(args) -> Accelerator:
+    """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
+    transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    default = "bf16" if torch.cuda.is_available() else "no"
+    settings = {"mixed_precision": args.mixed_precision or default}
+    if world > 1 and not torch.accelerator.is_available():  # accelerate must be told, in one of two ways
+        if deepspeed:
+            settings["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
+        else:
+            settings["cpu"] = True
+    accelerator = Accelerator(log_with="tensorboard", project_dir=args.output_dir, **settings)
+    runs_deepspeed = accelerator.state.deepspeed_plugin is not None
+    if accelerator.num_processes != world or runs_deepspeed != deepspeed:
+        fail(f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch by benchmark/accelerate/*.yaml")
+    set_seed(args.seed)
+    return accelerator
+
+
+def checkpoint_folder(flag: str, path: str) -> str:
+    """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
+    for folder in (Path(path) / "model", Path(path)):
+        if (folder / "config.json").exists():
+            return str(folder)
+    name, _, revision = path.partition("@")
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        stage = "reward" if "reward" in flag or flag == "--gold" else "sft"
+        model, seed = "MODEL", "SEED"
+        if path.startswith("runs/") and path.count("/") >= 3:
+            stage, model, seed = path.split("/")[-3:]
+        fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
+    wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
+    with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
+        folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
+        if not list(Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(**wanted)  # pytorch_model.bin
+        return folder
+
+
+def load_tokenizer(path: str):
+    """The tokenizer of a checkpoint folder, with `[PAD]` added (Detail 3: never EOS)."""
+    with or_fail(f"the tokenizer in {path} cannot be read"):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
+    """The DatasetDict in a folder written by tldr_dataset.py, or of a Hub id[@revision]. An error where a split or a
+    column is missing, an id is too large, or most of 16 rows are another tokenizer's (tldr_dataset.py --check: all)."""
+    name, _, revision = path.partition("@")
+    with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
+        data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
+        for split in ("train", "validation", *data):
+            data[split].select_columns(columns)[0]
+    keys = [column for column in columns if "_token" in column]
+    for split, rows in data.items():
+        largest = max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
+        looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
+        same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
+        if 2 * same <= len(looked_at) or largest >= len(tokenizer):
+            found = f"{same} of {len(looked_at)} rows are as the model's tokenizer makes them; largest id {largest}"
+            fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py --tokenizer MODEL; --check finds more")
+    return data.with_format("torch")
+
+
+def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
+    """Whether a row's query is the tokens that the tokenizer makes of its text, and the rest end in its EOS."""
+    for key in keys:
+        tokens = [token for token in row[key] if token != tokenizer.pad_token_id]
+        if key == "query_token":
+            if tokens != tokenizer(row["query"], add_special_tokens=False).input_ids:
+                return False
+        elif tokens[-1:] != [tokenizer.eos_token_id]:
+            return False
+    return True
+
+
+@contextmanager
+def writing(accelerator: Accelerator, path: Path):
+    """Yield a name beside `path` for its new content, a file or folder; then that is synced to disk and renamed: `path`
+    is whole or not there. Where this fails what is half-written goes. Called by all processes."""
+    partial = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        accelerator.wait_for_everyone()
+        yield partial
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            os.sync()
+            shutil.rmtree(path, ignore_errors=True)
+            os.replace(partial, path)
+        accelerator.wait_for_everyone()
+    except Exception as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.unlink(missing_ok=True)
+        fail(f"{path} could not be written ({error!r:.300}): make room, then continue with --resume")
+
+
+def begin_run(accelerator: Accelerator, args) -> int:
+    """Make the run folder or, with --resume, load its newest checkpoint that can be loaded, and start the trackers.
+    Returns the update to go on from. Comes last before the training: a bad command leaves nothing behind."""
+    folder = Path(args.output_dir)
+    old = {}
+    if (folder / "args.json").exists():
+        old = json.loads((folder / "args.json").read_text())
+        changed = [f"{key} {old.get(key)} -> {value}" for key, value in vars(args).items() if value != old.get(key)]
+        accelerator.print(f"--resume {folder}, changed: {', '.join(changed) or 'nothing'}")
+    finished, metrics = load_newest(accelerator, folder)
+    about = {
+        "stage": STAGE,
+        "command": shlex.join(["python", *sys.argv]),
+        "processes": accelerator.num_processes,
+        "wandb_id": old.get("wandb_id", os.urandom(8).hex()),
+    }
+    start_trackers(accelerator, args, about["wandb_id"], finished)
+    write_whole(accelerator, folder / "args.json", json.dumps(about | asdict(args), indent=2) + "\n")
+    write_whole(accelerator, folder / "metrics.jsonl", metrics)
+    return finished
+
+
+def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
+    """Load the newest checkpoint that every process can load. Returns its update and its metrics.jsonl; 0 and "" where
+    there is no checkpoint."""
+    checkpoints = sorted(folder.glob("checkpoints/update_??????"), reverse=True)
+    for checkpoint in checkpoints:
+        problem = None
+        try:
+            metrics = (checkpoint / "metrics.jsonl").read_text()
+            accelerator.load_state(str(checkpoint))
+        except Exception as error:
+            problem = f"{error!r:.300}"
+        problems = [problem for problem in gather_object([problem]) if problem]
+        if not problems:
+            accelerator.print(f"--resume: {checkpoint} is loaded")
+            return int(checkpoint.name.removeprefix("update_")), metrics
+        accelerator.print(f"--resume: {checkpoint} cannot be loaded: {problems}")
+    if checkpoints:
+        fail(f"--resume: no checkpoint in {folder} can be loaded; launch it as before, or delete it")
+    return 0, ""
+
+
+def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int):
+    """TensorBoard, and W&B with --track; a resumed run goes on in the same curves."""
+    if args.track:
+        seconds = float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))
+        tracker = WandBTracker(
+            None,
+            config=asdict(args),
+            dir=args.output_dir,
+            name="__".join(Path(args.output_dir).parts[-3:]),
+            id=wandb_id,
+            resume="allow",
+            settings={"finish_timeout": seconds},
+        )
+        accelerator.log_with.append(tracker)
+    purge_step = finished + 1 if finished else 0
+    with or_fail("the trackers do not start (WANDB_MODE=offline keeps what W&B gets in the run folder)"):
+        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": purge_step}})
+
+
+def write_whole(accelerator: Accelerator, path: Path, text: str):
+    """Write a file whole or not at all."""
+    with writing(accelerator, path) as partial:
+        if accelerator.is_main_process:
+            partial.write_text(text)
+
+
+def updates(accelerator: Accelerator, args, first: int, last: int):
+    """Yield the updates first + 1 to last under a progress bar. After each comes a checkpoint where one is due, or
+    where SIGTERM or SIGUSR1, a scheduler's notice, has come: then the run ends there, with exit code 75."""
+    caught = []
+    left_over = args.total_episodes - last * args.batch_size
+    accelerator.print(f"{STAGE}: {last:,} updates of {args.batch_size}, {left_over} left over, on {accelerator.device}")
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: caught.append(number))  # and no more: it ends between two updates
+    for update in progress(accelerator, range(first + 1, last + 1), STAGE):
+        yield update
+        stop = accelerator.reduce(torch.tensor(len(caught), device=accelerator.device), "sum") > 0
+        if stop or (args.save_every and update % args.save_every == 0):
+            save_checkpoint(accelerator, args, update)
+        if stop:
+            accelerator.print(f"stopped by a signal after update {update}; {args.output_dir} continues with --resume")
+            accelerator.end_training()
+            raise SystemExit(75)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def save_checkpoint(accelerator: Accelerator, args, update: int):
+    """Write checkpoints/update_NNNNNN and delete all but the newest --keep-checkpoints."""
+    folder = Path(args.output_dir)
+    path = folder / "checkpoints" / f"update_{update:06d}"
+    with writing(accelerator, path) as partial:
+        accelerator.save_state(str(partial))
+        if accelerator.is_main_process:
+            shutil.copy(folder / "metrics.jsonl", partial)
+    written = sorted(old for old in path.parent.glob("update_??????") if old <= path)
+    for old in written[: -max(args.keep_checkpoints, 1)]:
+        shutil.rmtree(old, ignore_errors=True)  # every process may
+
+
+def progress(accelerator: Accelerator, items, description: str):
+    """Yield `items` under a rich progress bar with the rate and the time left, shown by the main process only."""
+    rate = TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
+    columns = [*Progress.get_default_columns(), rate]
+    with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
+        yield from bar.track(items, len(items), description=description)
+
+
+def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
+    """One line of metrics.jsonl, the same to the trackers; at each twentieth of the run the first five are printed."""
+    metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
+    line = json.dumps({"update": update, **metrics})
+    if accelerator.is_main_process:
+        with or_fail("metrics.jsonl could not be written"):
+            with Path(args.output_dir, "metrics.jsonl").open("a") as file:
+                file.write(line + "\n")
+    accelerator.log(metrics, step=update)
+    if update % max(1, last // 20) == 0:
+        numbers = [f" {key} {metrics[key]:.4g}" for key in list(metrics)[:5]]
+        accelerator.print(f"update {update}/{last}", *numbers)
+
+
+def save_model(accelerator: Accelerator, args, name: str, model, state: dict, prefix: str, tokenizer):
+    """Write a transformers checkpoint into the run folder: the weights in `state` whose names begin with `prefix`."""
+    with writing(accelerator, Path(args.output_dir, name)) as partial:
+        if accelerator.is_main_process:
+            weights = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
+            model.save_pretrained(partial, state_dict=weights)
+            tokenizer.save_pretrained(partial)
+
+
+def prepare(accelerator: Accelerator, model, args):
+    """Model and AdamW as the launcher asked for them (plain, DDP, DeepSpeed)."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        parameters, lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
+    )
+    if accelerator.state.deepspeed_plugin:  # what DeepSpeed would else default to, or take from a data loader
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+        config["gradient_clipping"] = args.max_grad_norm
+        config["gradient_accumulation_steps"] = 1
+        config["zero_force_ds_cpu_optimizer"] = False  # offloaded, it is torch's
+        config["data_types"] = {"grad_accum_dtype": "fp32"}  # else the micro-batches' gradients are summed in bfloat16
+        if config["zero_optimization"]["stage"] == 3:
+            fail("ZeRO-3 is not supported: benchmark/accelerate/zero2_offload.yaml takes every size")
+    return accelerator.prepare(model, optimizer)
+
+
+def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:
+    """One step from the gradients summed so far; returns their global norm before clipping, an error if not finite."""
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf")))
+    if not norm < float("inf"):  # or nan
+        fail(f"{where}: the gradient norm is {norm}; nothing of this update was saved")
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # it leaves threads that can abort the interpreter's end
+        os._exit(0)  # all is written

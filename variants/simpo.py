@@ -1,0 +1,760 @@
+"""SimPO, preference optimisation without a reference (Meng et al. 2024, "SimPO: Simple Preference Optimization with a
+Reference-Free Reward", equation 6): a copy of ../dpo.py. What differs: `git diff --no-index dpo.py variants/simpo.py`.
+
+One process:    python variants/simpo.py --model nano-xs --batch-size 32 --learning-rate 3e-4 --run-eval
+N processes:    torchrun --nproc_per_node 8 variants/simpo.py --model 1b --seed 44413 --run-eval
+Samples, ROUGE: python eval/samples.py runs/simpo/nano-xs/44413
+
+The implicit reward is beta x the mean log-probability of a response's tokens through EOS, and the chosen one's is to be
+above the rejected one's by a margin gamma = gamma-beta-ratio x beta. Nothing holds the policy near the SFT model but
+the learning rate: watch logprobs/chosen, the mean log-probability of the chosen responses. Where it falls while the
+accuracy rises, the policy leaves what it could write.
+
+Starts from the SFT model of the same name and seed. The run folder (default runs/simpo/{model}/{seed}) holds model/ (a
+plain transformers checkpoint), metrics.jsonl, args.json, TensorBoard files, eval/ (table 5 of ../dpo.py's paper for the
+implicit reward) and, with --save-every, checkpoints/.
+
+Shapes: n rows of a split, b pairs at hand, Q width of the queries, C and R widths of the chosen and rejected responses,
+T width of a row of query and both, P of its first columns, which are run first, S = T - P, V vocabulary.
+
+Deviations from the authors' code, each on purpose:
+- a pair is one row, an epoch shows every pair once, and what is left over is not trained on, as in dpo.py.
+- the optimiser is dpo.py's: epsilon 1e-5, weight decay 0.01, batches of 64 (theirs: 128), no warm-up (theirs: 10 %).
+- log-probabilities are sums in float32 over the tokens through EOS, divided by their number; no BOS is added.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+import warnings
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from math import cos, pi
+from pathlib import Path
+from typing import Literal
+
+import pandas
+import pyarrow.compute as pc
+import torch
+import torch.nn.functional as F
+import tyro
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.tracking import WandBTracker
+from accelerate.utils import gather_object, set_seed
+from datasets import DatasetDict, load_dataset, load_from_disk
+from huggingface_hub import snapshot_download
+from rich.console import Console
+from rich.progress import Progress, TextColumn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.utils import logging as transformers_logging
+
+STAGE = "simpo"
+MICRO_BATCH_SIZES = {"1b": 8, "2.8b": 4, "6.9b": 1}  # of Pythia's sizes: pairs that fit one 80 GB device
+PREFERENCE_DATASET = "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144"
+PAIR_COLUMNS = ["query_chosen_token", "query_chosen_token_response_label"]
+PAIR_COLUMNS += ["query_rejected_token", "query_rejected_token_response_label"]
+PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
+
+
+@dataclass
+class Args:
+    model: str = "1b"
+    """name of the run: 1b, 2.8b, 6.9b or any other; the weights come from --sft-model-path"""
+    seed: int = 44413
+    """seed of the data order (paper: 44413, 55513, 66613, 77713)"""
+    sft_model_path: str = "runs/sft/{model}/{seed}"
+    """SFT model, where the policy starts: run folder, checkpoint folder or Hub id[@revision]"""
+    policy_path: str | None = None
+    """where the policy starts, if not as the SFT model; --total-episodes 0 --run-eval evaluates it as it is"""
+    preference_dataset: str = "data/tldr/preference" if Path("data/tldr/preference").exists() else PREFERENCE_DATASET
+    """preference data: folder or Hub id[@revision]"""
+    output_dir: str = "runs/simpo/{model}/{seed}"
+    """run folder"""
+
+    beta: float = 2.0
+    """scale of the implicit reward (Meng et al. 2024: 2 to 10)"""
+    gamma_beta_ratio: float = 0.5
+    """margin between chosen and rejected as a share of beta (Meng et al. 2024: 0.1 to 0.8)"""
+    num_train_epochs: float = 1
+    """passes over the train split (table 6)"""
+    total_episodes: int | None = None
+    """pairs to train on; default num_train_epochs passes (table 6: 92,858)"""
+    batch_size: int = 64
+    """pairs per optimiser step over all devices (table 6)"""
+    learning_rate: float = 1e-6
+    """peak learning rate, then cosine to 0 (Meng et al. 2024: 3e-7 to 1e-6; 1e-5 makes repetitions)"""
+    adam_eps: float = 1e-5
+    """AdamW's epsilon (table 6)"""
+    weight_decay: float = 0.01
+    """AdamW's weight decay (torch's default, as in the paper's code)"""
+    max_grad_norm: float = 0.0
+    """gradient norm to clip at; 0: no clipping (paper)"""
+
+    eval_every: int = 0
+    """updates between validation accuracies; 0: after the last update only"""
+    run_eval: bool = False
+    """after training, write table 5 for the implicit reward of every validation split (figure 8)"""
+    micro_batch_size: int | None = None
+    """pairs per device and forward/backward pass: memory only, never the result; default: what fits 80 GB, or 8"""
+    forward_batch_size: int | None = None
+    """pairs per device in passes without gradient; default: four micro-batches"""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
+    save_every: int = 0
+    """updates between checkpoints for --resume; 0: none"""
+    keep_checkpoints: int = 2
+    """newest checkpoints kept"""
+    resume: bool = False
+    """continue the run in output_dir from its newest checkpoint"""
+    track: bool = False
+    """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+
+
+# ==== the algorithm ===============================================================================
+
+
+def simpo_loss(chosen: torch.Tensor, rejected: torch.Tensor, beta: float, gamma: float) -> torch.Tensor:
+    """-log sigmoid(beta (chosen - rejected) - gamma) per pair (b,), from the mean log-probabilities (b,) of a token of
+    the responses under the policy (equation 6)."""
+    return -F.logsigmoid(beta * (chosen - rejected) - gamma)
+
+
+def response_lengths(pairs: dict, pad_id: int) -> torch.Tensor:
+    """Tokens (b, 2) of the chosen and of the rejected response, EOS included, of stored pairs."""
+    labels = [pairs[f"query_{side}_token_response_label"] for side in ("chosen", "rejected")]
+    return torch.stack([(label != pad_id).sum(1) for label in labels], 1)
+
+
+def pair_logprobs(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed log-probabilities (b,) of the chosen and of the rejected response, EOS included; `pairs` as made by
+    pair_rows, whose query is run once."""
+    prefix, inputs, columns = pair_inputs(pairs["query"], pairs["chosen"], pairs["rejected"], pad_id)
+    cache = DynamicCache()
+    if prefix.shape[1]:
+        model(prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    logits = model(**inputs, past_key_values=cache, use_cache=True).logits.float()  # (b, S, V)
+    log_normaliser = logits.logsumexp(2)  # (b, S)
+    row = torch.arange(len(logits))[:, None]
+    sums = {}
+    for side in ("chosen", "rejected"):
+        response = pairs[side]
+        before = columns[side][:, :-1]  # a token is predicted by the logits at the token before it
+        logprobs = logits[row, before, response] - log_normaliser.gather(1, before)
+        positions = torch.arange(response.shape[1], device=response.device)
+        in_query = positions < pairs[f"{side}_start"][:, None]
+        sums[side] = logprobs.masked_fill(in_query | (response == pad_id), 0.0).sum(1)
+    return sums["chosen"], sums["rejected"]
+
+
+def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
+    """Rows (stop - start,) at the positions start..stop-1 of an endless stream over n rows: each pass is a new shuffle
+    without replacement (Detail 21). A function of (seed, position) alone: every process can name every batch."""
+    passes = []
+    for epoch in range(start // n, (stop - 1) // n + 1):
+        shuffled = permutation(n, seed, epoch)
+        passes.append(shuffled[max(start - epoch * n, 0) : stop - epoch * n])
+    return torch.cat(passes)
+
+
+def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
+    """The numbers 0..n-1 in a random order (n,) that depends on seed and epoch alone."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(n, generator=generator)
+
+
+# ==== main ========================================================================================
+
+
+def main(args: Args):
+    # ---- data ------------------------------------------------------------------------------------
+    if args.gamma_beta_ratio < 0:
+        fail(f"--gamma-beta-ratio {args.gamma_beta_ratio}: a margin below 0 prefers the rejected response; 0 is none")
+    fill_templates(args)
+    accelerator = make_accelerator(args)
+    world = accelerator.num_processes
+    args.micro_batch_size = args.micro_batch_size or MICRO_BATCH_SIZES.get(args.model, 8)
+    args.forward_batch_size = args.forward_batch_size or 4 * args.micro_batch_size
+    sft_folder = checkpoint_folder("--sft-model-path", args.sft_model_path)
+    policy_folder = sft_folder
+    if args.policy_path:
+        policy_folder = checkpoint_folder("--policy-path", args.policy_path)
+    tokenizer = load_tokenizer(sft_folder)
+    if load_tokenizer(policy_folder).get_vocab() != tokenizer.get_vocab():
+        fail(f"--policy-path {policy_folder}: a model of another tokenizer than {sft_folder}")
+    pad_id = tokenizer.pad_token_id
+    data = load_splits("--preference-dataset", args.preference_dataset, PREFERENCE_COLUMNS, tokenizer)
+    if "weight" in data["train"].column_names and data["train"].unique("weight") != [1.0]:
+        fail(f"--preference-dataset {args.preference_dataset}: pairs of other weights than 1 are for llama2/reward.py")
+    train = data.pop("train").select_columns(PAIR_COLUMNS)  # all other splits are for validation
+    if args.total_episodes is None:
+        args.total_episodes = int(args.num_train_epochs * len(train))
+    num_updates = args.total_episodes // args.batch_size
+    if (num_updates == 0 and args.total_episodes) or args.batch_size % world:
+        fail(f"--batch-size {args.batch_size}: above {args.total_episodes} pairs, or no multiple of {world} processes")
+
+    num_pairs = num_updates * args.batch_size  # 0 where the policy is only evaluated
+    order = data_order(len(train), args.seed, 0, max(num_pairs, 1))[:num_pairs]  # Detail 19: as in reward.py
+
+    # ---- the policy ------------------------------------------------------------------------------
+    policy = load_policy(policy_folder, tokenizer)
+    model, optimizer = prepare(accelerator, policy, args)
+    # state of your own goes here: accelerator.register_for_checkpointing(it); it comes back on the CPU
+    finished_updates = begin_run(accelerator, args)
+    run_start = time.time()
+    for update in updates(accelerator, args, finished_updates, num_updates):
+        # ---- 1. pairs: each process takes its share ----------------------------------------------
+        update_start = time.time()
+        episodes = range((update - 1) * args.batch_size, update * args.batch_size)
+        rows = order[episodes.start : episodes.stop].chunk(world)[accelerator.process_index]
+        batch = train[rows.tolist()]
+        mbs = pair_micro_batches(batch, args.micro_batch_size, pad_id, accelerator.device)
+
+        # ---- 2. one step of the optimiser --------------------------------------------------------
+        learning_rate = args.learning_rate * 0.5 * (1 + cos(pi * (update - 1) / num_updates))  # cosine to 0 (table 6)
+        for group in optimizer.param_groups:  # a resumed optimiser has those of its checkpoint
+            group.update(lr=learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
+        sums = defaultdict(float)
+        for mb in mbs:
+            last = mb is mbs[-1]  # gradients are exchanged between devices with the last micro-batch
+            accelerator.sync_gradients = last  # for DeepSpeed
+            model.require_backward_grad_sync = last  # for DDP
+            chosen, rejected = pair_logprobs(model, mb, pad_id)
+            lengths = response_lengths(mb, pad_id)
+            chosen, rejected = chosen / lengths[:, 0], rejected / lengths[:, 1]  # means over tokens
+            loss = simpo_loss(chosen, rejected, args.beta, args.gamma_beta_ratio * args.beta).sum()
+            accelerator.backward(loss * world / args.batch_size)  # x world: DDP and DeepSpeed average over devices
+            chosen_reward = args.beta * chosen.detach()
+            rejected_reward = args.beta * rejected.detach()
+            sums["loss/train"] += loss.detach()
+            sums["accuracy/train"] += (chosen_reward > rejected_reward).float().sum()
+            sums["rewards/chosen"] += chosen_reward.sum()
+            sums["rewards/rejected"] += rejected_reward.sum()
+            sums["logprobs/chosen"] += chosen.detach().sum()
+            sums["logprobs/rejected"] += rejected.detach().sum()
+        grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
+
+        # ---- 3. log ------------------------------------------------------------------------------
+        means = {key: (accelerator.reduce(value, "sum") / args.batch_size).item() for key, value in sums.items()}
+        metrics = {
+            "loss/train": means["loss/train"],
+            "accuracy/train": means["accuracy/train"],
+            "rewards/margin": means["rewards/chosen"] - means["rewards/rejected"],
+            **means,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "episode": episodes.stop,
+            "time/update": time.time() - update_start,
+            "time/total": time.time() - run_start,
+        }
+        if update == num_updates or (args.eval_every and update % args.eval_every == 0):
+            pairs = mean_rewards(accelerator, policy, data, args, pad_id, "validation")
+            metrics["eval/accuracy"] = accuracy_table("validation", pairs)[0]["accuracy"]
+        write_metrics(accelerator, args, metrics, update, num_updates)
+
+    # ---- save, evaluate (table 5 for the implicit reward) ----------------------------------------
+    save_model(accelerator, args, "model", policy, accelerator.get_state_dict(model), "", tokenizer)
+    if args.run_eval:
+        table = []
+        for split in data:
+            pairs = mean_rewards(accelerator, policy, data, args, pad_id, split)
+            write_table(accelerator, args, f"pairs_{split}", pairs)
+            table += accuracy_table(split, pairs)
+        write_table(accelerator, args, "accuracy", table, "accuracy of the implicit reward (figure 8)")
+    accelerator.print(f"done in {time.time() - run_start:.0f} s: {args.output_dir}", flush=True)
+    accelerator.end_training()
+
+
+# ==== forward passes ==============================================================================
+
+
+@torch.no_grad()
+def split_logprobs(accelerator: Accelerator, model, data, args, pad_id: int, name: str) -> torch.Tensor:
+    """Log-probabilities (n, 2) of chosen and rejected of every pair of a split, in order, without gradient."""
+    found = []
+    pairs = data.select_columns(PAIR_COLUMNS)
+    at_once = 8 * args.forward_batch_size  # so that each forward pass has pairs of like lengths
+    for index, batch in shares(accelerator, pairs, at_once, f"log-probabilities: {name}"):
+        logprobs = torch.empty(len(index), 2, device=accelerator.device)
+        for mb in pair_micro_batches(batch, args.forward_batch_size, pad_id, accelerator.device):
+            with accelerator.autocast():
+                logprobs[mb["index"]] = torch.stack(pair_logprobs(model, mb, pad_id), 1)
+        found += logprobs.tolist()
+    return torch.tensor(gather_object(found)).reshape(-1, 2)
+
+
+def pair_micro_batches(batch: dict, size: int, pad_id: int, device) -> list[dict]:
+    """A batch of stored pairs, `size` pairs of similar length at a time: less padding, the same sums. A micro-batch
+    holds what the batch holds of its pairs, what pair_rows makes of them, and `index` (b,), their rows in the batch."""
+    query_and_chosen = (batch["query_chosen_token"] != pad_id).sum(1)
+    rejected = (batch["query_rejected_token_response_label"] != pad_id).sum(1)
+    mbs = []
+    for index in similar_lengths(query_and_chosen + rejected, size):
+        mb = {key: value[index] for key, value in batch.items()}
+        mb |= pair_rows(mb, pad_id) | {"index": index}
+        mbs.append({key: value.to(device) for key, value in mb.items()})
+    return mbs
+
+
+def pair_rows(batch: dict, pad_id: int) -> dict:
+    """Split stored pairs, the PAIR_COLUMNS (b, T), into what both sides share and what they do not: query (b, Q)
+    left-padded, chosen (b, C) and rejected (b, R) right-padded, and chosen_start, rejected_start (b,): how many of
+    their first tokens still belong to the query (0 but for templates whose last token joins with the response)."""
+    chosen = batch["query_chosen_token"]
+    in_response = batch["query_chosen_token_response_label"] != pad_id
+    in_response |= batch["query_rejected_token_response_label"] != pad_id
+    is_shared = (chosen == batch["query_rejected_token"]) & (chosen != pad_id) & ~in_response
+    shared = is_shared.long().cumprod(1).sum(1)  # (b,) how many of their first tokens are the same
+    queries = [row[:length] for row, length in zip(chosen, shared, strict=True)]
+    pairs = {"query": pad_sequence(queries, batch_first=True, padding_value=pad_id, padding_side="left")}
+    for side in ("chosen", "rejected"):
+        tokens = batch[f"query_{side}_token"]
+        lengths = (tokens != pad_id).sum(1)
+        response_lengths = (batch[f"query_{side}_token_response_label"] != pad_id).sum(1)
+        responses = [row[start:end] for row, start, end in zip(tokens, shared, lengths, strict=True)]
+        pairs[side] = pad_sequence(responses, batch_first=True, padding_value=pad_id)
+        pairs[f"{side}_start"] = lengths - response_lengths - shared
+    return pairs
+
+
+def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dict, dict]:
+    """A pair as one right-padded row `query + chosen + rejected` (b, T), for two passes. Returns the first one's tokens
+    (b, P), to be cached: columns that are query in every row, but for its last token. The second one's inputs on that
+    cache: tokens (b, S), a mask (b, 1, S, T) in which rejected does not see chosen, position ids (b, S) that go on from
+    the query in both. And where in S stand the query's last token and those of the response, for chosen (b, 1 + C) and
+    rejected (b, 1 + R). P and T are multiples of 16 if there is room, as in longest_row."""
+    tokens = right_padded(torch.cat([query, chosen, rejected], 1), pad_id)  # (b, T)
+    query_length = (query != pad_id).sum(1, keepdim=True)  # (b, 1)
+    chosen_length = (chosen != pad_id).sum(1, keepdim=True)
+    prefix_width = max(int(query_length.min()) - 1, 0)
+    prefix_width = prefix_width // 16 * 16 or prefix_width
+    t = torch.arange(tokens.shape[1], device=tokens.device)
+    is_query = t < query_length  # (b, T)
+    is_rejected = t >= query_length + chosen_length
+    same_response = is_rejected[:, prefix_width:, None] == is_rejected[:, None]  # (b, S, T)
+    causal = t[prefix_width:, None] >= t  # (S, T)
+    mask = causal & (is_query[:, None] | same_response)
+    positions = t - is_rejected * chosen_length
+    inputs = {"input_ids": tokens[:, prefix_width:], "position_ids": positions[:, prefix_width:]}
+    inputs["attention_mask"] = mask[:, None]
+    query_end = query_length - 1 - prefix_width  # (b, 1), the query's last token, which comes before either response
+    columns = {}
+    for side, response, start in (("chosen", chosen, 0), ("rejected", rejected, chosen_length)):
+        response_columns = query_end + 1 + start + torch.arange(response.shape[1], device=tokens.device)
+        columns[side] = torch.cat([query_end, response_columns], 1)
+        columns[side].clamp_(max=tokens.shape[1] - prefix_width - 1)  # past a response's end: any
+    return tokens[:, :prefix_width], inputs, columns
+
+
+# ==== padding =====================================================================================
+
+
+def longest_row(tokens: torch.Tensor, pad_id: int) -> int:
+    """Tokens of the longest of rows (b, T), up to a multiple of 16 or T: widths that differ at each call leave the heap
+    in pieces, so that memory grows with the run."""
+    longest = int((tokens != pad_id).sum(1).max())
+    return min(-(-longest // 16) * 16, tokens.shape[1])
+
+
+def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Rows in groups of `size` of similar length: less padding, the same batch. lengths (b,) -> row indices."""
+    order = lengths.argsort(descending=True, stable=True)
+    return list(order.split(size))
+
+
+def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
+    real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
+    return tokens.gather(1, real_first)[:, : longest_row(tokens, pad_id)]
+
+
+# ==== models ======================================================================================
+
+
+def load_policy(path: str, tokenizer):
+    """A causal language model in float32, without dropout, whose embeddings hold every id of the tokenizer."""
+    settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
+    with or_fail(f"the model in {path} cannot be read"):
+        config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer) - 1:
+        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
+    if rows < len(tokenizer):
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    return model
+
+
+def without_dropout(config):
+    """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, int | float):
+            setattr(config, key, 0.0)
+    return config
+
+
+# ==== evaluation ==================================================================================
+
+
+def mean_rewards(accelerator, model, data, args, pad_id: int, split: str) -> list[dict]:
+    """Both implicit rewards of every pair of a split, in order, with what table 5 groups the pair by (Detail 19)."""
+    logprobs = split_logprobs(accelerator, model, data[split], args, pad_id, split)
+    lengths = [response_lengths(pairs, pad_id) for pairs in data[split].iter(1000)]
+    rewards = args.beta * logprobs / torch.cat(lengths)
+    columns = [key for key in ("batch", "split", "policies", "extra") if key in data[split].column_names]
+    groups = data[split].with_format(None).select_columns(columns)[:]
+    return pair_table(groups, rewards)
+
+
+def pair_table(batch: dict, rewards: torch.Tensor) -> list[dict]:
+    """One row a pair: what table 5 groups it by (batch, split, policies, confidence; None where unknown), and both of
+    its rewards (b, 2)."""
+    pairs = []
+    for i, (chosen, rejected) in enumerate(rewards.tolist()):
+        pair = {key: batch[key][i] for key in ("batch", "split", "policies") if key in batch}
+        confidence = batch["extra"][i]["confidence"] if "extra" in batch else None
+        pair["confidence"] = None if confidence is None else int(confidence)
+        pairs.append(pair | {"chosen_reward": chosen, "rejected_reward": rejected})
+    return pairs
+
+
+def accuracy_table(name: str, pairs: list[dict]) -> list[dict]:
+    """Table 5's rows of one split: the share of pairs whose chosen reward is the higher one, over all and per batch,
+    confidence, split and policy pair (Detail 16). Null values are a group of their own."""
+    frame = pandas.DataFrame(pairs, dtype=object)  # else a null turns integers into floats
+    frame["hit"] = frame["chosen_reward"] > frame["rejected_reward"]
+    frame["overall"] = "all"
+    table = []
+    for group in ("overall", "batch", "confidence", "split", "policies"):
+        if group not in frame:
+            continue
+        for value, members in frame.groupby(group, dropna=False):
+            if pandas.isna(value):
+                value = "null"
+            row = {"data": name, "group": group, "value": value, "pairs": len(members)}
+            table.append(row | {"accuracy": members["hit"].mean()})
+    return table
+
+
+def write_table(accelerator: Accelerator, args, name: str, rows: list[dict], title: str = ""):
+    """Write rows as a CSV file in eval/, called by all processes; print them too where there is a title."""
+    frame = pandas.DataFrame(rows)
+    with writing(accelerator, Path(args.output_dir, "eval", f"{name}.csv")) as partial:
+        if accelerator.is_main_process:
+            frame.to_csv(partial, index=False)
+    if title:
+        accelerator.print(f"\n{title}\n{frame.to_string(index=False)}\n")
+
+
+def shares(accelerator: Accelerator, data, size: int, description: str):
+    """Yield (row indices, rows) of this process's share of a split, up to `size` rows at a time; gather_object puts
+    what the processes find into the order of the rows."""
+    first = len(data) * accelerator.process_index // accelerator.num_processes
+    last = len(data) * (accelerator.process_index + 1) // accelerator.num_processes
+    for start in progress(accelerator, range(first, last, size), description):
+        index = list(range(start, min(start + size, last)))
+        yield index, data[index]
+
+
+# ==== plumbing: one text in every stage script; read it once, then skip it ========================
+# launch, loading, run folder, checkpoints, trackers, optimiser. Nothing here changes a loss or a sample.
+
+
+def fail(message: str):
+    """End the process with one clear message on standard error and exit code 1."""
+    raise SystemExit(f"error: {message}")
+
+
+@contextmanager
+def or_fail(message: str):
+    """Around what goes wrong outside of the script (a damaged file, a full disk): the run ends with one message."""
+    try:
+        yield
+    except Exception as error:  # of as many kinds as there are formats
+        fail(f"{message} ({error!r:.300})")
+
+
+def fill_templates(args):
+    """Put the run's name and seed for {model} and {seed} in the arguments. An error where its folder holds a run."""
+    name = Path(args.model.partition("@")[0]).name
+    for key, value in vars(args).items():
+        if isinstance(value, str):
+            setattr(args, key, value.replace("{model}", name).replace("{seed}", str(args.seed)))
+    if Path(args.output_dir, "args.json").exists() and not args.resume:
+        fail(f"{args.output_dir} already holds a run: another --output-dir, delete it, or continue it with --resume")
+
+
+def make_accelerator(args) -> Accelerator:
+    """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
+    transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    default = "bf16" if torch.cuda.is_available() else "no"
+    settings = {"mixed_precision": args.mixed_precision or default}
+    if world > 1 and not torch.accelerator.is_available():  # accelerate must be told, in one of two ways
+        if deepspeed:
+            settings["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
+        else:
+            settings["cpu"] = True
+    accelerator = Accelerator(log_with="tensorboard", project_dir=args.output_dir, **settings)
+    runs_deepspeed = accelerator.state.deepspeed_plugin is not None
+    if accelerator.num_processes != world or runs_deepspeed != deepspeed:
+        fail(f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch by benchmark/accelerate/*.yaml")
+    set_seed(args.seed)
+    return accelerator
+
+
+def checkpoint_folder(flag: str, path: str) -> str:
+    """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
+    for folder in (Path(path) / "model", Path(path)):
+        if (folder / "config.json").exists():
+            return str(folder)
+    name, _, revision = path.partition("@")
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        stage = "reward" if "reward" in flag or flag == "--gold" else "sft"
+        model, seed = "MODEL", "SEED"
+        if path.startswith("runs/") and path.count("/") >= 3:
+            stage, model, seed = path.split("/")[-3:]
+        fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
+    wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
+    with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
+        folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
+        if not list(Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(**wanted)  # pytorch_model.bin
+        return folder
+
+
+def load_tokenizer(path: str):
+    """The tokenizer of a checkpoint folder, with `[PAD]` added (Detail 3: never EOS)."""
+    with or_fail(f"the tokenizer in {path} cannot be read"):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
+    """The DatasetDict in a folder written by tldr_dataset.py, or of a Hub id[@revision]. An error where a split or a
+    column is missing, an id is too large, or most of 16 rows are another tokenizer's (tldr_dataset.py --check: all)."""
+    name, _, revision = path.partition("@")
+    with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
+        data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
+        for split in ("train", "validation", *data):
+            data[split].select_columns(columns)[0]
+    keys = [column for column in columns if "_token" in column]
+    for split, rows in data.items():
+        largest = max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
+        looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
+        same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
+        if 2 * same <= len(looked_at) or largest >= len(tokenizer):
+            found = f"{same} of {len(looked_at)} rows are as the model's tokenizer makes them; largest id {largest}"
+            fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py --tokenizer MODEL; --check finds more")
+    return data.with_format("torch")
+
+
+def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
+    """Whether a row's query is the tokens that the tokenizer makes of its text, and the rest end in its EOS."""
+    for key in keys:
+        tokens = [token for token in row[key] if token != tokenizer.pad_token_id]
+        if key == "query_token":
+            if tokens != tokenizer(row["query"], add_special_tokens=False).input_ids:
+                return False
+        elif tokens[-1:] != [tokenizer.eos_token_id]:
+            return False
+    return True
+
+
+@contextmanager
+def writing(accelerator: Accelerator, path: Path):
+    """Yield a name beside `path` for its new content, a file or folder; then that is synced to disk and renamed: `path`
+    is whole or not there. Where this fails what is half-written goes. Called by all processes."""
+    partial = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        accelerator.wait_for_everyone()
+        yield partial
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            os.sync()
+            shutil.rmtree(path, ignore_errors=True)
+            os.replace(partial, path)
+        accelerator.wait_for_everyone()
+    except Exception as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.unlink(missing_ok=True)
+        fail(f"{path} could not be written ({error!r:.300}): make room, then continue with --resume")
+
+
+def begin_run(accelerator: Accelerator, args) -> int:
+    """Make the run folder or, with --resume, load its newest checkpoint that can be loaded, and start the trackers.
+    Returns the update to go on from. Comes last before the training: a bad command leaves nothing behind."""
+    folder = Path(args.output_dir)
+    old = {}
+    if (folder / "args.json").exists():
+        old = json.loads((folder / "args.json").read_text())
+        changed = [f"{key} {old.get(key)} -> {value}" for key, value in vars(args).items() if value != old.get(key)]
+        accelerator.print(f"--resume {folder}, changed: {', '.join(changed) or 'nothing'}")
+    finished, metrics = load_newest(accelerator, folder)
+    about = {
+        "stage": STAGE,
+        "command": shlex.join(["python", *sys.argv]),
+        "processes": accelerator.num_processes,
+        "wandb_id": old.get("wandb_id", os.urandom(8).hex()),
+    }
+    start_trackers(accelerator, args, about["wandb_id"], finished)
+    write_whole(accelerator, folder / "args.json", json.dumps(about | asdict(args), indent=2) + "\n")
+    write_whole(accelerator, folder / "metrics.jsonl", metrics)
+    return finished
+
+
+def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
+    """Load the newest checkpoint that every process can load. Returns its update and its metrics.jsonl; 0 and "" where
+    there is no checkpoint."""
+    checkpoints = sorted(folder.glob("checkpoints/update_??????"), reverse=True)
+    for checkpoint in checkpoints:
+        problem = None
+        try:
+            metrics = (checkpoint / "metrics.jsonl").read_text()
+            accelerator.load_state(str(checkpoint))
+        except Exception as error:
+            problem = f"{error!r:.300}"
+        problems = [problem for problem in gather_object([problem]) if problem]
+        if not problems:
+            accelerator.print(f"--resume: {checkpoint} is loaded")
+            return int(checkpoint.name.removeprefix("update_")), metrics
+        accelerator.print(f"--resume: {checkpoint} cannot be loaded: {problems}")
+    if checkpoints:
+        fail(f"--resume: no checkpoint in {folder} can be loaded; launch it as before, or delete it")
+    return 0, ""
+
+
+def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int):
+    """TensorBoard, and W&B with --track; a resumed run goes on in the same curves."""
+    if args.track:
+        seconds = float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))
+        tracker = WandBTracker(
+            None,
+            config=asdict(args),
+            dir=args.output_dir,
+            name="__".join(Path(args.output_dir).parts[-3:]),
+            id=wandb_id,
+            resume="allow",
+            settings={"finish_timeout": seconds},
+        )
+        accelerator.log_with.append(tracker)
+    purge_step = finished + 1 if finished else 0
+    with or_fail("the trackers do not start (WANDB_MODE=offline keeps what W&B gets in the run folder)"):
+        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": purge_step}})
+
+
+def write_whole(accelerator: Accelerator, path: Path, text: str):
+    """Write a file whole or not at all."""
+    with writing(accelerator, path) as partial:
+        if accelerator.is_main_process:
+            partial.write_text(text)
+
+
+def updates(accelerator: Accelerator, args, first: int, last: int):
+    """Yield the updates first + 1 to last under a progress bar. After each comes a checkpoint where one is due, or
+    where SIGTERM or SIGUSR1, a scheduler's notice, has come: then the run ends there, with exit code 75."""
+    caught = []
+    left_over = args.total_episodes - last * args.batch_size
+    accelerator.print(f"{STAGE}: {last:,} updates of {args.batch_size}, {left_over} left over, on {accelerator.device}")
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: caught.append(number))  # and no more: it ends between two updates
+    for update in progress(accelerator, range(first + 1, last + 1), STAGE):
+        yield update
+        stop = accelerator.reduce(torch.tensor(len(caught), device=accelerator.device), "sum") > 0
+        if stop or (args.save_every and update % args.save_every == 0):
+            save_checkpoint(accelerator, args, update)
+        if stop:
+            accelerator.print(f"stopped by a signal after update {update}; {args.output_dir} continues with --resume")
+            accelerator.end_training()
+            raise SystemExit(75)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def save_checkpoint(accelerator: Accelerator, args, update: int):
+    """Write checkpoints/update_NNNNNN and delete all but the newest --keep-checkpoints."""
+    folder = Path(args.output_dir)
+    path = folder / "checkpoints" / f"update_{update:06d}"
+    with writing(accelerator, path) as partial:
+        accelerator.save_state(str(partial))
+        if accelerator.is_main_process:
+            shutil.copy(folder / "metrics.jsonl", partial)
+    written = sorted(old for old in path.parent.glob("update_??????") if old <= path)
+    for old in written[: -max(args.keep_checkpoints, 1)]:
+        shutil.rmtree(old, ignore_errors=True)  # every process may
+
+
+def progress(accelerator: Accelerator, items, description: str):
+    """Yield `items` under a rich progress bar with the rate and the time left, shown by the main process only."""
+    rate = TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
+    columns = [*Progress.get_default_columns(), rate]
+    with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
+        yield from bar.track(items, len(items), description=description)
+
+
+def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
+    """One line of metrics.jsonl, the same to the trackers; at each twentieth of the run the first five are printed."""
+    metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
+    line = json.dumps({"update": update, **metrics})
+    if accelerator.is_main_process:
+        with or_fail("metrics.jsonl could not be written"):
+            with Path(args.output_dir, "metrics.jsonl").open("a") as file:
+                file.write(line + "\n")
+    accelerator.log(metrics, step=update)
+    if update % max(1, last // 20) == 0:
+        numbers = [f" {key} {metrics[key]:.4g}" for key in list(metrics)[:5]]
+        accelerator.print(f"update {update}/{last}", *numbers)
+
+
+def save_model(accelerator: Accelerator, args, name: str, model, state: dict, prefix: str, tokenizer):
+    """Write a transformers checkpoint into the run folder: the weights in `state` whose names begin with `prefix`."""
+    with writing(accelerator, Path(args.output_dir, name)) as partial:
+        if accelerator.is_main_process:
+            weights = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
+            model.save_pretrained(partial, state_dict=weights)
+            tokenizer.save_pretrained(partial)
+
+
+def prepare(accelerator: Accelerator, model, args):
+    """Model and AdamW as the launcher asked for them (plain, DDP, DeepSpeed)."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        parameters, lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
+    )
+    if accelerator.state.deepspeed_plugin:  # what DeepSpeed would else default to, or take from a data loader
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+        config["gradient_clipping"] = args.max_grad_norm
+        config["gradient_accumulation_steps"] = 1
+        config["zero_force_ds_cpu_optimizer"] = False  # offloaded, it is torch's
+        config["data_types"] = {"grad_accum_dtype": "fp32"}  # else the micro-batches' gradients are summed in bfloat16
+        if config["zero_optimization"]["stage"] == 3:
+            fail("ZeRO-3 is not supported: benchmark/accelerate/zero2_offload.yaml takes every size")
+    return accelerator.prepare(model, optimizer)
+
+
+def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:
+    """One step from the gradients summed so far; returns their global norm before clipping, an error if not finite."""
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf")))
+    if not norm < float("inf"):  # or nan
+        fail(f"{where}: the gradient norm is {norm}; nothing of this update was saved")
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # it leaves threads that can abort the interpreter's end
+        os._exit(0)  # all is written
