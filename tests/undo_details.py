@@ -638,6 +638,126 @@ test_variants.py::test_a_run variants/rloo.py: the prompts in turn
 test_variants.py::test_a_run variants/rloo.py: no penalty before the baseline
 - scores.where(has_eos, args.penalty_reward_value)
 + scores
+test_variants.py::test_grpos_advantage variants/grpo.py: biased standard deviation
+- groups.std(1, keepdim=True)
++ groups.std(1, correction=0, keepdim=True)
+test_variants.py::test_grpos_advantage variants/grpo.py: an epsilon of 1e-8
+- + 1e-4)
++ + 1e-8)
+test_variants.py::test_grpos_advantage variants/grpo.py: centred in float32
+- groups = scores.double().view(-1, k)
++ groups = scores.view(-1, k)
+test_variants.py::test_grpos_advantage variants/grpo.py: groups of responses that do not follow each other
+- groups = scores.double().view(-1, k)
++ groups = scores.double().view(k, -1).T
+test_variants.py::test_grpos_advantage variants/grpo.py: one flag is half of Dr. GRPO
+- if scale_by_std:
++ if True:
+test_variants.py::test_each_kl variants/grpo.py: k3 the wrong way round
+- d = (logprobs - mb["ref_logprobs"])
++ d = (mb["ref_logprobs"] - logprobs)
+test_variants.py::test_each_kl variants/grpo.py: k2 without its half
+- 0.5 * d.square()
++ d.square()
+test_variants.py::test_each_kl variants/grpo.py: a ratio without gradient in k3_ratio
+- k3 * ratio if
++ k3 * ratio.detach() if
+test_variants.py::test_each_kl variants/grpo.py: the response's ratio in k3_ratio
+- k3 * ratio if
++ k3 * ratio.prod(1, keepdim=True) if
+test_variants.py::test_each_kl variants/grpo.py: what follows EOS is in the KL
+- d = (logprobs - mb["ref_logprobs"]).masked_fill(~mask, 0.0)
++ d = (logprobs - mb["ref_logprobs"]).clamp(min=-20.0)
+test_variants.py::test_dr_grpos_gradient variants/grpo.py: the constant is the longest response of the batch
+- (len(lengths) * response_length)
++ (len(lengths) * lengths.max())
+test_variants.py::test_grpos_ratio variants/grpo.py: one clip range for both sides
+- 1 + args.cliprange_high
++ 1 + args.cliprange
+test_variants.py::test_grpos_loss variants/grpo.py: each micro-batch has normalisers of its own
+-                     loss, sums = grpo_loss(logprobs, mb, args)
++                     weights = token_weights(mb["lengths"], args.length_norm, args.response_length)
++                     mb["token_weights"] = weights / len(mbs)
++                     loss, sums = grpo_loss(logprobs, mb, args)
+test_variants.py::test_grpos_loss variants/grpo.py: the prompts in turn
+- .repeat_interleave(k, 0)
++ .repeat(k, 1)
+test_variants.py::test_grpos_loss variants/grpo.py: no penalty before the advantages
+- scores.where(has_eos, args.penalty_reward_value)
++ scores
+test_variants.py::test_grpos_loss variants/grpo.py: log-probabilities at temperature 1
+- logprobs = token_logprobs(logits, mb["responses"], args.temperature)
+-                     del
++ logprobs = token_logprobs(logits, mb["responses"], 1.0)
++                     del
+test_variants.py::test_a_pair variants/online_dpo.py: a tie is a preference
+- return pairs, scores[pairs[:, 0]] > scores[pairs[:, 1]]
++ return pairs, scores[pairs[:, 0]] >= scores[pairs[:, 1]]
+test_variants.py::test_a_pair variants/online_dpo.py: the last against the first
+- first_rows + groups.argmin(1)
++ first_rows + k - 1
+test_variants.py::test_online_dpos variants/online_dpo.py: the mean is over all pairs
+- count = untied[mini_batch].sum()
++ count = untied[mini_batch].sum() * 0 + len(mini_batch)
+test_variants.py::test_online_dpos variants/online_dpo.py: ties are trained on
+- untied[own] / count
++ torch.ones_like(own) / count
+test_variants.py::test_online_dpos variants/online_dpo.py: a count for each process and micro-batch
+- loss = (losses * mb["weights"]).sum()
++ loss = (losses * mb["weights"]).sum() / mb["weights"].sum().clamp(min=1e-9) / len(mbs)
+test_variants.py::test_online_dpos variants/online_dpo.py: the pair is chosen before the penalty
+- best_and_worst(scores, k)
++ best_and_worst(batch["raw_scores"], k)
+test_variants.py::test_online_dpos variants/online_dpo.py: log-probabilities at temperature 1
+- logprobs = token_logprobs(logits, mb["responses"], args.temperature)
+-                     del
++ logprobs = token_logprobs(logits, mb["responses"], 1.0)
++                     del
+test_variants.py::test_online_dpos variants/online_dpo.py: what follows EOS is summed
+- logprobs.masked_fill(~mb["response_mask"], 0.0).sum(1).chunk(2)
++ logprobs.clamp(min=-20.0).sum(1).chunk(2)
+test_variants.py::test_online_dpos variants/online_dpo.py: the prompts in turn
+- .repeat_interleave(k, 0)
++ .repeat(k, 1)
+test_variants.py::test_no_preference variants/online_dpo.py: a step without a preference
+- if count == 0:
++ if count < 0:
+test_variants.py::test_the_function variants/ppo_function.py: the value model's head is random
+- nn.init.zeros_(model.score.weight)
++ nn.init.normal_(model.score.weight)
+test_variants.py::test_the_function variants/ppo_function.py: summaries with their special tokens
+- skip_special_tokens=True
++ skip_special_tokens=False
+test_variants.py::test_the_function variants/ppo_function.py: posts in another order than their responses
+- train[order.tolist()]["query"][share]
++ train[order.sort().values.tolist()]["query"][share]
+test_variants.py::test_the_function variants/ppo_function.py: no penalty after the function
+- scores.where(has_eos, args.penalty_reward_value)
++ scores
+test_variants.py::test_a_function variants/ppo_function.py: NaN is taken
+- if not isfinite(score):
++ if False:
+test_variants.py::test_a_function variants/ppo_function.py: too few scores are taken
+- if len(scores) != len(names):
++ if False:
+test_variants.py::test_simpo_is variants/simpo.py: the margin is the chosen one's handicap the wrong way
+- - gamma)
++ + gamma)
+test_variants.py::test_simpos variants/simpo.py: gamma is not a share of beta
+- args.gamma_beta_ratio * args.beta
++ args.gamma_beta_ratio
+test_variants.py::test_simpos variants/simpo.py: sums, not means
+- chosen, rejected = chosen / lengths[:, 0], rejected / lengths[:, 1]  # means over tokens
++ pass
+test_variants.py::test_simpos variants/simpo.py: one length for both sides
+- rejected / lengths[:, 1]
++ rejected / lengths[:, 0]
+test_variants.py::test_simpos variants/simpo.py: EOS is not counted
+- torch.stack([(label != pad_id).sum(1) for label in labels], 1)
++ torch.stack([(label != pad_id).sum(1) - 1 for label in labels], 1)
+test_variants.py::test_simpos variants/simpo.py: sums in the evaluation
+- args.beta * logprobs / torch.cat(lengths)
++ args.beta * logprobs
 test_sampling.py::test_it_is_exactly_1 ppo.py: old log-probabilities in other micro-batches
 - mbs += micro_batches(batch, rows, args.micro_batch_size)
 + mbs += micro_batches(batch, rows, args.micro_batch_size + 3)

@@ -3,11 +3,11 @@
     python variants/compare.py --raw data/quickstart/posts-1/raw --sft runs/quickstart/posts-1/sft/nano-s/1 \
         --runs runs/quickstart/posts-1/{ppo,rloo,grpo}/nano-s/1
 
-Each run folder has eval/samples_validation.csv (../eval/samples.py: temperature 0.01). Of these are truth, win rate
+Each run folder has eval/samples_validation.csv (../eval/samples.py: temperature 0.01). These give truth, win rate
 against the reference summary and words, and the paired difference of the truths to the SFT policy's, with a bootstrap
-interval of 95 % over the posts. The KL to the SFT model is of one more sample a post, at temperature 0.7 as in training:
-mean over posts of the sum over a response's tokens of log pi - log pi_sft, and its standard error. Seconds are those of
-the training on the machine that it ran on.
+interval of 95 % over the posts. The KL to the SFT model is of one more sample a post, at temperature 0.7 as in
+training: mean over posts of the sum of log pi - log pi_sft over a response's tokens, and its standard error. Seconds
+are of training, as the run logged them.
 """
 
 import csv

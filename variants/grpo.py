@@ -208,9 +208,9 @@ def grpo_loss(logprobs: torch.Tensor, mb: dict, args) -> tuple[torch.Tensor, dic
     d = (logprobs - mb["ref_logprobs"]).masked_fill(~mask, 0.0)
     kl = kl_estimate(d, ratio, args.kl)
     losses = torch.max(unclipped, clipped) + args.kl_coef * kl
-    loss = (losses * mask * mb["token_weights"][:, None]).sum()
+    loss = (losses * mb["token_weights"][:, None]).sum()
     sums = {
-        "loss/kl": (kl * mask).sum(),
+        "loss/kl": kl.sum(),
         "policy/clip_fraction": ((clipped > unclipped) & mask).sum(),
         "policy/approx_kl": 0.5 * logratio.square().sum(),
         "policy/ratio": (ratio * mask).sum(),
