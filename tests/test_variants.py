@@ -47,11 +47,25 @@ SEED, BATCH, K, LENGTH = 3, 24, 4, 6
 
 @pytest.mark.parametrize("name", LINES)
 def test_a_variant_is_a_short_diff(name, tmp_path):
+    """Within its limit, and as variants/README.md tells it: lines added and removed without the docstring, hunks."""
     parent, limit = LINES[name]
     paths = [tmp_path / "parent.py", tmp_path / "variant.py"]
     for path, source in zip(paths, (parent, f"variants/{name}.py"), strict=True):
         path.write_text(without_docstring((ROOT / source).read_text()))
-    assert 0 < diff_lines(*map(str, paths)) <= limit
+    lines = diff_lines(*map(str, paths))
+    command = ["git", "diff", "--no-index", parent, f"variants/{name}.py"]
+    diff = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    hunks = len(re.findall(r"^@@ ", diff, re.MULTILINE))
+    print(f"{name}: {lines} lines of at most {limit}, {hunks} hunks")
+    assert 0 < lines <= limit
+    readme = (ROOT / "variants" / "README.md").read_text()
+    assert re.search(rf"^\| \[`{name}.py`\].* \| (\d+) \| (\d+) \| ", readme, re.MULTILINE).groups() == (
+        str(lines),
+        str(hunks),
+    )
+    if name == "rloo":  # the piece of it at the top of variants/README.md
+        shown = readme.partition("```diff\n")[2].partition("```")[0].splitlines()
+        assert len(shown) == 5 and set(shown) <= set(diff.splitlines())
 
 
 # ---- advantages ---------------------------------------------------------------------------------------------------
@@ -391,6 +405,13 @@ def test_more_than_one_step_takes_the_ratio(start, tmp_path):
     lines = run(start, tmp_path / "run", samples_per_prompt=2, num_ppo_epochs=2, num_mini_batches=2)
     assert [line["policy/first_ratio_deviation"] for line in lines] == [0, 0, 0]
     assert all(line["policy/ratio_variance"] > 1e-6 for line in lines)
+
+
+@pytest.mark.parametrize("module", [rloo, grpo, ppo_function])
+def test_the_ratio_begins_at_1_in_bfloat16(start, tmp_path, module):
+    lines = run(start, tmp_path / "run", module, mixed_precision="bf16", num_ppo_epochs=2, num_mini_batches=2)
+    assert [line["policy/first_ratio_deviation"] for line in lines] == [0, 0, 0] and lines[0]["objective/kl"] == 0
+    assert all(line["policy/ratio_variance"] > 0 for line in lines)
 
 
 @pytest.mark.parametrize("norm", ["response", "tokens", "constant"])

@@ -668,9 +668,12 @@ test_variants.py::test_each_kl variants/grpo.py: the response's ratio in k3_rati
 test_variants.py::test_each_kl variants/grpo.py: what follows EOS is in the KL
 - d = (logprobs - mb["ref_logprobs"]).masked_fill(~mask, 0.0)
 + d = (logprobs - mb["ref_logprobs"]).clamp(min=-20.0)
-test_variants.py::test_dr_grpos_gradient variants/grpo.py: the constant is the longest response of the batch
+test_variants.py::test_a_token_counts variants/grpo.py: the constant is the longest response of the batch
 - (len(lengths) * response_length)
 + (len(lengths) * lengths.max())
+test_variants.py::test_dr_grpos_gradient variants/grpo.py: a sum over all responses
+- torch.ones_like(lengths) / (len(lengths) * response_length)
++ torch.ones_like(lengths) / response_length
 test_variants.py::test_grpos_ratio variants/grpo.py: one clip range for both sides
 - 1 + args.cliprange_high
 + 1 + args.cliprange
@@ -740,9 +743,9 @@ test_variants.py::test_a_function variants/ppo_function.py: NaN is taken
 test_variants.py::test_a_function variants/ppo_function.py: too few scores are taken
 - if len(scores) != len(names):
 + if False:
-test_variants.py::test_simpo_is variants/simpo.py: the margin is the chosen one's handicap the wrong way
-- - gamma)
-+ + gamma)
+test_variants.py::test_simpo_is variants/simpo.py: the margin is the rejected one's
+- beta * (chosen - rejected) - gamma
++ beta * (chosen - rejected) + gamma
 test_variants.py::test_simpos variants/simpo.py: gamma is not a share of beta
 - args.gamma_beta_ratio * args.beta
 + args.gamma_beta_ratio

@@ -125,7 +125,7 @@ class Args:
     temperature: float = 0.7
     """sampling temperature; every log-probability is taken at it (table 7)"""
     penalty_reward_value: float | None = -1.0
-    """score of a response without EOS (Detail 23); None: what the reward model says"""
+    """score of a response without EOS (Detail 23); None: the one that it has"""
     scale_by_std: bool = True
     """divide a group's advantages by its standard deviation; Dr. GRPO does not"""
     length_norm: Literal["response", "tokens", "constant"] = "response"

@@ -114,7 +114,7 @@ class Args:
     temperature: float = 0.7
     """sampling temperature; every log-probability is taken at it (table 7)"""
     penalty_reward_value: float | None = -1.0
-    """score of a response without EOS (Detail 23); None: what the reward model says"""
+    """score of a response without EOS (Detail 23); None: the one that it has"""
     beta: float = 0.1
     """scale of the implicit reward, the strength of the KL penalty it stands for (async_rlhf's online DPO on TL;DR)"""
     loss_type: Literal["sigmoid", "ipo"] = "sigmoid"

@@ -114,7 +114,7 @@ class Args:
     temperature: float = 0.7
     """sampling temperature; every log-probability is taken at it (table 7)"""
     penalty_reward_value: float | None = -1.0
-    """score of a response without EOS (Detail 23); None: what the reward model says"""
+    """score of a response without EOS (Detail 23); None: the one that it has"""
     kl_coef: float = 0.05
     """beta, the weight of the KL in the return (async_rlhf's RLOO on TL;DR, as PPO's)"""
     cliprange: float = 0.2
