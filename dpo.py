@@ -353,7 +353,7 @@ def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dic
     (b, P), to be cached: columns that are query in every row, but for its last token. The second one's inputs on that
     cache: tokens (b, S), a mask (b, 1, S, T) in which rejected does not see chosen, position ids (b, S) that go on from
     the query in both. And where in S stand the query's last token and those of the response, for chosen (b, 1 + C) and
-    rejected (b, 1 + R). P and T are multiples of 16 if there is room, as in longest_row."""
+    rejected (b, 1 + R). P and T are multiples of 16 if there is room, as in trimmed_width."""
     tokens = right_padded(torch.cat([query, chosen, rejected], 1), pad_id)  # (b, T)
     query_length = (query != pad_id).sum(1, keepdim=True)  # (b, 1)
     chosen_length = (chosen != pad_id).sum(1, keepdim=True)
@@ -380,7 +380,7 @@ def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dic
 # ==== padding =====================================================================================
 
 
-def longest_row(tokens: torch.Tensor, pad_id: int) -> int:
+def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
     """Tokens of the longest of rows (b, T), up to a multiple of 16 or T: widths that differ at each call leave the heap
     in pieces, so that memory grows with the run."""
     longest = int((tokens != pad_id).sum(1).max())
@@ -396,7 +396,7 @@ def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
 def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
     """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
     real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
-    return tokens.gather(1, real_first)[:, : longest_row(tokens, pad_id)]
+    return tokens.gather(1, real_first)[:, : trimmed_width(tokens, pad_id)]
 
 
 # ==== models ======================================================================================

@@ -253,7 +253,7 @@ def main(args: Args):
     device = accelerator.device
     rank = accelerator.process_index
     world = accelerator.num_processes
-    num_updates = check_sizes(args, world)
+    num_updates = fill_sizes(args, world)
 
     sft_folder = checkpoint_folder("--sft-model-path", args.sft_model_path)
     reward_folder = checkpoint_folder("--reward-model-path", args.reward_model_path)
@@ -272,8 +272,8 @@ def main(args: Args):
     value_model = load_reward_model(reward_folder, tokenizer).to(device)  # Detail 22: all weights, the head included
     check_head(policy, sft_folder)
     banned = banned_ids(policy, tokenizer).to(device)
-    unwrapped = PolicyAndValue(policy, value_model)
-    model, optimizer = prepare(accelerator, unwrapped, args)
+    unwrapped_model = PolicyAndValue(policy, value_model)
+    model, optimizer = prepare(accelerator, unwrapped_model, args)
     # state of your own goes here: accelerator.register_for_checkpointing(it); it comes back on the CPU
     finished_updates = begin_run(accelerator, args)
 
@@ -297,7 +297,7 @@ def main(args: Args):
         batch = {key: accelerator.gather(value) for key, value in batch.items()}
         # kernels round by shape: in the micro-batches of the first epoch every ratio begins at exactly 1, also in bf16
         first_epoch = [rows.chunk(world)[rank] for rows in mini_batches(args, update, 0, device)]
-        outputs = forward_passes(accelerator, unwrapped, ref_policy, batch, first_epoch, pad_id, banned, args)
+        outputs = forward_passes(accelerator, unwrapped_model, ref_policy, batch, first_epoch, pad_id, banned, args)
         batch |= {key: accelerator.reduce(value, "sum") for key, value in outputs.items()}  # 0 but for its own rows
 
         # ---- 3. rewards --------------------------------------------------------------------------
@@ -402,7 +402,7 @@ def sample(accelerator: Accelerator, policy, queries, keys, tokenizer, args, tem
     responses = queries.new_full((len(queries), args.response_length), pad_id)
     logprobs = torch.zeros(responses.shape, device=queries.device)
     size = min(args.sample_batch_size, len(queries))
-    cache = KeyValueCache(policy.config, longest_row(queries, pad_id) + args.response_length)
+    cache = KeyValueCache(policy.config, trimmed_width(queries, pad_id) + args.response_length)
     for index in similar_lengths((queries != pad_id).sum(1), size):
         rows = torch.cat([index, index[-1:].expand(size - len(index))])  # the cache is of `size` rows
         with accelerator.autocast():
@@ -640,7 +640,7 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
     cache: a KeyValueCache of at least Q + R columns, new or of b rows. All steps but the first have the same shapes,
     and wait for the device at every eighth token only, to see whether all rows have ended."""
     pad_id = tokenizer.pad_token_id
-    inputs = queries[:, -longest_row(queries, pad_id) :]
+    inputs = queries[:, -trimmed_width(queries, pad_id) :]
     banned = banned_ids(model, tokenizer).to(queries.device)
     responses = queries.new_full((len(queries), response_length), pad_id)
     logprobs = torch.zeros(responses.shape, device=queries.device)
@@ -668,7 +668,7 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
 # ==== padding =====================================================================================
 
 
-def longest_row(tokens: torch.Tensor, pad_id: int) -> int:
+def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
     """Tokens of the longest of rows (b, T), up to a multiple of 16 or T: widths that differ at each call leave the heap
     in pieces, so that memory grows with the run."""
     longest = int((tokens != pad_id).sum(1).max())
@@ -684,7 +684,7 @@ def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
 def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
     """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
     real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
-    return tokens.gather(1, real_first)[:, : longest_row(tokens, pad_id)]
+    return tokens.gather(1, real_first)[:, : trimmed_width(tokens, pad_id)]
 
 
 # ==== models ======================================================================================
@@ -765,7 +765,7 @@ def frozen_model(accelerator: Accelerator, model, offload: bool):
     return model if offload else model.to(accelerator.device)
 
 
-def check_sizes(args, world: int) -> int:
+def fill_sizes(args, world: int) -> int:
     """Fill in the sizes left open. Returns the number of updates; an error where the batch does not divide."""
     args.micro_batch_size = args.micro_batch_size or MICRO_BATCH_SIZES.get(args.model, 8)
     args.sample_batch_size = args.sample_batch_size or SAMPLE_BATCH_SIZES.get(args.model, 32)

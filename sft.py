@@ -115,7 +115,7 @@ def target_mask(batch: dict, loss_on: str, pad_id: int) -> torch.Tensor:
 def loss_and_count(model, mb: dict, loss_on: str, pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed loss and number of targets of one micro-batch, cut to its longest row."""
     tokens = mb["query_reference_response_token"]
-    tokens = tokens[:, : longest_row(tokens, pad_id)].to(device)  # (b, T)
+    tokens = tokens[:, : trimmed_width(tokens, pad_id)].to(device)  # (b, T)
     target = target_mask(mb, loss_on, pad_id)[:, : tokens.shape[1]].to(device)
     logits = model(tokens, use_cache=False).logits  # right-padded: needs no mask
     return sft_loss(logits, tokens, target), target[:, 1:].sum()
@@ -216,7 +216,7 @@ def main(args: Args):
 # ==== padding =====================================================================================
 
 
-def longest_row(tokens: torch.Tensor, pad_id: int) -> int:
+def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
     """Tokens of the longest of rows (b, T), up to a multiple of 16 or T: widths that differ at each call leave the heap
     in pieces, so that memory grows with the run."""
     longest = int((tokens != pad_id).sum(1).max())

@@ -87,7 +87,7 @@ def sampled(accelerator: Accelerator, policy, reward_model, data, tokenizer, arg
         queries = posts["query_token"].to(accelerator.device)
         keys = noise_keys(args.seed, 0, index).to(accelerator.device)
         with accelerator.autocast():
-            cache = KeyValueCache(policy.config, longest_row(queries, pad_id) + args.response_length)
+            cache = KeyValueCache(policy.config, trimmed_width(queries, pad_id) + args.response_length)
             responses, _ = generate(policy, queries, tokenizer, args.response_length, args.temperature, keys, cache)
         scores = {}
         if reward_model:
@@ -264,7 +264,7 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
     cache: a KeyValueCache of at least Q + R columns, new or of b rows. All steps but the first have the same shapes,
     and wait for the device at every eighth token only, to see whether all rows have ended."""
     pad_id = tokenizer.pad_token_id
-    inputs = queries[:, -longest_row(queries, pad_id) :]
+    inputs = queries[:, -trimmed_width(queries, pad_id) :]
     banned = banned_ids(model, tokenizer).to(queries.device)
     responses = queries.new_full((len(queries), response_length), pad_id)
     logprobs = torch.zeros(responses.shape, device=queries.device)
@@ -289,7 +289,7 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
     return truncate_response(responses, tokenizer.eos_token_id, pad_id), logprobs
 
 
-def longest_row(tokens: torch.Tensor, pad_id: int) -> int:
+def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
     """Tokens of the longest of rows (b, T), up to a multiple of 16 or T: widths that differ at each call leave the heap
     in pieces, so that memory grows with the run."""
     longest = int((tokens != pad_id).sum(1).max())
@@ -299,7 +299,7 @@ def longest_row(tokens: torch.Tensor, pad_id: int) -> int:
 def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
     """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
     real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
-    return tokens.gather(1, real_first)[:, : longest_row(tokens, pad_id)]
+    return tokens.gather(1, real_first)[:, : trimmed_width(tokens, pad_id)]
 
 
 class ScalarHead(nn.Linear):

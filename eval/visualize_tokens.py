@@ -175,7 +175,7 @@ def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
     return True
 
 
-def longest_row(tokens: torch.Tensor, pad_id: int) -> int:
+def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
     """Tokens of the longest of rows (b, T), up to a multiple of 16 or T: widths that differ at each call leave the heap
     in pieces, so that memory grows with the run."""
     longest = int((tokens != pad_id).sum(1).max())
@@ -286,7 +286,7 @@ def greedy(model, queries: torch.Tensor, tokenizer, response_length: int) -> tor
     """The most likely token at each step: left-padded queries (b, Q) -> responses (b, response_length), [PAD] after the
     first EOS, which equals truncating there (Detail 23)."""
     pad_id = tokenizer.pad_token_id
-    queries = queries[:, -longest_row(queries, pad_id) :]
+    queries = queries[:, -trimmed_width(queries, pad_id) :]
     model.generation_config = GenerationConfig(  # else generate() fills what ours leaves open from the checkpoint's own
         max_new_tokens=response_length,
         do_sample=False,
@@ -301,7 +301,7 @@ def greedy(model, queries: torch.Tensor, tokenizer, response_length: int) -> tor
 def response_logits_of(model, queries: torch.Tensor, responses: torch.Tensor, tokenizer) -> torch.Tensor:
     """Logits (b, R, V) from which each token of the responses (b, R) to left-padded queries (b, Q) was chosen; [PAD]
     and ids beyond the tokenizer at -1e9. Past a response's end: any."""
-    queries = queries[:, -longest_row(queries, tokenizer.pad_token_id) :]
+    queries = queries[:, -trimmed_width(queries, tokenizer.pad_token_id) :]
     tokens = torch.cat([queries, responses], 1)
     mask, kept = tokens != tokenizer.pad_token_id, responses.shape[1] + 1
     inputs = {"attention_mask": mask.long(), "position_ids": position_ids(mask), "use_cache": False}
@@ -316,7 +316,7 @@ def token_ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 def response_scalars(model: RewardModel, queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> torch.Tensor:
     """A reward or value model's output (b, R + 1) at the query's last token and at each token of the response."""
-    tokens = torch.cat([queries[:, -longest_row(queries, pad_id) :], responses], 1)
+    tokens = torch.cat([queries[:, -trimmed_width(queries, pad_id) :], responses], 1)
     mask = tokens != pad_id
     return model(tokens, attention_mask=mask.long(), position_ids=position_ids(mask))[:, -responses.shape[1] - 1 :]
 

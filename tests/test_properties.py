@@ -291,7 +291,7 @@ def test_the_longest_row_has_room_in_a_multiple_of_16(rows, side, real, padding)
     ]
     longest = max(map(len, tokens))
     width = next(width for width in (*range(0, columns, 16), columns) if width >= longest)
-    assert ppo.longest_row(torch.tensor(rows).reshape(len(rows), columns), PAD) == width
+    assert ppo.trimmed_width(torch.tensor(rows).reshape(len(rows), columns), PAD) == width
 
 
 @given(rows=id_rows())

@@ -61,7 +61,7 @@ def by_transformers(model, queries, keys, groups) -> tuple[torch.Tensor, torch.T
     """Responses (b, R), and the least lead (b,) of a drawn token over the next best."""
     responses, leads = torch.full((len(queries), RESPONSE), PAD), torch.zeros(len(queries))
     for index in groups:
-        group = queries[index][:, -ppo.longest_row(queries[index], PAD) :]
+        group = queries[index][:, -ppo.trimmed_width(queries[index], PAD) :]
         noise = Noise(keys[index], group.shape[1])
         config = GenerationConfig(max_new_tokens=RESPONSE, do_sample=False, eos_token_id=EOS, pad_token_id=PAD)
         mask = (group != PAD).long()
@@ -123,7 +123,7 @@ def test_the_tokens_are_those_of_generate(name):
 def test_a_step_reads_nothing_back_from_the_device(name, monkeypatch):
     """Tensors without content: whatever asks for a value, which on a GPU would wait for it, fails. The first that asks
     is the look for the end after the eighth token."""
-    monkeypatch.setattr(ppo, "longest_row", lambda tokens, pad_id: tokens.shape[1])  # once a group
+    monkeypatch.setattr(ppo, "trimmed_width", lambda tokens, pad_id: tokens.shape[1])  # once a group
     with FakeTensorMode():
         model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32, attn_implementation="sdpa").eval()
         queries, keys = torch.zeros(4, 10, dtype=torch.long), torch.zeros(4, 2, dtype=torch.int32)

@@ -1,6 +1,7 @@
 """The variants: each detail against plain Python or by enumeration of a small world, and each run on two processes, or
 killed, as if nothing had happened (behind -m long)."""
 
+import ast
 import itertools
 import math
 import os
@@ -29,7 +30,6 @@ from conftest import (
     script,
 )
 from datasets import load_from_disk
-from test_sizes import diff_lines, without_docstring
 
 rloo, grpo, online_dpo, ppo_function, simpo = (
     script(f"variants/{name}.py") for name in ("rloo", "grpo", "online_dpo", "ppo_function", "simpo")
@@ -43,6 +43,18 @@ LINES = {
     "simpo": ("dpo.py", 90),
 }
 SEED, BATCH, K, LENGTH = 3, 24, 4, 6
+
+
+def diff_lines(script: str, copy: str) -> int:
+    """Lines added and removed."""
+    command = ["git", "diff", "--no-index", "--shortstat", script, copy]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    return sum(int(count) for count in re.findall(r"(\d+) (?:insertion|deletion)", said))
+
+
+def without_docstring(source: str) -> str:
+    """A script's text without the module docstring."""
+    return "".join(source.splitlines(keepends=True)[ast.parse(source).body[0].end_lineno :])
 
 
 @pytest.mark.parametrize("name", LINES)

@@ -271,7 +271,7 @@ PATCHES = r"""
 - "attention_mask": mask.long(), "position_ids": position_ids(mask)}
 + "attention_mask": torch.ones_like(tokens), "position_ids": position_ids(mask)}
 14 ppo.py: padding stays where it is
-- return tokens.gather(1, real_first)[:, : longest_row(tokens, pad_id)]
+- return tokens.gather(1, real_first)[:, : trimmed_width(tokens, pad_id)]
 + return tokens
 14 ppo.py: values are read as if rows were padded on the left
 - values = self.value_model.model.score(states).squeeze(-1)

@@ -203,7 +203,7 @@ def main(args: Args):
     device = accelerator.device
     rank = accelerator.process_index
     world = accelerator.num_processes
-    num_updates = check_sizes(args, world)
+    num_updates = fill_sizes(args, world)
     k = args.samples_per_prompt
     if k < 2 or args.batch_size % (k * args.num_mini_batches * world):
         per_prompt = f"--samples-per-prompt {k}, which is 2 or more"
@@ -225,8 +225,8 @@ def main(args: Args):
     policy = load_policy(sft_folder, tokenizer).to(device)  # before the next is loaded: the memory of one
     check_head(policy, sft_folder)
     banned = banned_ids(policy, tokenizer).to(device)
-    unwrapped = PolicyLogits(policy)
-    model, optimizer = prepare(accelerator, unwrapped, args)
+    unwrapped_model = PolicyLogits(policy)
+    model, optimizer = prepare(accelerator, unwrapped_model, args)
     # state of your own goes here: accelerator.register_for_checkpointing(it); it comes back on the CPU
     finished_updates = begin_run(accelerator, args)
 
@@ -249,7 +249,7 @@ def main(args: Args):
         # from here on every process holds the whole batch, so that no number depends on how it was split
         batch = {key: accelerator.gather(value) for key, value in batch.items()}
         rows = torch.arange(args.batch_size, device=device)[share]
-        outputs = both_policies(accelerator, unwrapped, ref_policy, batch, [rows], pad_id, banned, args)
+        outputs = both_policies(accelerator, unwrapped_model, ref_policy, batch, [rows], pad_id, banned, args)
         batch |= {key: accelerator.reduce(value, "sum") for key, value in outputs.items()}  # 0 but for its own rows
 
         # ---- 3. rewards --------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def sample(accelerator: Accelerator, policy, queries, keys, tokenizer, args, tem
     responses = queries.new_full((len(queries), args.response_length), pad_id)
     logprobs = torch.zeros(responses.shape, device=queries.device)
     size = min(args.sample_batch_size, len(queries))
-    cache = KeyValueCache(policy.config, longest_row(queries, pad_id) + args.response_length)
+    cache = KeyValueCache(policy.config, trimmed_width(queries, pad_id) + args.response_length)
     for index in similar_lengths((queries != pad_id).sum(1), size):
         rows = torch.cat([index, index[-1:].expand(size - len(index))])  # the cache is of `size` rows
         with accelerator.autocast():
@@ -586,7 +586,7 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
     cache: a KeyValueCache of at least Q + R columns, new or of b rows. All steps but the first have the same shapes,
     and wait for the device at every eighth token only, to see whether all rows have ended."""
     pad_id = tokenizer.pad_token_id
-    inputs = queries[:, -longest_row(queries, pad_id) :]
+    inputs = queries[:, -trimmed_width(queries, pad_id) :]
     banned = banned_ids(model, tokenizer).to(queries.device)
     responses = queries.new_full((len(queries), response_length), pad_id)
     logprobs = torch.zeros(responses.shape, device=queries.device)
@@ -614,7 +614,7 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
 # ==== padding =====================================================================================
 
 
-def longest_row(tokens: torch.Tensor, pad_id: int) -> int:
+def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
     """Tokens of the longest of rows (b, T), up to a multiple of 16 or T: widths that differ at each call leave the heap
     in pieces, so that memory grows with the run."""
     longest = int((tokens != pad_id).sum(1).max())
@@ -630,7 +630,7 @@ def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
 def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
     """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
     real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
-    return tokens.gather(1, real_first)[:, : longest_row(tokens, pad_id)]
+    return tokens.gather(1, real_first)[:, : trimmed_width(tokens, pad_id)]
 
 
 # ==== models ======================================================================================
@@ -711,7 +711,7 @@ def frozen_model(accelerator: Accelerator, model, offload: bool):
     return model if offload else model.to(accelerator.device)
 
 
-def check_sizes(args, world: int) -> int:
+def fill_sizes(args, world: int) -> int:
     """Fill in the sizes left open. Returns the number of updates; an error where the batch does not divide."""
     args.micro_batch_size = args.micro_batch_size or MICRO_BATCH_SIZES.get(args.model, 8)
     args.sample_batch_size = args.sample_batch_size or SAMPLE_BATCH_SIZES.get(args.model, 32)
