@@ -32,12 +32,14 @@ STAGES = {
     "ppo": (512, 1_000_000, {"1b": 16, "2.8b": 8, "6.9b": 2}),
     "samples": (0, 6_447, {"1b": 32, "2.8b": 32, "6.9b": 32}),
 }
-# the longest item as stored (Detail 4), in columns of a row: all, those of the query that go first, and how many of the
-# rest get logits; and the mean number of real tokens of an item, from which the time follows
-COLUMNS = {"sft": (576, 0, 576), "reward": (816, 464, 0), "dpo": (816, 464, 352), "ppo": (576, 496, 53)}
-TOKENS = {"sft": 385, "reward": 430, "dpo": 430, "ppo": 390, "samples": 0}
+# the longest item as stored (Detail 4), in columns of a row: all of them, those of the query that go through the model
+# beforehand (0: the row goes in one pass), and those that get logits
+COLUMNS = {"sft": (576, 0, 576), "reward": (816, 464, 0), "dpo": (816, 464, 352), "ppo": (576, 0, 53)}
 # the longest item of an evaluation: CNN/DM's pairs are longer than those that are trained on
 EVALUATED = {"sft": (576, 0, 576), "reward": (2240, 1904, 0), "dpo": (2240, 1904, 336)}
+# mean real tokens of an item, from which the time follows: of its query and of each response
+LENGTHS = {"sft": (352, 33), "reward": (350, 40, 40), "dpo": (350, 40, 40), "ppo": (353, 37), "samples": (0,)}
+TOKENS = {stage: sum(lengths) for stage, lengths in LENGTHS.items()}
 QUERY = 512  # columns of a query as stored
 RESPONSE, FORWARD_ROWS = 53, 32  # --response-length and --forward-batch-size of ppo.py and samples.py
 SAMPLE_ROWS = {"1b": 256, "2.8b": 128, "6.9b": 64}  # --sample-batch-size of ppo.py, 32 for other models
@@ -159,9 +161,10 @@ def logit_bytes(stage: str, rows: int, columns: int, vocab: int) -> float:
 
 
 def forward_bytes(rows: int, columns: int, prefix: int, width: int, layers: int, size: int) -> float:
-    """Bytes of a pass without gradient over a cache, the first `prefix` columns beforehand: keys and values of every
-    layer, and of one layer at a time 12 numbers per token and unit of width, eight of them the MLP's inner ones."""
-    first, second = prefix * (2 * layers + 12), columns * 2 * layers + (columns - prefix) * 12
+    """Bytes of a pass without gradient: for one layer at a time 12 numbers per token and unit of width, eight of them
+    the MLP's inner ones. With a prefix, which goes through the model beforehand, also keys and values of all layers."""
+    cached = 2 * layers if prefix else 0
+    first, second = prefix * (cached + 12), columns * cached + (columns - prefix) * 12
     return float(rows * width * size * max(first, second))
 
 
@@ -180,24 +183,35 @@ def sampling_bytes(rows: int, width: int, layers: int, vocab: int) -> dict[str, 
     }
 
 
-def host_bytes(models: list[tuple[float, float]], states: float) -> float:
-    """The most that a process holds in the machine's memory at the start. models: (bytes in float32, bytes of what
-    stays there) in the order in which they are loaded, one at a time; states: the optimiser's, which come last. The
-    checkpoints' files are mapped: their pages are not counted."""
+def host_bytes(models: list[tuple[float, float]], states: float, copy: float, processes: int) -> float:
+    """The most that the processes of a machine hold in its memory: when they start, or when the main process copies the
+    trained weights to save them. models: (bytes in float32, bytes that stay there) in the order in which they are
+    loaded, one at a time; states: the optimiser's, which come last. Checkpoint files are mapped and do not count."""
     stays = most = 0.0
     for loaded, pinned in models:
         most = max(most, stays + loaded)
         stays += pinned
-    return max(most, stays + states)
+    stays += states
+    return max(processes * max(most, stays), processes * stays + copy)
 
 
 def item_flop(stage: str, model: str, reward_models: int) -> float:
-    """FLOP of an item: 2 per parameter, token and pass; the head is counted at every token. A backward pass costs two.
-    dpo: and the reference's; ppo: 4 epochs and a look with both models, the reference, sampling, the reward models."""
+    """FLOP of an item's real tokens, as benchmark/throughput.py counts them: 2 for each weight of a matrix and token, 4
+    for each unit of width, token and key that attention sees, and the head where a loss or a sample reads it. A
+    backward pass costs two forward ones. dpo: also the reference's pass. ppo: 4 epochs and a look with both models, the
+    reference, sampling, the reward models."""
     width, layers, _, vocab = SHAPES[model]
-    ppo = 2 * (3 * PPO_EPOCHS + 1) + 1 + 1 + reward_models
-    passes = {"sft": 3, "reward": 3, "dpo": 4, "ppo": ppo, "samples": 0}[stage]
-    return 2.0 * body_parameters(width, layers, vocab) * TOKENS[stage] * passes
+    query, *responses = LENGTHS[stage]
+    tokens = query + sum(responses)
+    keys = query**2 / 2 + sum(length * (query + length / 2) for length in responses)  # no response sees the other
+    body = 2 * 12 * layers * width**2 * tokens + 4 * layers * width * keys
+    head = 2 * vocab * width
+    if stage == "ppo":
+        passes = 2 * (3 * PPO_EPOCHS + 1) + 1 + 1 + reward_models
+        return passes * body + (3 * PPO_EPOCHS + 1 + 1 + 1) * head * sum(responses)  # policy, reference, sampling
+    passes = {"sft": 3, "reward": 3, "dpo": 4, "samples": 0}[stage]
+    read = {"sft": tokens, "reward": 0, "dpo": sum(responses), "samples": 0}[stage]
+    return float(passes * (body + head * read))
 
 
 def fail(message: str):
@@ -208,7 +222,7 @@ def fail(message: str):
 def plan(args: Args) -> dict:
     """{"micro_batch_size", "micro_batches" (of a device and batch), "sample_batch_size", "terms" {phase: {term:
     bytes}}, "peak" (bytes), "travel" (bytes of offloaded models that come to a device in an update), "travel_seconds",
-    "host" (bytes of a machine's memory at the start), "host_process" (of one process), "hours"} of a stage."""
+    "host" (bytes of a machine's memory), "hours"} of a stage."""
     width, layers, _, vocab = SHAPES[args.model]
     batch, items, chosen = STAGES[args.stage]
     if batch % args.gpus:
@@ -234,8 +248,7 @@ def plan(args: Args) -> dict:
     if args.stage in EVALUATED:
         rows = micro if args.stage == "sft" else FORWARD_GROUP * micro
         columns, prefix, logits = EVALUATED[args.stage]
-        kept_layers = 0 if args.stage == "sft" else layers  # whose keys and values nobody asks for again
-        looking = kept | {"keys and values": forward_bytes(rows, columns, prefix, width, kept_layers, 2)}
+        looking = kept | {"pass": forward_bytes(rows, columns, prefix, width, layers, 2)}
         phases = {"training": training, "evaluation": looking | {"logits": 10.0 * rows * logits * vocab}}
     travel = 0.0
     if args.stage == "ppo":
@@ -244,10 +257,10 @@ def plan(args: Args) -> dict:
         all_frozen = reference + args.reward_models * one_reward_model
         waiting = {} if offload else {"frozen models": all_frozen}
         passing = kept | {"frozen models": reference if offload else all_frozen}  # offloaded, one at a time
-        passing["keys and values"] = forward_bytes(micro, columns - 1, QUERY, width, layers, 2)
+        passing["pass"] = forward_bytes(micro, columns, prefix, width, layers, 2)
         passing["logits"] = 8.0 * micro * RESPONSE * vocab
         scoring = kept | {"frozen models": one_reward_model if offload else all_frozen}
-        scoring["one layer"] = forward_bytes(min(FORWARD_ROWS, share), columns, 0, width, 0, 2)
+        scoring["pass"] = forward_bytes(min(FORWARD_ROWS, share), columns, 0, width, layers, 2)
         phases = {
             "start": {"weights": 4.0 * trained} | waiting,  # they come in float32
             "sampling": kept | waiting | sampling_bytes(sample_rows, width, layers, vocab),
@@ -257,7 +270,8 @@ def plan(args: Args) -> dict:
         }
         travel = all_frozen if offload else 0.0
     adam = 12 * trained / args.gpus if args.zero and args.offload_optimizer else 0.0  # with the float32 weights
-    host = host_bytes(loaded_models(args, offload), adam)
+    processes = min(args.gpus, args.gpus_per_machine)
+    copy = trained * bits / 8
     arithmetic = item_flop(args.stage, args.model, args.reward_models) * items / (args.gpus * args.flops * 1e12)
     updates = items // batch if batch else 0
     travel_seconds = travel / (args.link * 1e9)
@@ -269,8 +283,7 @@ def plan(args: Args) -> dict:
         "peak": max(sum(terms.values()) for terms in phases.values()) + args.reserve * 1e9,
         "travel": travel,
         "travel_seconds": travel_seconds,
-        "host": host * min(args.gpus, args.gpus_per_machine),
-        "host_process": host,
+        "host": host_bytes(loaded_models(args, offload), adam, copy, processes),
         "hours": (arithmetic + travel_seconds * updates) / 3600,
     }
 
@@ -340,7 +353,7 @@ def words(found: tuple[str, Args] | None) -> str:
 def table() -> str:
     """Markdown: memory and time of every stage and size on 8 GPUs of 80 GB, and what one of 80 and of 24 GB takes."""
     text = "| stage | model | micro-batch | GB per GPU, 8 with ZeRO-2 | largest micro-batch in 80 GB | hours |"
-    text += " GB of the machine at the start | GB to a GPU per update |"
+    text += " GB of the machine | GB to a GPU per update |"
     text += " one GPU of 80 GB: micro-batch | one of 24 GB |\n" + "|---" * 10 + "|\n"
     for stage in STAGES:
         for model in PAPER:
@@ -463,7 +476,7 @@ def fits_table() -> str:
             peak = max(one["peak"] for one in found) / 1e9
             host = max(one["host"] for one in found) / 1e9
             rows.append([model, gpus, *cells, f"{peak:.0f}", f"{host:.0f}"])
-    header = ["model", "GPUs of a run", *TRAINING, "GB of a GPU, at most", "GB of a machine at the start, at most"]
+    header = ["model", "GPUs of a run", *TRAINING, "GB of a GPU, at most", "GB of a machine, at most"]
     return plain_table(header, rows)
 
 
@@ -575,15 +588,13 @@ def scale() -> str:
         most = max(side_by_side(one) for one in hours[share].values())
         longest.append(f"- at {percent(share)} of the peak {most:.1f} h")
     ridge = PEAK * SHARES[1] / MEMORY_SPEED  # tokens whose 2 FLOP a weight take as long as reading its 2 bytes
-    columns, prefix, _ = COLUMNS["ppo"]
-    few = ridge // (columns - prefix)
     slow = update_seconds(run_of_study("ppo", "6.9b", 8)[1], SHARES[1])
     exchange, update = f"{slow['exchange']:.0f}", f"{sum(slow.values()):.0f}"
     line = "\n"
     assumptions = [
         ["arithmetic", f"{percent(SHARES[0])} and {percent(SHARES[1])} of {PEAK / 1e12:.0f} TFLOP/s (bfloat16, dense)"],
         ["tokens of an item, padding not counted", ", ".join(f"{stage} {TOKENS[stage]}" for stage in TRAINING)],
-        ["the head", "counted at every token: for PPO at 1b 9 % too much, at 565 tokens an episode"],
+        ["the head", "counted at the tokens where a loss or a sample reads it"],
         ["decoding", f"bound by bytes, at half of 3.35 TB/s; {RESPONSE} steps in every update"],
         ["what a step reads", f"the weights once a group, keys and values of {QUERY + RESPONSE} columns a row"],
         ["page-locked memory to a GPU", f"{Args().link:g} GB/s (PCIe 5 that neighbours share)"],
@@ -639,8 +650,8 @@ Two numbers are those of 8 and of 64 GPUs.
 - **Decoding** reads all weights for each token, however few rows a device has. With 8 rows it is bound by the weights.
 - **Travel** of the frozen models takes the same time on any number of GPUs.
 - **Micro-batches** have a floor. With fewer than {ridge:.0f} tokens a pass is bound by reading the weights, at
-  {percent(SHARES[1])} of the peak and half of the memory's speed. A pass goes in two parts. The second, for the
-  response, has up to {columns - prefix} tokens an episode: with {few:.0f} episodes or fewer it is below the floor.
+  {percent(SHARES[1])} of the peak and half of the memory's speed. A mean episode of {TOKENS["ppo"]} tokens goes through
+  a model in one pass, so even a micro-batch of a single episode is above the floor.
 - **Gathering the batch** costs nothing: every process holds tokens and numbers of all episodes, no hidden states.
 - **Batches** end it: reward.py and dpo.py split over 64 GPUs at most, sft.py over 128, ppo.py over 512.
 
@@ -694,9 +705,7 @@ def main(args: Args):
         print(f"travel: {found['travel'] / 1e9:.1f} GB of offloaded models to each device in an update, {seconds}")
     else:
         print("travel: none, no model is offloaded")
-    processes = min(args.gpus, args.gpus_per_machine)
-    host = f"{found['host'] / 1e9:.0f} GB = {processes} x {found['host_process'] / 1e9:.1f}"
-    print(f"a machine's memory at the start: {host} (models as they are loaded, and what stays)")
+    print(f"a machine's memory: {found['host'] / 1e9:.0f} GB (to load the models and to save the trained ones)")
     if args.stage != "samples":  # whose time is that of reading weights, not of arithmetic
         print(
             f"about {found['hours']:.1f} h for {items:,} items at {args.flops:g} TFLOP/s, without evaluation and saving"

@@ -1,6 +1,7 @@
 """Every launch line in the repository goes through benchmark/plan.py: it fits its devices of 80 GB. And what a pass
 without gradient allocates is what the plan says."""
 
+import math
 import re
 import shlex
 import subprocess
@@ -15,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification, StaticCache
 
 import dpo
+import ppo
 import reward
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,6 +69,20 @@ def test_every_launch_line_fits():
             assert peak <= 80, f"{peak:.0f} GB: {line}"
 
 
+def test_slurm_s_memory_is_the_plan_s_and_a_margin():
+    """The plan's memory of the machine, a quarter more, and 8 GB for each of 8 processes, up to the next 50 GB; samples
+    of every size take what the largest needs."""
+    dry = subprocess.run(["bash", "benchmark/submit.sh", "--dry-run"], cwd=ROOT, capture_output=True, text=True)
+    found = dict(re.findall(r"--job-name=(\w+_[\d.]+b)\b.*--mem=(\d+)G", dry.stdout))
+    for name, memory in found.items():
+        stage, _, model = name.rpartition("_")
+        args = plan.Args(stage.removesuffix("_whiten"), model=model)
+        if stage.endswith("_samples"):
+            args = plan.Args("samples", model="6.9b")
+        assert int(memory) == 50 * math.ceil((1.25 * plan.plan(args)["host"] / 1e9 + 8 * 8) / 50), name
+    assert len(found) == 9 * 3
+
+
 def test_what_cannot_fit_is_noticed():
     """The lines that stood in the scripts' heads: float32 weights of 6.9b on every device."""
     config = "benchmark/accelerate/ddp.yaml"
@@ -79,9 +95,9 @@ def test_what_cannot_fit_is_noticed():
     assert plan.plan(args)["peak"] > 80e9
 
 
-@pytest.mark.parametrize("stage", ["reward", "dpo"])
+@pytest.mark.parametrize("stage", ["reward", "dpo", "ppo"])
 def test_a_pass_without_gradient_allocates_what_the_plan_says(stage):
-    rows, columns = 4, 512  # 448 of the query go first
+    rows, columns, prefix = 4, 512, 448
     pairs = {"query": tokens(rows, 449), "chosen": tokens(rows, 31), "rejected": tokens(rows, 32)}
     if stage == "reward":
         model = GPTNeoXForSequenceClassification(config(WIDTH, LAYERS, 4, VOCAB))
@@ -89,11 +105,20 @@ def test_a_pass_without_gradient_allocates_what_the_plan_says(stage):
         model = reward.RewardModel(model)
     else:
         model = GPTNeoXForCausalLM(config(WIDTH, LAYERS, 4, VOCAB))
+    if stage == "dpo":
         pairs |= {"chosen_start": torch.zeros(rows).long(), "rejected_start": torch.zeros(rows).long()}
+    if stage == "ppo":
+        prefix = 0
+        queries, responses, banned = tokens(rows, 460), tokens(rows, 53), torch.zeros(VOCAB, dtype=torch.bool)
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        reward.pair_rewards(model, pairs, PAD) if stage == "reward" else dpo.pair_logprobs(model, pairs, PAD)
+        if stage == "reward":
+            reward.pair_rewards(model, pairs, PAD)
+        elif stage == "dpo":
+            dpo.pair_logprobs(model, pairs, PAD)
+        else:
+            ppo.response_logits(model, *ppo.episode_rows(queries, responses, PAD), banned)
     peak = peak_bytes(profiled)
-    expected = plan.forward_bytes(rows, columns, 448, WIDTH, LAYERS, 4)
+    expected = plan.forward_bytes(rows, columns, prefix, WIDTH, LAYERS, 4)
     assert expected == pytest.approx(peak, rel=0.05)
 
 
