@@ -10,18 +10,24 @@
     trl                     TRL's trainers on the same rows, where benchmark/peers.sh has put them -> trl.csv
     page                    all of it as Markdown, beside what the arithmetic asks for -> page.md
 
-Needs no Hub. Every part but `page` ends with writing the page.
+Needs no Hub. Every part but `page` ends with writing the page. A part fails, with exit code 1 and a line on the page,
+when a number is not finite or when a stage's run fails or is cut off at --limit. What a run has written until then is
+in the table.
 """
 
 import csv
 import json
+import math
 import os
 import platform
+import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +57,7 @@ SIZES = {
 UPDATES = {"ppo": (2, 1), "sft": (4, 1), "reward": (4, 1), "dpo": (4, 1)}  # of a run, and those that do not count
 # training of an update of 512 episodes with queries of 512 tokens, and the seconds that the whole update may take
 TRAINING_PFLOP, UPDATE_SECONDS = 11.5, 30
+SPARE = 15  # seconds of a part's limit that are not for its run: Python's start, the arithmetic, the page
 
 
 @dataclass
@@ -68,6 +75,8 @@ class Args:
     """a model of width 64, few rows"""
     work: str = "data/gpu"
     """folder of data and models"""
+    limit: int = 600
+    """seconds that the part may take"""
 
 
 # ---- data, device ---------------------------------------------------------------------------------------------------
@@ -130,7 +139,7 @@ def tiny_run(args: Args, name: str, *flags, resume: bool = False, kill_after: in
     _, work = settings(args, "ppo", True)
     folder = work / "runs" / name
     if not resume:
-        subprocess.run(["rm", "-rf", folder], check=True)
+        shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, "ppo.py", "--model", "tiny", "--output-dir", folder, "--sft-model-path", work / "model"]
     command += ["--reward-model-path", work / "reward", "--dataset", work / "sft", "--batch-size", 16]
     command += ["--total-episodes", 64, "--learning-rate", 1e-3, "--eval-rows", 8, "--save-every", 1, *flags]
@@ -147,12 +156,40 @@ def tiny_run(args: Args, name: str, *flags, resume: bool = False, kill_after: in
             raise SystemExit(
                 f"error: {shlex.join(map(str, command))}\n{folder.with_suffix('.log').read_text()[-2000:]}"
             )
-    return folder, metrics_of(folder)
+    lines = metrics_of(folder)
+    check_metrics(args, f"correctness, {name}", lines)
+    return folder, lines
 
 
 def metrics_of(folder: Path) -> list[dict]:
+    """The lines of metrics.jsonl; one that was not written to its end does not count."""
     file = folder / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def check_metrics(args: Args, name: str, lines: list[dict]):
+    for line in lines:
+        for key, value in line.items():
+            if not math.isfinite(value):
+                report(args, f"{name}: {key} of update {line['update']} is {value}")
+
+
+def report(args: Args, failure: str):
+    """Add a line to what failed: the part ends with exit code 1, and the page shows the line."""
+    with Path(args.output_dir, "failed.txt").open("a") as file:
+        file.write(failure + "\n")
+    print(failure, flush=True)
+
+
+def failures(args: Args) -> list[str]:
+    file = Path(args.output_dir, "failed.txt")
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def largest(values) -> float:
+    """The largest number, or nan if one is nan: Python's max() may pass over it."""
+    return torch.tensor(list(values), dtype=torch.float64).max().item()
 
 
 def correctness(args: Args):
@@ -161,6 +198,8 @@ def correctness(args: Args):
     def tell(what: str, found, asked: str):
         rows.append({"what": what, "found": found if isinstance(found, str) else f"{found:.3g}", "asked": asked})
         write(args, "correctness", rows)
+        if not math.isfinite(float(found)):
+            report(args, f"{what}: {found}")
 
     _, lines = tiny_run(args, "bf16", "--mixed-precision", "bf16", "--micro-batch-size", 4)
     tell("bfloat16: largest abs(ratio - 1) before a first step", most(lines, "policy/first_ratio_deviation"), "0")
@@ -176,16 +215,18 @@ def correctness(args: Args):
     _, others = tiny_run(args, "float32_micro", *flags, 8, "--sample-batch-size", 5)
     keys = ("objective/score", "objective/kl", "loss/value", "grad_norm", "objective/entropy")
     pairs = [(a[key], b[key]) for a, b in zip(lines, others, strict=True) for key in keys]
-    largest = max(abs(a - b) / max(abs(a), 1e-3) for a, b in pairs)
-    tell("float32: micro-batches of 4 and 8, largest relative difference of a metric", largest, "below 1e-3")
+    differences = [abs(a - b) / max(abs(a), 1e-3) for a, b in pairs]
+    what = "float32: micro-batches of 4 and 8, largest relative difference of a metric"
+    tell(what, largest(differences), "below 1e-3")
 
     tiny_run(args, "killed", *flags, 4, kill_after=2)
     resumed, _ = tiny_run(args, "killed", *flags, 4, resume=True)
     weights = [load_file(folder / "model" / "model.safetensors") for folder in (whole, resumed)]
-    largest = max((a - b).abs().max().item() for a, b in zip(*(x.values() for x in weights), strict=True))
+    differences = [(a - b).abs().max().item() for a, b in zip(*(x.values() for x in weights), strict=True)]
     said = resumed.with_suffix(".log").read_text()
     update = int(said[: said.index(" is loaded")][-6:])
-    tell(f"killed, resumed from update {update} of 4: largest difference of a weight", largest, "0 on a CPU")
+    what = f"killed, resumed from update {update} of 4: largest difference of a weight"
+    tell(what, largest(differences), "0 on a CPU")
 
     same, count = same_tokens(args)
     tell(
@@ -196,7 +237,7 @@ def correctness(args: Args):
 
 
 def most(lines: list[dict], key: str) -> float:
-    return max(line[key] for line in lines)
+    return largest(line[key] for line in lines)
 
 
 def same_tokens(args: Args) -> tuple[int, int]:
@@ -204,19 +245,23 @@ def same_tokens(args: Args) -> tuple[int, int]:
     _, work = settings(args, "ppo", True)
     tokenizer = ppo.load_tokenizer(str(work / "model"))
     model = ppo.load_policy(str(work / "model"), tokenizer).eval()
-    queries, keys = random_queries(64, 96, len(tokenizer)), ppo.noise_keys(1, 1, list(range(64)))
+    queries, keys = random_queries(64, 96, tokenizer.pad_token_id), ppo.noise_keys(1, 1, list(range(64)))
     found = []
     for where in ("cpu", args.device):
         cache = ppo.KeyValueCache(model.config, 96 + RESPONSE)
         model.to(where)
-        tokens, _ = ppo.generate(model, queries.to(where), tokenizer, RESPONSE, 0.7, keys.to(where), cache)
+        tokens, logprobs = ppo.generate(model, queries.to(where), tokenizer, RESPONSE, 0.7, keys.to(where), cache)
+        if not logprobs.isfinite().all():
+            report(args, f"correctness: log-probabilities of tokens sampled in float32 on {where} are not finite")
         found.append(tokens.cpu())
     return int((found[0] == found[1]).all(1).sum()), len(queries)
 
 
-def random_queries(rows: int, width: int, words: int) -> torch.Tensor:
-    """Rows without padding: (rows, width)."""
-    return torch.randint(1, words - 1, (rows, width), generator=torch.Generator().manual_seed(1))
+def random_queries(rows: int, width: int, pad_id: int) -> torch.Tensor:
+    """Left-padded queries (rows, width) of words 1 to pad_id - 1, a quarter of the width to all of it long."""
+    queries = torch.randint(1, pad_id, (rows, width), generator=torch.Generator().manual_seed(1))
+    lengths = torch.linspace(width // 4, width, rows).long()
+    return queries.masked_fill(torch.arange(width) < width - lengths[:, None], pad_id)
 
 
 # ---- decoding -------------------------------------------------------------------------------------------------------
@@ -249,16 +294,18 @@ def decoding(args: Args):
     tokenizer.eos_token = tokenizer.pad_token  # which is never sampled: every row takes all steps
     table = []
     for count in (8, 16) if args.tiny else (32, 128, 256, 512):
-        queries = random_queries(count, query, words).to(args.device)
+        queries = random_queries(count, query, tokenizer.pad_token_id).to(args.device)
         keys = ppo.noise_keys(1, 1, list(range(count))).to(args.device)
         cache = ppo.KeyValueCache(model.config, query + RESPONSE)
 
         def generate(length: int, cache=cache, queries=queries, keys=keys):
             with torch.autocast(args.device, torch.bfloat16, enabled=precision == "bf16"):
-                return ppo.generate(model, queries, tokenizer, length, 0.7, keys, cache)[0]
+                return ppo.generate(model, queries, tokenizer, length, 0.7, keys, cache)
 
         prefill = seconds_of(lambda: generate(1), args.device, 3)
-        tokens = generate(RESPONSE)
+        tokens, logprobs = generate(RESPONSE)
+        if not logprobs.isfinite().all():
+            report(args, f"decoding: log-probabilities of tokens sampled for {count} rows are not finite")
         whole = seconds_of(lambda: generate(RESPONSE), args.device, 1 if args.tiny else 3)
         times = {"as launched": ((whole - prefill) / (RESPONSE - 1), None)}
         if args.device == "cuda":
@@ -280,9 +327,10 @@ def decoding(args: Args):
 def captured(model, tokenizer, queries, keys, cache, expected) -> tuple[float, float]:
     """Seconds of a step replayed as a CUDA graph, and the share of its tokens that are those of generate()."""
     banned = ppo.banned_ids(model, tokenizer).to(queries.device)
-    mask = torch.ones(len(queries), queries.shape[1] + RESPONSE, dtype=torch.bool, device=queries.device)
+    mask = torch.nn.functional.pad(queries != tokenizer.pad_token_id, (0, RESPONSE), value=True)
+    lengths = (queries != tokenizer.pad_token_id).sum(1, keepdim=True)
     inputs = expected[:, :1].clone()
-    position_ids = torch.full_like(inputs, queries.shape[1])
+    position_ids = lengths.clone()
     position = torch.ones((), dtype=torch.int32, device=queries.device)
 
     def step():
@@ -300,7 +348,7 @@ def captured(model, tokenizer, queries, keys, cache, expected) -> tuple[float, f
         with torch.autocast("cuda", torch.bfloat16):
             ppo.generate(model, queries, tokenizer, 1, 0.7, keys, cache)
         inputs.copy_(expected[:, :1])
-        position_ids.fill_(queries.shape[1])
+        position_ids.copy_(lengths)
         position.fill_(1)
 
     rewind()
@@ -332,27 +380,93 @@ def captured(model, tokenizer, queries, keys, cache, expected) -> tuple[float, f
 # ---- stages ---------------------------------------------------------------------------------------------------------
 
 
+def stage_command(args: Args, asked: throughput.Args, work: Path) -> list[str]:
+    """The stage script on the rows and models in `work`, as throughput.py runs it."""
+    name = asked.stage
+    command = [sys.executable, *["benchmark/peak.py"] * (args.device == "cuda"), f"{name}.py"]
+    command += ["--model", work / "model", "--output-dir", work / "runs" / name, "--batch-size", asked.batch_size]
+    command += ["--micro-batch-size", asked.micro_batch_size, "--total-episodes", asked.batch_size * asked.updates]
+    if name != "sft":
+        command += ["--sft-model-path", work / "model"]
+    if name != "dpo":
+        command += ["--dataset", work / ("few" if name == "reward" else "sft")]
+    if name in ("reward", "dpo"):
+        command += ["--preference-dataset", work / "preference"]
+    if name == "ppo":
+        command += ["--reward-model-path", work / "reward", "--forward-batch-size", asked.forward_batch_size]
+        command += ["--sample-batch-size", 256, "--eval-rows", 8]
+    return [str(word) for word in command]
+
+
+def run_until(command: list[str], log: Path, seconds: float) -> tuple[int | None, str]:
+    """Run a command, its output in a file. Returns its exit code, None if it was cut off after so many seconds, and its
+    peak memory in GiB: of the GPU under benchmark/peak.py, which says it at the end."""
+    start = time.monotonic()
+    with log.open("w") as output:
+        child = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    timer = threading.Timer(seconds, child.kill)
+    timer.start()
+    _, status, usage = os.wait4(child.pid, 0)
+    timer.cancel()
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGKILL and time.monotonic() - start >= seconds:
+        code = None
+    if "benchmark/peak.py" not in command:
+        return code, f"{usage.ru_maxrss / 2**20:.2f}"
+    on_gpu = re.search(r"peak of the GPU's memory: (.*) GiB", log.read_text())
+    return code, f"{float(on_gpu[1]):.2f}" if on_gpu else ""
+
+
+def timings(lines: list[dict], warmup: int) -> dict[str, float]:
+    """Mean seconds of an update, and for PPO of its phases and the tokens of a response, of a run's metrics. The first
+    `warmup` updates do not count, unless there are no others."""
+    lines = [line for line in lines if line["update"]]
+    counted = lines[warmup:] or lines
+    before = lines[-len(counted) - 1]["time/total"] if len(counted) < len(lines) else 0.0
+    found = {"seconds": (counted[-1]["time/total"] - before) / len(counted)}
+    if "time/rollout" in counted[0]:
+        sampling, rollout, update, tokens = (
+            statistics.fmean(line[key] for line in counted)
+            for key in ("time/sampling", "time/rollout", "time/update", "response/length")
+        )
+        found |= {"sampling": sampling, "scoring": rollout - sampling, "update": update - rollout, "tokens": tokens}
+    return found
+
+
 def stage(args: Args, name: str):
     asked, work = settings(args, name, args.tiny)
-    (work / "runs").mkdir(exist_ok=True)
-    flags = ["--sample-batch-size", 256] if name == "ppo" else []
-    found = throughput.ours(asked, work, *flags)
+    folder = work / "runs" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    code, peak = run_until(stage_command(args, asked, work), folder.with_suffix(".log"), args.limit - SPARE)
+    lines = metrics_of(folder)
+    check_metrics(args, name, lines)
+    done = sum(line["update"] > 0 for line in lines)
+    if code is None:
+        report(args, f"{name} was cut off after {args.limit - SPARE} s with {done} of {asked.updates} updates")
+    elif code:
+        print(folder.with_suffix(".log").read_text()[-2000:])
+        report(args, f"{name}.py ended with exit code {code} after {done} of {asked.updates} updates")
+    if not done:
+        return
+    found = timings(lines, asked.warmup)
     rate = float(read(args, "device")[0]["TFLOP/s of a product"]) * 1e12
     tokens, operations = throughput.work_done(asked, work, found.get("tokens", 0.0))
     seconds = found["seconds"]
-    done = throughput.PASSES[name] * operations * asked.batch_size
+    passes = 3 if name == "dpo" else throughput.PASSES[name]  # the reference's pass is before the updates
+    flop = passes * operations * asked.batch_size
     row = {"stage": name, "items of an update": asked.batch_size, "micro-batch": asked.micro_batch_size}
-    row |= {"seconds": f"{seconds:.2f}", "items/s": f"{asked.batch_size / seconds:.2f}"}
-    row |= {"tokens/s": f"{asked.batch_size * tokens / seconds:.0f}", "PFLOP of training": f"{done / 1e15:.3g}"}
-    row["share of a matrix product in training"] = f"{done / found.get('update', seconds) / rate:.2f}"
-    row |= {"peak GiB": f"{found['peak']:.2f}"}
+    row |= {"updates": f"{done} of {asked.updates}", "seconds": f"{seconds:.2f}"}
+    row |= {"items/s": f"{asked.batch_size / seconds:.2f}"}
+    row |= {"tokens/s": f"{asked.batch_size * tokens / seconds:.0f}", "PFLOP of training": f"{flop / 1e15:.3g}"}
+    row["share of a matrix product in training"] = f"{flop / found.get('update', seconds) / rate:.2f}"
+    row |= {"peak GiB": peak}
     row["phases, s"] = ", ".join(f"{x} {found[x]:.2f}" for x in throughput.PHASES if x in found)
     row["asked"] = ""
     if name == "ppo":
-        lines = metrics_of(work / "runs" / "ppo")
         row["phases, s"] += f"; abs(ratio - 1) {most(lines, 'policy/first_ratio_deviation'):.3g}"
         row["phases, s"] += f", first KL {lines[0]['objective/kl']:.3g}"
-        row["asked"] = f"at most {UPDATE_SECONDS * done / 1e15 / TRAINING_PFLOP:.3g} s" * (not args.tiny)
+        row["asked"] = f"at most {UPDATE_SECONDS * flop / 1e15 / TRAINING_PFLOP:.3g} s" * (not args.tiny)
     write(args, "stages", [x for x in read(args, "stages") if x["stage"] != name] + [row])
 
 
@@ -411,9 +525,8 @@ def page(args: Args):
             cells = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
             text += f"\n## {title}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in cells)
     text += "\nShare of the bandwidth: weights, keys and values that a step reads, by its time and the copy's rate.\n"
-    failed = Path(args.output_dir, "failed.txt")
-    if failed.exists():
-        text += "\n## Did not end\n\n" + "".join(f"- {line}\n" for line in failed.read_text().splitlines())
+    if failures(args):
+        text += "\n## Failed\n\n" + "".join(f"- {line}\n" for line in failures(args))
     Path(args.output_dir, "page.md").write_text(text)
 
 
@@ -421,6 +534,8 @@ def main(args: Args):
     os.chdir(ROOT)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("error: --device cuda: torch finds no GPU; --device cpu --tiny tries all parts on a CPU")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in the stage scripts: cuDNN builds a plan for every new shape
+    failed = failures(args)
     if args.part in SIZES:
         stage(args, args.part)
     else:
@@ -430,6 +545,8 @@ def main(args: Args):
     page(args)
     if args.part == "page":
         print(Path(args.output_dir, "page.md").read_text())
+    if failures(args) != failed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

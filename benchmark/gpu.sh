@@ -4,8 +4,10 @@
 #   bash benchmark/gpu.sh FOLDER                          # Pythia 1B's shape with random weights, bfloat16
 #   bash benchmark/gpu.sh --device cpu --tiny FOLDER      # the same parts on a CPU, in two and a half minutes
 #
-# Each part has a time limit of its own; FOLDER/page.md is written anew after each. Packages that are missing are taken
-# from the folder wheels/, where there is one. Data and models are made in data/gpu.
+# Each part has a time limit of its own, and what it does not use is the next one's; on a CPU the limits are ten times as
+# long. FOLDER/page.md is written anew after each part.
+# PYTHON in the environment is the interpreter (default: python3). Packages that are missing are taken from the folder
+# wheels/, where there is one. Data and models are made in data/gpu.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -23,15 +25,20 @@ if [[ -z $folder || ! $device =~ ^(cpu|cuda)$ ]]; then
 fi
 mkdir -p "$folder"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false WANDB_MODE=offline
-python -c 'import datasets, tyro' 2>/dev/null || python -m pip install --quiet --no-index --find-links wheels datasets tyro
+python=${PYTHON:-python3}
+"$python" -c 'import datasets, tyro' 2>/dev/null ||
+    "$python" -m pip install --quiet --no-index --find-links wheels datasets tyro
 
-failed=0
-part() { # a part, and the seconds it may take, of the nine minutes that are left
-    local limit=$((535 - SECONDS))
-    ((limit < $2)) || limit=$2
-    echo "== $1 (at most $limit s, $SECONDS s gone)"
+failed=0 due=0
+part() { # a part, and its seconds on a GPU
+    local seconds=$2
+    [[ $device == cuda ]] || seconds=$((10 * seconds))
+    due=$((due + seconds))
+    local limit=$((due - SECONDS))
     ((limit > 0)) || limit=1
-    timeout --kill-after=5 "$limit" python benchmark/gpu.py "$1" --device "$device" --output-dir "$folder" ${flags[@]+"${flags[@]}"}
+    echo "== $1 (at most $limit s, $SECONDS s gone)"
+    local asked=("$1" --device "$device" --limit "$limit" --output-dir "$folder" ${flags[@]+"${flags[@]}"})
+    timeout --kill-after=5 "$limit" "$python" benchmark/gpu.py "${asked[@]}"
     local code=$?
     if ((code)); then
         failed=1
@@ -39,14 +46,14 @@ part() { # a part, and the seconds it may take, of the nine minutes that are lef
     fi
 }
 rm -f "$folder"/{device,correctness,decoding,stages,trl}.csv "$folder"/{page.md,failed.txt}
-part data 120
-part device 30
-part correctness 110
-part decoding 75
-part ppo 170
-part sft 50
-part reward 50
-part dpo 50
-part trl 60
-python benchmark/gpu.py page --device "$device" --output-dir "$folder" ${flags[@]+"${flags[@]}"}
+part data 80
+part device 20
+part ppo 130
+part correctness 90
+part decoding 50
+part sft 40
+part reward 40
+part dpo 45
+part trl 35
+part page 10
 exit $failed

@@ -1,10 +1,15 @@
 """benchmark/gpu.sh, all of its parts on a CPU; and its arithmetic."""
 
+import json
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import gpu
 import pytest
+import throughput
+import torch
 from conftest import read_csv
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,6 +20,97 @@ def test_a_step_reads_what_1b_has():
     shape = (2048, 16, 8, 50304)
     assert gpu.step_bytes(256, 565, shape, 2) - gpu.step_bytes(0, 565, shape, 2) == 256 * 565 * 128 * 1024
     assert gpu.step_bytes(0, 565, shape, 2) == 2 * (805_306_368 + 103_022_592)
+
+
+def test_training_of_an_update_by_hand():
+    """512 episodes of 512 + 53 tokens at 1b: 4 epochs forward and backward through two bodies and one head."""
+    body = 2 * 12 * 16 * 2048**2 * 565 + 4 * 16 * 2048 * 565**2 / 2
+    head = 2 * 50304 * 2048 * 53
+    assert round(512 * 12 * (2 * body + head) / 1e15, 1) == gpu.TRAINING_PFLOP
+
+
+def test_limits_are_nine_minutes_and_ppo_follows_the_device():
+    script = (ROOT / "benchmark" / "gpu.sh").read_text()
+    limits = {name: int(seconds) for name, seconds in re.findall(r"^part (\w+) (\d+)$", script, re.MULTILINE)}
+    assert list(limits)[:4] == ["data", "device", "ppo", "correctness"] and len(limits) == 10
+    assert sum(limits.values()) <= 540
+    assert all(limits[name] >= gpu.SPARE + 20 for name in gpu.SIZES)
+
+
+def test_queries_are_of_mixed_lengths_and_padded_on_the_left():
+    queries = gpu.random_queries(8, 32, 99)
+    lengths = (queries != 99).sum(1).tolist()
+    assert min(lengths) == 8 and max(lengths) == 32 and len(set(lengths)) == 8
+    for row, length in zip(queries.tolist(), lengths, strict=True):
+        assert row[: 32 - length] == [99] * (32 - length) and min(row) > 0
+
+
+def test_the_largest_number_is_nan_if_one_is():
+    for values in ([1.0, float("nan"), 2.0], [float("nan"), 1.0], [1.0, float("nan")]):
+        assert torch.tensor(gpu.largest(values)).isnan()
+    assert gpu.largest(x for x in (1.0, 3.0, 2.0)) == 3
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """The part ppo with a program in place of ppo.py, which writes these lines of metrics and what follows them."""
+    for device in ("cpu", "cuda"):
+        monkeypatch.setitem(throughput.SHAPES, device, throughput.SHAPES[device])
+    monkeypatch.setattr(throughput, "work_done", lambda args, work, response: (390.0, 1e9))
+    monkeypatch.chdir(tmp_path)  # main goes elsewhere
+    args = gpu.Args("ppo", str(tmp_path / "out"), device="cpu", tiny=True, work=str(tmp_path / "work"), limit=17)
+    Path(args.output_dir).mkdir()
+    gpu.write(args, "device", [{"TFLOP/s of a product": "1"}])
+
+    def run(lines: list[dict], last: str) -> tuple[int, list[dict], str]:
+        """Exit code, stages.csv and the page."""
+        folder = tmp_path / "work" / "tiny" / "runs" / "ppo"
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        program = f"import os, time; os.mkdir({str(folder)!r}); file = open({str(folder / 'metrics.jsonl')!r}, 'w')\n"
+        program += f"file.write({text!r}); file.write('{{\"upd'); file.flush()\n{last}"
+        monkeypatch.setattr(gpu, "stage_command", lambda *_: [sys.executable, "-c", program])
+        code = 0
+        try:
+            gpu.main(args)
+        except SystemExit as ended:
+            code = ended.code
+        found = gpu.read(args, "stages")
+        return code, found, Path(args.output_dir, "page.md").read_text()
+
+    return run
+
+
+def line(update: int, **changes) -> dict:
+    times = {"time/sampling": 1, "time/rollout": 3, "time/update": 10, "time/total": 4 + 10.0 * update}
+    others = {"response/length": 37, "policy/first_ratio_deviation": 0, "objective/kl": 0}
+    return {"update": update, **times, **others} | changes
+
+
+def test_a_run_that_ends_is_timed_after_its_warmup(fake):
+    code, [row], page = fake([line(1), line(2)], "")
+    assert code == 0 and "Failed" not in page
+    assert (row["updates"], row["seconds"], row["items/s"]) == ("2 of 2", "10.00", "1.60")
+    assert row["phases, s"].startswith("sampling 1.00, scoring 2.00, update 7.00; abs(ratio - 1) 0,")
+    assert float(row["peak GiB"]) > 0
+
+
+def test_a_run_that_is_cut_off_leaves_its_updates(fake):
+    code, [row], page = fake([line(1)], "time.sleep(60)")
+    assert code == 1 and "- ppo was cut off after 2 s with 1 of 2 updates" in page
+    assert (row["updates"], row["seconds"]) == ("1 of 2", "14.00")
+    code, rows, page = fake([], "time.sleep(60)")
+    assert code == 1 and "with 0 of 2 updates" in page and rows == [row]
+
+
+def test_a_number_that_is_not_finite_fails(fake):
+    code, [row], page = fake([line(1, **{"policy/first_ratio_deviation": float("nan")}), line(2)], "")
+    assert code == 1 and "- ppo: policy/first_ratio_deviation of update 1 is nan" in page
+    assert "abs(ratio - 1) nan" in row["phases, s"]
+
+
+def test_a_run_that_fails_fails(fake):
+    code, _, page = fake([line(1), line(2)], "raise SystemExit(3)")
+    assert code == 1 and "- ppo.py ended with exit code 3 after 2 of 2 updates" in page
 
 
 @pytest.mark.long
@@ -39,4 +135,4 @@ def test_all_parts_on_a_cpu(tmp_path, record_property):
     decoding = read_csv(tmp_path / "decoding.csv")
     assert [row["rows"] for row in decoding] == ["8", "16"]  # and no graph without a GPU
     page = (tmp_path / "page.md").read_text()
-    assert "Did not end" not in page and all(row["seconds"] in page for row in stages.values())
+    assert "Failed" not in page and all(row["seconds"] in page for row in stages.values())
