@@ -1,7 +1,11 @@
 """Supervised fine-tuning on the TL;DR reference summaries: the first stage of "The N+ Implementation Details of RLHF
 with PPO" (section 5, Detail 9, table 3).
 
-One process:    python sft.py --model data/nano-xs --batch-size 32 --learning-rate 5e-3
+One process, after `bash quickstart/run.sh --fast`:
+
+    python sft.py --model quickstart/bases/nano-xs --dataset data/quickstart/posts-1-fast/tldr/sft \
+        --batch-size 32 --learning-rate 1e-3
+
 N processes:    torchrun --nproc_per_node 8 sft.py --model 1b --seed 44413
 Paper scale:    accelerate launch --config_file benchmark/accelerate/zero2.yaml sft.py --model 6.9b --seed 44413
 Samples, ROUGE: python eval/samples.py runs/sft/nano-xs/44413
@@ -27,6 +31,7 @@ import time
 import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from math import cos, pi
 from pathlib import Path
 from typing import Literal
@@ -82,7 +87,7 @@ class Args:
     eval_every: int = 0
     """updates between validation losses; 0: before the first update and after the last only"""
     micro_batch_size: int | None = None
-    """rows per device and forward/backward pass: memory only, never the result; default: what fits 80 GB, or 8"""
+    """rows per device and forward/backward pass: memory and speed, and rounding; default: what fits 80 GB, or 8"""
     mixed_precision: Literal["no", "bf16"] | None = None
     """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
     save_every: int = 0
@@ -160,7 +165,8 @@ def main(args: Args):
         fail(f"--batch-size {args.batch_size}: above {args.total_episodes} rows, or no multiple of {world} processes")
     policy = load_policy(base_folder, tokenizer)
     model, optimizer = prepare(accelerator, policy, args)
-    # state of your own goes here: accelerator.register_for_checkpointing(it); it comes back on the CPU
+    # register state of your own here: accelerator.register_for_checkpointing(it). --resume restores its tensors on the
+    # CPU, so move them to the device yourself.
     finished_updates = begin_run(accelerator, args)
     if finished_updates == 0:
         loss = validation_loss(accelerator, policy, data["validation"], args, pad_id)
@@ -208,7 +214,7 @@ def main(args: Args):
         write_metrics(accelerator, args, metrics, update, num_updates)
 
     # ---- save ------------------------------------------------------------------------------------
-    save_model(accelerator, args, "model", policy, accelerator.get_state_dict(model), "", tokenizer)
+    save_model(accelerator, args, "model", policy, tokenizer)
     accelerator.print(f"done in {time.time() - run_start:.0f} s: {args.output_dir}", flush=True)
     accelerator.end_training()
 
@@ -217,8 +223,8 @@ def main(args: Args):
 
 
 def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
-    """Tokens of the longest of rows (b, T), up to a multiple of 16 or T: widths that differ at each call leave the heap
-    in pieces, so that memory grows with the run."""
+    """The width to which rows (b, T) can be trimmed: that of the longest row, rounded up to a multiple of 16 (at most
+    T). Rounding keeps the number of different shapes small: each new one costs memory and, on a GPU, time."""
     longest = int((tokens != pad_id).sum(1).max())
     return min(-(-longest // 16) * 16, tokens.shape[1])
 
@@ -299,6 +305,10 @@ def fill_templates(args):
 
 def make_accelerator(args) -> Accelerator:
     """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # fewer gaps between tensors of many shapes
+    # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
+    torch.backends.cuda.enable_cudnn_sdp(False)
     transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's
@@ -306,11 +316,14 @@ def make_accelerator(args) -> Accelerator:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     default = "bf16" if torch.cuda.is_available() else "no"
     settings = {"mixed_precision": args.mixed_precision or default}
-    if world > 1 and not torch.accelerator.is_available():  # accelerate must be told, in one of two ways
-        if deepspeed:
-            settings["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
-        else:
-            settings["cpu"] = True
+    if world > 1:
+        process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # the main process may write for long
+        if not torch.accelerator.is_available():  # accelerate has to be told, in one of two ways
+            if deepspeed:
+                process_group.backend = "gloo"
+            else:
+                settings["cpu"] = True
+        settings["kwargs_handlers"] = [process_group]
     accelerator = Accelerator(log_with="tensorboard", project_dir=args.output_dir, **settings)
     runs_deepspeed = accelerator.state.deepspeed_plugin is not None
     if accelerator.num_processes != world or runs_deepspeed != deepspeed:
@@ -326,11 +339,11 @@ def checkpoint_folder(flag: str, path: str) -> str:
             return str(folder)
     name, _, revision = path.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
-        stage = "reward" if "reward" in flag or flag == "--gold" else "sft"
-        model, seed = "MODEL", "SEED"
-        if path.startswith("runs/") and path.count("/") >= 3:
-            stage, model, seed = path.split("/")[-3:]
-        fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
+        runs, *run = path.split("/")
+        if runs == "runs" and len(run) == 3 and run[1] in ("1b", "2.8b", "6.9b"):
+            stage, model, seed = run
+            fail(f"{flag} {path}: no checkpoint there. This makes it: python {stage}.py --model {model} --seed {seed}")
+        fail(f"{flag} {path}: no checkpoint there, neither in that folder nor in its model/, and this is no Hub id")
     wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
     with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
         folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
@@ -525,12 +538,11 @@ def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, la
         accelerator.print(f"update {update}/{last}", *numbers)
 
 
-def save_model(accelerator: Accelerator, args, name: str, model, state: dict, prefix: str, tokenizer):
-    """Write a transformers checkpoint into the run folder: the weights in `state` whose names begin with `prefix`."""
+def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
+    """Write a model's weights and its tokenizer into the run folder, as a transformers checkpoint."""
     with writing(accelerator, Path(args.output_dir, name)) as partial:
-        if accelerator.is_main_process:
-            weights = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
-            model.save_pretrained(partial, state_dict=weights)
+        if accelerator.is_main_process:  # every process has all weights, under ZeRO-2 as well
+            model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
 
 

@@ -60,9 +60,9 @@ DEVIATIONS = [
         "The policy loss is divided by the number of response tokens",
         [
             (
-                "means[key] += value.detach() / policy_count",
+                "logs[key] += value.detach() / policy_count",
                 'every = policy_count if key == "loss/policy" else mini_batch.numel() * args.response_length\n'
-                "                        means[key] += value.detach() / every",
+                "                        logs[key] += value.detach() / every",
             )
         ],
     ),
@@ -475,11 +475,11 @@ def per_device_gradients(work: Path, job: dict, size: str) -> tuple[float, float
         for group in groups:
             [mb] = module.micro_batches(batch, group, len(group))
             logprobs, values = forward(module, model, mb, banned, pad_id)
-            policy_sum, _ = module.policy_loss(logprobs, mb, 0.2)
-            value_sum, _ = module.value_loss(values, mb, 0.2)
+            pg_loss, _ = module.policy_loss(logprobs, mb, 0.2)
+            vf_loss, _ = module.value_loss(values, mb, 0.2)
             masks = mb if per_device else batch
             share = len(groups) if per_device else 1
-            loss = policy_sum / masks["response_mask"].sum() + 0.1 * value_sum / masks["value_mask"].sum()
+            loss = pg_loss / masks["response_mask"].sum() + 0.1 * vf_loss / masks["value_mask"].sum()
             (loss / share).backward()
         found.append(gradients(model))
     return tuple(torch.cosine_similarity(a, b, 0).item() for a, b in zip(*found, strict=True))

@@ -32,11 +32,10 @@ STAGES = {
     "ppo": (512, 1_000_000, {"1b": 16, "2.8b": 8, "6.9b": 2}),
     "samples": (0, 6_447, {"1b": 32, "2.8b": 32, "6.9b": 32}),
 }
-# the longest item as stored (Detail 4), in columns of a row: all of them, those of the query that go through the model
-# beforehand (0: the row goes in one pass), and those that get logits
-COLUMNS = {"sft": (576, 0, 576), "reward": (816, 464, 0), "dpo": (816, 464, 352), "ppo": (576, 0, 53)}
+# the longest item as stored (Detail 4), in columns of a row: all of them, and those that get logits
+COLUMNS = {"sft": (576, 576), "reward": (816, 0), "dpo": (816, 352), "ppo": (576, 53)}
 # the longest item of an evaluation: CNN/DM's pairs are longer than those that are trained on
-EVALUATED = {"sft": (576, 0, 576), "reward": (2240, 1904, 0), "dpo": (2240, 1904, 336)}
+EVALUATED = {"sft": (576, 576), "reward": (2240, 0), "dpo": (2240, 336)}
 # mean real tokens of an item, from which the time follows: of its query and of each response
 LENGTHS = {"sft": (352, 33), "reward": (350, 40, 40), "dpo": (350, 40, 40), "ppo": (353, 37), "samples": (0,)}
 TOKENS = {stage: sum(lengths) for stage, lengths in LENGTHS.items()}
@@ -145,14 +144,19 @@ def state_bytes(trained: int, gpus: int, zero: int, bits: int, offload_optimizer
     }
 
 
-def activation_bytes(passes: list[tuple[int, int, int]], width: int, layers: int, size: int) -> float:
-    """Bytes kept for the backward pass: `passes` are (rows, columns, prefix), of which the first `prefix` columns go
-    through the model beforehand. A layer keeps 18 numbers per token and unit of width: its input, two layer norms'
-    outputs (1 + 2), queries, keys and values (3), rotated queries and keys (2), attention's output (1) twice over in
-    the head's and in the model's order, and the MLP's two inner ones (8); of the prefix' last layer all but 6 go at
-    once. size: 4 in float32, 2 in bfloat16."""
-    numbers = sum(rows * (columns * (18 * layers + 1) - 12 * prefix) for rows, columns, prefix in passes)
+def activation_bytes(passes: list[tuple[int, int]], width: int, layers: int, size: int) -> float:
+    """Bytes kept for the backward pass of passes over (rows, columns). A layer keeps 18 numbers per token and unit of
+    width: its input, two layer norms' outputs (1 + 2), queries, keys and values (3), rotated queries and keys (2),
+    attention's output (1) twice over in the head's and in the model's order, and the MLP's two inner ones (8). size: 4
+    in float32, 2 in bfloat16."""
+    numbers = sum(rows * columns * (18 * layers + 1) for rows, columns in passes)
     return float(numbers * width * size)
+
+
+def mask_bytes(stage: str, rows: int, columns: int, layers: int, size: int) -> float:
+    """Bytes of the mask of pairs (rows, columns, columns), a byte each. For the backward pass attention keeps it once a
+    layer, as numbers; without gradient layers is 0. The other stages have no mask."""
+    return float(rows * columns**2 * (1 + layers * size)) if stage in ("reward", "dpo") else 0.0
 
 
 def logit_bytes(stage: str, rows: int, columns: int, vocab: int) -> float:
@@ -160,12 +164,10 @@ def logit_bytes(stage: str, rows: int, columns: int, vocab: int) -> float:
     return {"sft": 12.0, "reward": 0.0, "dpo": 19.0, "ppo": 12.0}[stage] * rows * columns * vocab
 
 
-def forward_bytes(rows: int, columns: int, prefix: int, width: int, layers: int, size: int) -> float:
+def forward_bytes(rows: int, columns: int, width: int, size: int) -> float:
     """Bytes of a pass without gradient: for one layer at a time 12 numbers per token and unit of width, eight of them
-    the MLP's inner ones. With a prefix, which goes through the model beforehand, also keys and values of all layers."""
-    cached = 2 * layers if prefix else 0
-    first, second = prefix * (cached + 12), columns * cached + (columns - prefix) * 12
-    return float(rows * width * size * max(first, second))
+    the MLP's inner ones."""
+    return 12.0 * rows * columns * width * size
 
 
 def key_value_bytes(width: int, layers: int) -> int:
@@ -240,15 +242,17 @@ def plan(args: Args) -> dict:
         states = state_bytes(trained, args.gpus, args.zero, bits, args.offload_optimizer)
         if not args.zero:  # autocast keeps a bfloat16 copy of what it casts
             states["bfloat16 weights"] = 2.0 * trained
-        columns, prefix, logits = COLUMNS[args.stage]
-        passes = [(micro, columns, prefix)] * (2 if args.stage == "ppo" else 1)  # policy and value model
+        columns, logits = COLUMNS[args.stage]
+        passes = [(micro, columns)] * (2 if args.stage == "ppo" else 1)  # policy and value model
         training = states | {"activations": activation_bytes(passes, width, layers, 2)}
+        training["activations"] += mask_bytes(args.stage, micro, columns, layers, 2)
         training["logits"] = logit_bytes(args.stage, micro, logits, vocab)
         kept = {key: value for key, value in states.items() if key != "gradients"}
     if args.stage in EVALUATED:
         rows = micro if args.stage == "sft" else FORWARD_GROUP * micro
-        columns, prefix, logits = EVALUATED[args.stage]
-        looking = kept | {"pass": forward_bytes(rows, columns, prefix, width, layers, 2)}
+        columns, logits = EVALUATED[args.stage]
+        in_pass = forward_bytes(rows, columns, width, 2) + mask_bytes(args.stage, rows, columns, 0, 2)
+        looking = kept | {"pass": in_pass}
         phases = {"training": training, "evaluation": looking | {"logits": 10.0 * rows * logits * vocab}}
     travel = 0.0
     if args.stage == "ppo":
@@ -257,10 +261,10 @@ def plan(args: Args) -> dict:
         all_frozen = reference + args.reward_models * one_reward_model
         waiting = {} if offload else {"frozen models": all_frozen}
         passing = kept | {"frozen models": reference if offload else all_frozen}  # offloaded, one at a time
-        passing["pass"] = forward_bytes(micro, columns, prefix, width, layers, 2)
+        passing["pass"] = forward_bytes(micro, columns, width, 2)
         passing["logits"] = 8.0 * micro * RESPONSE * vocab
         scoring = kept | {"frozen models": one_reward_model if offload else all_frozen}
-        scoring["pass"] = forward_bytes(min(FORWARD_ROWS, share), columns, 0, width, layers, 2)
+        scoring["pass"] = forward_bytes(min(FORWARD_ROWS, share), columns, width, 2)
         phases = {
             "start": {"weights": 4.0 * trained} | waiting,  # they come in float32
             "sampling": kept | waiting | sampling_bytes(sample_rows, width, layers, vocab),

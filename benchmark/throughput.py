@@ -5,8 +5,9 @@
 
 The rows have the lengths of the posts and comparisons in --raw (where there are none: of generated ones, stretched);
 the words are numbers and the model is random, of Pythia's shape: what it has learnt does not change its speed. On a CPU
-it has 8 layers of width 256 and 3,072 words, about Pythia 1B's ratio of body to head, on a GPU the shape of the 1B. Its
-EOS has a chance of 1 in 70 at each position, so that responses have about 37 of at most 53 tokens.
+it has Pythia 1B's 16 layers, at width 256, and 6,100 words, so that body and head keep the 1B's ratio; on a GPU it has
+the shape of the 1B. Its EOS has a chance of 1 in 70 at each position, so that responses have about 37 of at most 53
+tokens.
 
 Ours and the peer's runs alternate, --pairs of each. Of the --updates updates of a run the first --warmup do not count.
 Seconds are wall time from the end of one update to that of the next, without our evaluation after the last. DPO is
@@ -49,7 +50,7 @@ from transformers import (
 
 ROOT = Path(__file__).resolve().parents[1]
 
-SHAPES = {"cpu": (256, 8, 8, 3_072), "cuda": (2_048, 16, 8, 50_304)}  # width, layers, heads, words with [PAD]
+SHAPES = {"cpu": (256, 16, 8, 6_100), "cuda": (2_048, 16, 8, 50_304)}  # width, layers, heads, words with [PAD]
 ITEMS = {"sft": "rows", "reward": "pairs", "dpo": "pairs", "ppo": "episodes"}
 END_CHANCE = 1 / 70  # of EOS at each position
 PHASES = ("sampling", "scoring", "update")  # of ppo

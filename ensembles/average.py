@@ -73,11 +73,11 @@ def checkpoint_folder(flag: str, path: str) -> str:
             return str(folder)
     name, _, revision = path.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
-        stage = "reward" if "reward" in flag or flag == "--gold" else "sft"
-        model, seed = "MODEL", "SEED"
-        if path.startswith("runs/") and path.count("/") >= 3:
-            stage, model, seed = path.split("/")[-3:]
-        fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
+        runs, *run = path.split("/")
+        if runs == "runs" and len(run) == 3 and run[1] in ("1b", "2.8b", "6.9b"):
+            stage, model, seed = run
+            fail(f"{flag} {path}: no checkpoint there. This makes it: python {stage}.py --model {model} --seed {seed}")
+        fail(f"{flag} {path}: no checkpoint there, neither in that folder nor in its model/, and this is no Hub id")
     wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
     with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
         folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
@@ -149,8 +149,8 @@ class RewardModel(nn.Module):
         self.model = model
 
     def forward(self, input_ids, **inputs):
-        """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask: no token of a causal model sees
-        what comes after it."""
+        """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask, because no token of a causal model
+        sees what comes after it."""
         hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
         return self.model.score(hidden).squeeze(-1)
 
@@ -171,8 +171,8 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
 
 
 def longest_row(tokens: torch.Tensor, pad_id: int) -> int:
-    """Tokens of the longest of rows (b, T), up to a multiple of 16 or T: widths that differ at each call leave the heap
-    in pieces, so that memory grows with the run."""
+    """The width to which rows (b, T) can be trimmed: that of the longest row, rounded up to a multiple of 16 (at most
+    T). Rounding keeps the number of different shapes small: each new one costs memory and, on a GPU, time."""
     longest = int((tokens != pad_id).sum(1).max())
     return min(-(-longest // 16) * 16, tokens.shape[1])
 

@@ -178,11 +178,11 @@ def checkpoint_folder(flag: str, path: str) -> str:
             return str(folder)
     name, _, revision = path.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
-        stage = "reward" if "reward" in flag or flag == "--gold" else "sft"
-        model, seed = "MODEL", "SEED"
-        if path.startswith("runs/") and path.count("/") >= 3:
-            stage, model, seed = path.split("/")[-3:]
-        fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
+        runs, *run = path.split("/")
+        if runs == "runs" and len(run) == 3 and run[1] in ("1b", "2.8b", "6.9b"):
+            stage, model, seed = run
+            fail(f"{flag} {path}: no checkpoint there. This makes it: python {stage}.py --model {model} --seed {seed}")
+        fail(f"{flag} {path}: no checkpoint there, neither in that folder nor in its model/, and this is no Hub id")
     wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
     with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
         folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])

@@ -43,6 +43,7 @@ from transformers import (
     AutoTokenizer,
     StaticCache,
 )
+from transformers.masking_utils import create_masks_for_generate
 
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 TEMPERATURE_EPS = 1e-7  # added to a temperature before it divides, as in the authors' code
@@ -68,7 +69,7 @@ class Args:
     temperature: float = 0.01
     """sampling temperature (the paper's code)"""
     forward_batch_size: int = 32
-    """rows per device at a time: memory only"""
+    """rows per device at a time: memory and speed, and rounding"""
     mixed_precision: Literal["no", "bf16"] | None = None
     """bf16: bfloat16 weights but for a reward's head; default bf16 on a GPU (Detail 8), no on a CPU"""
     track: bool = False
@@ -257,6 +258,21 @@ def truncate_response(responses: torch.Tensor, eos_id: int, pad_id: int) -> torc
     return responses.masked_fill(eos_before > 0, pad_id)
 
 
+def prefill_mask(model, inputs: torch.Tensor, is_token: torch.Tensor, cache):
+    """The model's own attention mask (causal, or with sliding windows; a dict where its layers differ) for left-padded
+    inputs (b, Q), in which a padding position sees itself as well: attention over no key at all is NaN in some kernels,
+    and in the next layer 0 x NaN spreads to every token. is_token (b, Q + R)."""
+    embeddings = model.get_input_embeddings()(inputs)
+    masks = create_masks_for_generate(model.config, embeddings, is_token, cache)
+
+    def with_diagonal(mask):  # (b, 1, Q, K), or None where nothing but the causal order is masked
+        return None if mask is None else mask | torch.eye(*mask.shape[2:], dtype=torch.bool, device=mask.device)
+
+    if isinstance(masks, dict):
+        return {kind: with_diagonal(mask) for kind, mask in masks.items()}
+    return with_diagonal(masks)
+
+
 @torch.no_grad()
 def generate(model, queries, tokenizer, response_length: int, temperature: float, keys, cache):
     """Sample responses (b, R) to left-padded queries (b, Q); a row that reached EOS is filled with [PAD], which equals
@@ -271,9 +287,9 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
     ended = torch.zeros(len(queries), dtype=torch.bool, device=queries.device)
     positions = torch.arange(response_length, dtype=torch.int32, device=queries.device)
     cache.reset()
-    mask = inputs != pad_id
-    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
-    mask = F.pad(mask, (0, response_length), value=True)  # a token sees no column after its own anyway
+    position_ids = ((inputs != pad_id).cumsum(1) - 1).clamp(min=0)
+    is_token = F.pad(inputs != pad_id, (0, response_length), value=True)  # (b, Q + R)
+    mask = prefill_mask(model, inputs, is_token, cache)
     for t in range(response_length):
         states = model.base_model(
             inputs, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True
@@ -285,13 +301,14 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
         if t % 8 == 7 and ended.all():
             break
         inputs = tokens[:, None]
+        mask = is_token
         position_ids = position_ids[:, -1:] + 1
     return truncate_response(responses, tokenizer.eos_token_id, pad_id), logprobs
 
 
 def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
-    """Tokens of the longest of rows (b, T), up to a multiple of 16 or T: widths that differ at each call leave the heap
-    in pieces, so that memory grows with the run."""
+    """The width to which rows (b, T) can be trimmed: that of the longest row, rounded up to a multiple of 16 (at most
+    T). Rounding keeps the number of different shapes small: each new one costs memory and, on a GPU, time."""
     longest = int((tokens != pad_id).sum(1).max())
     return min(-(-longest // 16) * 16, tokens.shape[1])
 
@@ -318,8 +335,8 @@ class RewardModel(nn.Module):
         self.model = model
 
     def forward(self, input_ids, **inputs):
-        """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask: no token of a causal model sees
-        what comes after it."""
+        """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask, because no token of a causal model
+        sees what comes after it."""
         hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
         return self.model.score(hidden).squeeze(-1)
 
@@ -382,11 +399,11 @@ def checkpoint_folder(flag: str, path: str) -> str:
             return str(folder)
     name, _, revision = path.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
-        stage = "reward" if "reward" in flag or flag == "--gold" else "sft"
-        model, seed = "MODEL", "SEED"
-        if path.startswith("runs/") and path.count("/") >= 3:
-            stage, model, seed = path.split("/")[-3:]
-        fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
+        runs, *run = path.split("/")
+        if runs == "runs" and len(run) == 3 and run[1] in ("1b", "2.8b", "6.9b"):
+            stage, model, seed = run
+            fail(f"{flag} {path}: no checkpoint there. This makes it: python {stage}.py --model {model} --seed {seed}")
+        fail(f"{flag} {path}: no checkpoint there, neither in that folder nor in its model/, and this is no Hub id")
     wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
     with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
         folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])

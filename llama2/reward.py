@@ -10,7 +10,7 @@ whose head has a bias that plain transformers ignores), metrics.jsonl, args.json
 checkpoints/. The algorithm comes first, plumbing last. What differs: `git diff --no-index reward.py llama2/reward.py`.
 
 Shapes: n rows of a split, b pairs or rows at hand, Q width of the queries, C and R widths of the chosen and rejected
-responses, T width of a row of query and response(s), P of its first columns, which are run first, S = T - P.
+responses, T width of a row of query and response(s).
 
 Deviations from the paper and its code, each on purpose:
 - a pair is one row `query + chosen + rejected` in which `rejected` does not see `chosen` and its positions restart
@@ -34,6 +34,7 @@ import warnings
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from math import cos, pi
 from pathlib import Path
 from typing import Literal
@@ -52,14 +53,14 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 STAGE = "reward"
 MICRO_BATCH_SIZES = {"1b": 8, "2.8b": 4, "6.9b": 1}  # of Pythia's sizes: pairs that fit one 80 GB device
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 PREFERENCE_DATASET = "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144"
-COLUMNS = ["query", "query_token", "query_reference_response_token", "reference_response_token"]
+COLUMNS = ["query", "query_token", "query_reference_response_token"]
 PAIR_COLUMNS = ["query_chosen_token", "query_chosen_token_response_label"]
 PAIR_COLUMNS += ["query_rejected_token", "query_rejected_token_response_label"]
 PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
@@ -114,7 +115,7 @@ class Args:
     run_eval: bool = False
     """after training, write table 5: accuracy per batch, confidence, split and policy pair of every validation split"""
     micro_batch_size: int | None = None
-    """pairs per device and forward/backward pass: memory only, never the result; default: what fits 80 GB, or 8"""
+    """pairs per device and forward/backward pass: memory and speed, and rounding; default: what fits 80 GB, or 8"""
     forward_batch_size: int | None = None
     """pairs or rows per device in passes without gradient (evaluation, centring); default: four micro-batches"""
     mixed_precision: Literal["no", "bf16"] | None = None
@@ -147,18 +148,14 @@ def safety_loss(rewards: torch.Tensor, safe: torch.Tensor) -> torch.Tensor:
 
 def pair_rewards(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rewards (b,) of the chosen and of the rejected response, each read at its last token (Detail 12), and the logits
-    at all their other tokens, flat, which are only looked at (Detail 13). `pairs` as made by pair_rows, whose query is
-    run once."""
-    prefix, inputs, columns = pair_inputs(pairs["query"], pairs["chosen"], pairs["rejected"], pad_id)
-    cache = DynamicCache()
-    if prefix.shape[1]:
-        model(prefix, past_key_values=cache)
-    logits = model(**inputs, past_key_values=cache)  # (b, S)
+    at all their other tokens, flat, which are only looked at (Detail 13). `pairs` as made by pair_rows."""
+    inputs, columns = pair_inputs(pairs["query"], pairs["chosen"], pairs["rejected"], pad_id)
+    logits = model(**inputs)  # (b, T)
     rewards = {}
     other_logits = []
     for side in ("chosen", "rejected"):
         side_logits = logits.gather(1, columns[side])  # (b, 1 + C), those of the query's last token first
-        last = last_token(pairs[side], 0, pad_id)[:, None] + 1  # (b, 1), 0 where the response is empty
+        last = last_token(pairs[side], pad_id)[:, None] + 1  # (b, 1), 0 where the response is empty
         rewards[side] = side_logits.gather(1, last).squeeze(1)
         positions = torch.arange(side_logits.shape[1], device=logits.device)
         is_other = (positions > 0) & (positions < last)
@@ -284,8 +281,10 @@ def main(args: Args):
     reward_model = new_reward_model(sft_folder, tokenizer)
     reward_model.model.score.bias.requires_grad_(args.safety_coef > 0)  # else it cancels; set by Detail 15 below
     model, optimizer = prepare(accelerator, reward_model, args)
-    # state of your own goes here: accelerator.register_for_checkpointing(it); it comes back on the CPU
+    # register state of your own here: accelerator.register_for_checkpointing(it). --resume restores its tensors on the
+    # CPU, so move them to the device yourself.
     finished_updates = begin_run(accelerator, args)
+    pairs = {}  # split: both rewards of each pair, as evaluated last
     run_start = time.time()
     for update in updates(accelerator, args, finished_updates, num_updates):
         # ---- 1. pairs ----------------------------------------------------------------------------
@@ -342,30 +341,34 @@ def main(args: Args):
         if args.safety_coef:
             metrics["loss/safety"] = sums["loss/safety"] / args.batch_size
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
-            pairs = evaluate_graded_pairs(accelerator, reward_model, data["validation"], args, pad_id, "validation")
-            metrics["eval/accuracy"] = graded_accuracy_table("validation", pairs)[0]["accuracy"]
+            pairs["validation"] = evaluate_pairs(accelerator, reward_model, data, args, pad_id, "validation")
+            metrics["eval/accuracy"] = accuracy_table("validation", pairs["validation"])[0]["accuracy"]
         write_metrics(accelerator, args, metrics, update, num_updates)
 
-    # ---- centre (Detail 15) and save -------------------------------------------------------------
-    uncentred = reference_rewards(accelerator, reward_model, references, args, pad_id, left=False)
-    if not args.safety_coef:  # which has put safe responses above 0 and others below
-        reward_model.model.score.bias.data = -uncentred.mean(0, keepdim=True).float().to(accelerator.device)
-    state = accelerator.get_state_dict(model)
-    save_model(accelerator, args, "model", reward_model.model, state, "model.", tokenizer)
-
     # ---- evaluate (table 5) ----------------------------------------------------------------------
-    centred = reference_rewards(accelerator, reward_model, references, args, pad_id, left=False)
-    some = references.take(min(256, len(references)))
-    left_padded = reference_rewards(accelerator, reward_model, some, args, pad_id, left=True)  # Detail 14
-    table = reference_table(uncentred, centred, left_padded)
-    write_table(accelerator, args, "reference_rewards", table, "rewards of the references, uncentred (table 5)")
+    if args.run_eval:
+        for split in data:
+            if split not in pairs:  # validation has been evaluated with the last update
+                pairs[split] = evaluate_pairs(accelerator, reward_model, data, args, pad_id, split)
+    rewards = reference_rewards(accelerator, reward_model, references, args, pad_id)  # (n,)
+    title = "rewards of the references, uncentred (table 5)"
+    write_table(accelerator, args, "reference_rewards", reference_table(rewards), title)
+
+    # ---- centre (Detail 15) and save -------------------------------------------------------------
+    shift = -rewards.mean().item()
+    if args.safety_coef:  # training has put safe responses above 0 and others below
+        shift = 0.0
+    reward_model.model.score.bias.data += shift
     if args.run_eval:
         table = []
         for split in data:
-            pairs = evaluate_graded_pairs(accelerator, reward_model, data[split], args, pad_id, split)
-            write_table(accelerator, args, f"pairs_{split}", pairs)
-            table += graded_accuracy_table(split, pairs)
+            for pair in pairs[split]:
+                pair["chosen_reward"] += shift
+                pair["rejected_reward"] += shift
+            write_table(accelerator, args, f"pairs_{split}", pairs[split])
+            table += accuracy_table(split, pairs[split])
         write_table(accelerator, args, "accuracy", table, "validation accuracy (table 5)")
+    save_model(accelerator, args, "model", reward_model.model, tokenizer)
     accelerator.print(f"done in {time.time() - run_start:.0f} s: {args.output_dir}", flush=True)
     accelerator.end_training()
 
@@ -407,64 +410,50 @@ def pair_rows(batch: dict, pad_id: int) -> dict:
     return pairs
 
 
-def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dict, dict]:
-    """A pair as one right-padded row `query + chosen + rejected` (b, T), for two passes. Returns the first one's tokens
-    (b, P), to be cached: columns that are query in every row, but for its last token. The second one's inputs on that
-    cache: tokens (b, S), a mask (b, 1, S, T) in which rejected does not see chosen, position ids (b, S) that go on from
-    the query in both. And where in S stand the query's last token and those of the response, for chosen (b, 1 + C) and
-    rejected (b, 1 + R). P and T are multiples of 16 if there is room, as in trimmed_width."""
+def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[dict, dict]:
+    """A pair as one right-padded row `query + chosen + rejected` (b, T). Returns a model's inputs: the tokens (b, T), a
+    mask (b, 1, T, T) in which rejected does not see chosen, and position ids (b, T) that go on from the query in both.
+    And the columns of the query's last token and of the response's tokens, for chosen (b, 1 + C) and rejected (b, 1 +
+    R)."""
     tokens = right_padded(torch.cat([query, chosen, rejected], 1), pad_id)  # (b, T)
     query_length = (query != pad_id).sum(1, keepdim=True)  # (b, 1)
     chosen_length = (chosen != pad_id).sum(1, keepdim=True)
-    prefix_width = max(int(query_length.min()) - 1, 0)
-    prefix_width = prefix_width // 16 * 16 or prefix_width
     t = torch.arange(tokens.shape[1], device=tokens.device)
     is_query = t < query_length  # (b, T)
     is_rejected = t >= query_length + chosen_length
-    same_response = is_rejected[:, prefix_width:, None] == is_rejected[:, None]  # (b, S, T)
-    causal = t[prefix_width:, None] >= t  # (S, T)
+    same_response = is_rejected[:, :, None] == is_rejected[:, None]  # (b, T, T)
+    causal = t[:, None] >= t  # (T, T)
     mask = causal & (is_query[:, None] | same_response)
     positions = t - is_rejected * chosen_length
-    inputs = {"input_ids": tokens[:, prefix_width:], "position_ids": positions[:, prefix_width:]}
-    inputs["attention_mask"] = mask[:, None]
-    query_end = query_length - 1 - prefix_width  # (b, 1), the query's last token, which comes before either response
+    inputs = {"input_ids": tokens, "attention_mask": mask[:, None], "position_ids": positions}
+    query_end = query_length - 1  # (b, 1), the query's last token, which comes before either response
     columns = {}
     for side, response, start in (("chosen", chosen, 0), ("rejected", rejected, chosen_length)):
-        response_columns = query_end + 1 + start + torch.arange(response.shape[1], device=tokens.device)
+        response_columns = query_length + start + torch.arange(response.shape[1], device=tokens.device)
         columns[side] = torch.cat([query_end, response_columns], 1)
-        columns[side].clamp_(max=tokens.shape[1] - prefix_width - 1)  # past a response's end: any
-    return tokens[:, :prefix_width], inputs, columns
+        columns[side].clamp_(max=tokens.shape[1] - 1)  # past a response's end: any
+    return inputs, columns
 
 
-def response_rewards(model, tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
-    """Rewards (b,) of rows `query + response` (b, T): query padded on either side to `query_width` columns (0 where the
-    whole row is right-padded), response on the right."""
-    mask = tokens != pad_id
-    inputs = {}
-    if query_width:
-        inputs = {"attention_mask": mask.long(), "position_ids": position_ids(mask)}
-    logits = model(tokens, **inputs)  # (b, T)
-    last = last_token(tokens, query_width, pad_id)
-    return logits.gather(1, last[:, None]).squeeze(1)
+def response_rewards(model, tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Rewards (b,) of right-padded rows (b, T), read at their last token (Detail 12). Padding on the left would give
+    the same numbers up to rounding (Detail 14)."""
+    last = last_token(tokens, pad_id)
+    return model(tokens).gather(1, last[:, None]).squeeze(1)
 
 
-def last_token(tokens: torch.Tensor, query_width: int, pad_id: int) -> torch.Tensor:
-    """Index (b,) of the last token before the first [PAD] at or after column `query_width`; the last column where there
-    is none (Detail 12). Padding to the left of the query does not count. tokens (b, T)."""
-    return query_width - 1 + (tokens[:, query_width:] != pad_id).long().cumprod(1).sum(1)
-
-
-def position_ids(mask: torch.Tensor) -> torch.Tensor:
-    """Positions that count real tokens only, whatever the padding (Detail 14): mask (b, T) -> (b, T)."""
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+def last_token(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Index (b,) of the last token before the first [PAD] of right-padded rows (b, T), -1 in an empty row (Detail
+    12)."""
+    return (tokens != pad_id).long().cumprod(1).sum(1) - 1
 
 
 # ==== padding =====================================================================================
 
 
 def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
-    """Tokens of the longest of rows (b, T), up to a multiple of 16 or T: widths that differ at each call leave the heap
-    in pieces, so that memory grows with the run."""
+    """The width to which rows (b, T) can be trimmed: that of the longest row, rounded up to a multiple of 16 (at most
+    T). Rounding keeps the number of different shapes small: each new one costs memory and, on a GPU, time."""
     longest = int((tokens != pad_id).sum(1).max())
     return min(-(-longest // 16) * 16, tokens.shape[1])
 
@@ -537,50 +526,36 @@ def without_dropout(config):
 
 
 @torch.no_grad()
-def reference_rewards(accelerator: Accelerator, model, data, args, pad_id: int, left: bool) -> torch.Tensor:
-    """Rewards (n,) of a split's references, in order: rows right-padded, or the query left-padded (PPO; Detail 14)."""
+def reference_rewards(accelerator: Accelerator, model, data, args, pad_id: int) -> torch.Tensor:
+    """Rewards (n,) of the reference summaries of a split, in order."""
     rewards = []
     for _, batch in shares(accelerator, data, args.forward_batch_size, "rewards of references"):
-        if left:
-            tokens = torch.cat([batch["query_token"], batch["reference_response_token"]], 1)
-            query_width = batch["query_token"].shape[1]
-        else:
-            tokens = batch["query_reference_response_token"]
-            tokens = tokens[:, : trimmed_width(tokens, pad_id)]
-            query_width = 0
+        tokens = batch["query_reference_response_token"]
+        tokens = tokens[:, : trimmed_width(tokens, pad_id)].to(accelerator.device)
         with accelerator.autocast():
-            rewards += response_rewards(model, tokens.to(accelerator.device), query_width, pad_id).tolist()
+            rewards += response_rewards(model, tokens, pad_id).tolist()
     return torch.tensor(gather_object(rewards), dtype=torch.float64)
 
 
-def reference_table(uncentred: torch.Tensor, centred: torch.Tensor, left_padded: torch.Tensor) -> list[dict]:
-    """Statistics of the references' rewards (n,), and how far left padding moves those of the first (up to n,)."""
-    difference = left_padded - centred[: len(left_padded)]
-    statistics = {
-        "max": uncentred.max(),
-        "mean": uncentred.mean(),
-        "min": uncentred.min(),
-        "std": uncentred.std(),
-        "mean_after_centring": centred.mean(),
-        "left_minus_right_padding_mean": difference.mean(),
-        "left_minus_right_padding_max_abs": difference.abs().max(),
-    }
+def reference_table(rewards: torch.Tensor) -> list[dict]:
+    """Statistics of the references' rewards (n,)."""
+    statistics = {"max": rewards.max(), "mean": rewards.mean(), "min": rewards.min(), "std": rewards.std()}
     return [{"statistic": key, "value": value.item()} for key, value in statistics.items()]
 
 
 @torch.no_grad()
-def evaluate_graded_pairs(accelerator: Accelerator, model, data, args, pad_id: int, name: str) -> list[dict]:
+def evaluate_pairs(accelerator: Accelerator, model, data: DatasetDict, args, pad_id: int, split: str) -> list[dict]:
     """Both rewards of every pair of a split, in order, with what table 5 groups the pair by."""
     pairs = []
-    for _, batch in shares(accelerator, data, args.forward_batch_size, f"rewards of {name}"):
+    for _, batch in shares(accelerator, data[split], args.forward_batch_size, f"rewards of {split}"):
         rows = {key: value.to(accelerator.device) for key, value in pair_rows(batch, pad_id).items()}
         with accelerator.autocast():
             chosen, rejected, _ = pair_rewards(model, rows, pad_id)
-        pairs += graded_pair_table(batch, torch.stack([chosen, rejected], 1))
+        pairs += pair_table(batch, torch.stack([chosen, rejected], 1))
     return gather_object(pairs)
 
 
-def graded_pair_table(batch: dict, rewards: torch.Tensor) -> list[dict]:
+def pair_table(batch: dict, rewards: torch.Tensor) -> list[dict]:
     """One row a pair: what table 5 groups it by (batch, split, policies, confidence; None where unknown), Llama
     2's grade, read off the confidence where there is no column of it, and safety bin (section 3.2.1), and both of its
     rewards (b, 2)."""
@@ -597,7 +572,7 @@ def graded_pair_table(batch: dict, rewards: torch.Tensor) -> list[dict]:
     return pairs
 
 
-def graded_accuracy_table(name: str, pairs: list[dict]) -> list[dict]:
+def accuracy_table(name: str, pairs: list[dict]) -> list[dict]:
     """Table 5's rows of one split: the share of pairs whose chosen reward is the higher one, over all and per batch,
     confidence, split and policy pair (Detail 16), and per grade and safety bin; and the gap, by how much it is higher
     on average. Null values are a group of their own."""
@@ -667,6 +642,10 @@ def fill_templates(args):
 
 def make_accelerator(args) -> Accelerator:
     """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # fewer gaps between tensors of many shapes
+    # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
+    torch.backends.cuda.enable_cudnn_sdp(False)
     transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's
@@ -674,11 +653,14 @@ def make_accelerator(args) -> Accelerator:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     default = "bf16" if torch.cuda.is_available() else "no"
     settings = {"mixed_precision": args.mixed_precision or default}
-    if world > 1 and not torch.accelerator.is_available():  # accelerate must be told, in one of two ways
-        if deepspeed:
-            settings["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
-        else:
-            settings["cpu"] = True
+    if world > 1:
+        process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # the main process may write for long
+        if not torch.accelerator.is_available():  # accelerate has to be told, in one of two ways
+            if deepspeed:
+                process_group.backend = "gloo"
+            else:
+                settings["cpu"] = True
+        settings["kwargs_handlers"] = [process_group]
     accelerator = Accelerator(log_with="tensorboard", project_dir=args.output_dir, **settings)
     runs_deepspeed = accelerator.state.deepspeed_plugin is not None
     if accelerator.num_processes != world or runs_deepspeed != deepspeed:
@@ -694,11 +676,11 @@ def checkpoint_folder(flag: str, path: str) -> str:
             return str(folder)
     name, _, revision = path.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
-        stage = "reward" if "reward" in flag or flag == "--gold" else "sft"
-        model, seed = "MODEL", "SEED"
-        if path.startswith("runs/") and path.count("/") >= 3:
-            stage, model, seed = path.split("/")[-3:]
-        fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
+        runs, *run = path.split("/")
+        if runs == "runs" and len(run) == 3 and run[1] in ("1b", "2.8b", "6.9b"):
+            stage, model, seed = run
+            fail(f"{flag} {path}: no checkpoint there. This makes it: python {stage}.py --model {model} --seed {seed}")
+        fail(f"{flag} {path}: no checkpoint there, neither in that folder nor in its model/, and this is no Hub id")
     wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
     with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
         folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
@@ -893,12 +875,11 @@ def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, la
         accelerator.print(f"update {update}/{last}", *numbers)
 
 
-def save_model(accelerator: Accelerator, args, name: str, model, state: dict, prefix: str, tokenizer):
-    """Write a transformers checkpoint into the run folder: the weights in `state` whose names begin with `prefix`."""
+def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
+    """Write a model's weights and its tokenizer into the run folder, as a transformers checkpoint."""
     with writing(accelerator, Path(args.output_dir, name)) as partial:
-        if accelerator.is_main_process:
-            weights = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
-            model.save_pretrained(partial, state_dict=weights)
+        if accelerator.is_main_process:  # every process has all weights, under ZeRO-2 as well
+            model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
 
 

@@ -179,7 +179,7 @@ def test_data_like_the_authors_and_data_that_no_stage_can_use(world, monkeypatch
 def test_missing_sft_model(stage_args, tmp_path, stage):
     nowhere = str(tmp_path / "nowhere")
     text = message(stage, stage_args(stage, sft_model_path=nowhere))
-    assert f"--sft-model-path {nowhere}" in text and "Train it first: python sft.py" in text
+    assert f"--sft-model-path {nowhere}" in text and "no checkpoint there, neither" in text
     (tmp_path / "bare").mkdir()
     assert "no checkpoint there" in message(stage, stage_args(stage, sft_model_path=str(tmp_path / "bare")))
     assert "Hub" in message(stage, stage_args(stage, sft_model_path="nobody/nothing"))
@@ -189,7 +189,7 @@ def test_missing_base_and_reward_model(stage_args, tmp_path):
     nowhere = str(tmp_path / "nowhere")
     expect("sft", stage_args("sft", model=nowhere), f"--model {nowhere}")
     args = stage_args("ppo", reward_model_path=nowhere)
-    expect("ppo", args, f"--reward-model-path {nowhere}", "Train it first: python reward.py")
+    expect("ppo", args, f"--reward-model-path {nowhere}", "no checkpoint there, neither")
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -249,7 +249,7 @@ def test_a_full_disk_at_the_end(tmp_path, world, full_disk):
     model = sft.load_policy(str(world.model), tokenizer)
     full_disk(300_000)  # the weights have 700,000
     with pytest.raises(SystemExit, match="^error: .*/run/model could not be written"):
-        sft.save_model(accelerator, args, "model", model, model.state_dict(), "", tokenizer)
+        sft.save_model(accelerator, args, "model", model, tokenizer)
     assert not list((tmp_path / "run").iterdir())
 
 

@@ -208,12 +208,11 @@ def test_pair_inputs_hide_chosen_from_rejected_and_restart_its_positions():
     pairs, start = reward.pair_rows(stored_pairs(PAIRS), PAD), list(range(50, 65))  # 15 tokens that all queries share
     queries = [start + pair[2][0] for pair in PAIRS]
     query = torch.tensor([[PAD] * (34 - len(row)) + row for row in queries])
-    prefix, second, columns = reward.pair_inputs(query, pairs["chosen"], pairs["rejected"], PAD)
-    assert prefix.tolist() == [[*start, 1]] * 4  # every row's query has more, and 16 divides it
-    tokens, mask, positions = second["input_ids"], second["attention_mask"], second["position_ids"]
-    assert tokens.shape == positions.shape == (4, 16) and mask.shape == (4, 1, 16, 32)  # 23 tokens at most
+    inputs, columns = reward.pair_inputs(query, pairs["chosen"], pairs["rejected"], PAD)
+    tokens, mask, positions = inputs["input_ids"], inputs["attention_mask"], inputs["position_ids"]
+    assert tokens.shape == positions.shape == (4, 32) and mask.shape == (4, 1, 32, 32)  # 23 tokens at most
     for b, (query, (_, _, (_, chosen, rejected, _, _))) in enumerate(zip(queries, PAIRS, strict=True)):
-        row = prefix[b].tolist() + tokens[b].tolist()
+        row = tokens[b].tolist()
         assert row == query + chosen + rejected + [PAD] * (32 - len(query + chosen + rejected))
         for at, response in zip(columns.values(), (chosen, rejected), strict=True):
             own = at[b, : 1 + len(response)].tolist()
@@ -221,11 +220,9 @@ def test_pair_inputs_hide_chosen_from_rejected_and_restart_its_positions():
             for n, t in enumerate(own):  # sees a prefix of its own plain row
                 assert [row[s] for s in range(32) if mask[b, 0, t, s]] == query + response[:n]
                 assert positions[b, t] == len(query) + n - 1
-        for t in range(len(query) - 17):
-            assert [row[s] for s in range(32) if mask[b, 0, t, s]] == query[: t + 17] and positions[b, t] == t + 16
+        for t in range(len(query)):
+            assert [row[s] for s in range(32) if mask[b, 0, t, s]] == query[: t + 1] and positions[b, t] == t
         assert mask[b, 0].any(1).all()  # a padded position that sees nothing would turn into NaN
-    prefix, second, _ = reward.pair_inputs(pairs["query"], pairs["chosen"], pairs["rejected"], PAD)
-    assert prefix.tolist() == [[1]] * 4 and second["input_ids"].shape == (4, 8)  # where there are no 16 columns
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -369,7 +366,7 @@ def test_rewards_and_values_are_float32_under_autocast(small):
         values = both(rows[:, :3], responses, tokenizer.pad_token_id, banned)[1]
     head = model.model.score
     same(found, (hidden[0].double() @ head.weight.double().T + head.bias)[:, :, 0].tolist(), 1e-6)
-    same(values, (hidden[-1].double() @ head.weight.double().T + head.bias)[:, :2, 0].tolist(), 1e-6)
+    same(values, (hidden[-1].double() @ head.weight.double().T + head.bias)[:, 2:4, 0].tolist(), 1e-6)
 
 
 # ---- sampling ---------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What benchmark/ launches: the committed commands are those that submit.sh makes, and the scripts take them."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -14,6 +15,7 @@ import tyro
 import yaml
 from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from accelerate.state import AcceleratorState
 from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -105,13 +107,14 @@ def test_frozen_models_are_of_the_trained_ones_precision():
         half = precision == "bf16"
         for kind in (GPTNeoXForCausalLM, GPTNeoXForSequenceClassification):
             model = kind(GPTNeoXConfig(**shape, vocab_size=8, num_labels=1))
+            if kind is GPTNeoXForSequenceClassification:
+                model.score = ppo.ScalarHead(16, 1)
             found = ppo.frozen_model(accelerator(deepspeed, precision), model, False)
             dtypes = {name: parameter.dtype for name, parameter in found.named_parameters()}
             head = {name for name in dtypes if name.startswith("score.")}
             assert {dtypes[name] for name in head} <= {torch.float32}
             # what a forward pass looks up or normalises with is float32 under autocast; the rest would be cast there
             kept = set() if deepspeed else {name for name in dtypes if "norm" in name or "embed_in" in name}
-            kept |= set() if deepspeed else {name for name in dtypes if name.endswith(".bias")}
             assert {dtypes[name] for name in kept} <= {torch.float32}
             others = {dtypes[name] for name in set(dtypes) - head - kept}
             assert others == {torch.bfloat16 if half else torch.float32}
@@ -133,6 +136,37 @@ def test_a_frozen_model_in_bfloat16_says_the_same_under_autocast(kind):
         found = ppo.frozen_model(accelerator(False, "bf16"), model, False)(tokens).logits
     assert torch.equal(found, expected)
     assert sum(x.nbytes for x in model.parameters()) < 0.9 * before
+
+
+def test_nothing_of_a_frozen_linear_layer_is_cast_in_a_forward_pass(monkeypatch):
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = ppo.frozen_model(
+        accelerator(False, "bf16"), GPTNeoXForCausalLM(GPTNeoXConfig(**shape, vocab_size=8)), False
+    )
+    original, seen = torch.nn.functional.linear, []
+
+    def linear(inputs, weight, bias=None):
+        seen.extend([weight.dtype] if bias is None else [weight.dtype, bias.dtype])
+        return original(inputs, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model(torch.arange(8)[None])
+    assert len(seen) == 2 * 4 + 1 and set(seen) == {torch.bfloat16}  # four layers with biases, and the head
+
+
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_ALLOC_CONF": "garbage_collection_threshold:0.8"}])
+def test_what_a_run_sets_for_a_gpu(given, tmp_path, monkeypatch):
+    """cuDNN's attention is off; the allocator's segments grow, unless the user has settings of their own."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    AcceleratorState._reset_state(True)
+    sft.make_accelerator(sft.Args(output_dir=str(tmp_path)))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == (None if given else "expandable_segments:True")
 
 
 def test_an_offloaded_model_is_on_the_device_while_it_works_and_is_never_copied_back():

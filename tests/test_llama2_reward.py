@@ -70,7 +70,7 @@ def test_grade_of_a_confidence():
 def test_accuracy_and_gap_by_grade_and_safety():
     columns = ("chosen_reward", "rejected_reward", "grade", "safety")
     rows = [(1.0, 0.5, "better", "both safe"), (0.0, 2.0, "better", None), (3.0, 0.0, "none", "both safe")]
-    table = graded_reward.graded_accuracy_table("d", [dict(zip(columns, row, strict=True)) for row in rows])
+    table = graded_reward.accuracy_table("d", [dict(zip(columns, row, strict=True)) for row in rows])
     assert [tuple(row.values()) for row in table] == [
         ("d", "overall", "all", 3, pytest.approx(2 / 3), pytest.approx(0.5)),
         ("d", "grade", "better", 2, 0.5, -0.75),
@@ -79,7 +79,7 @@ def test_accuracy_and_gap_by_grade_and_safety():
         ("d", "safety", "null", 1, 0.0, -2.0),
     ]
     labels = {"chosen_safe": [safe for safe, _ in SAFE[:5]], "rejected_safe": [safe for _, safe in SAFE[:5]]}
-    graded = graded_reward.graded_pair_table(labels | {"grade": GRADES}, torch.zeros(5, 2))
+    graded = graded_reward.pair_table(labels | {"grade": GRADES}, torch.zeros(5, 2))
     bins = [pair["safety"] for pair in graded]
     assert bins == ["chosen alone safe", "both safe", "both unsafe", None, None]
 
@@ -217,8 +217,8 @@ def test_training_with_margins_weights_and_safety(world, graded, margin, of, coe
         assert abs(bias) > 2e-5 and abs(saved.bias.item() - bias) < 2e-6  # it was trained, and nothing was taken off it
     else:
         assert "loss/safety" not in found.metrics[0]
-        centred = pandas.read_csv(found.folder / "eval" / "reference_rewards.csv", index_col="statistic")["value"]
-        assert abs(centred["mean_after_centring"]) < 1e-5 < abs(centred["mean"])
+        before = pandas.read_csv(found.folder / "eval" / "reference_rewards.csv", index_col="statistic")["value"]
+        assert abs(saved.bias.item() + before["mean"]) < 1e-5 < abs(before["mean"])
     # the unsafe chosen are left out of every split, and counted; the safety bins and grades are in the table
     printed = capsys.readouterr().out
     for split, rows in graded.data.items():

@@ -1,11 +1,12 @@
 """quickstart/: generated posts with a known truth, nano models, their pretraining, and the commands of run.sh."""
 
-import importlib
+import importlib.util
 import itertools
 import json
 import os
 import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -1020,22 +1021,48 @@ def test_test_command(tmp_path, script):
 # ---- the quickstart itself ------------------------------------------------------------------------------------------
 
 
-def test_fast_run_learns(tmp_path, monkeypatch):
-    """The commands of `bash quickstart/run.sh --fast`, one after another, with fewer posts to judge by and a short DPO:
-    SFT copies facts of the post, the reward model tells summaries apart, and PPO's summaries are better than SFT's by
-    the truth, by a paired bootstrap."""
-    calls, _ = Clone(tmp_path).quickstart("--fast")
+def run_here(command: list[str], **changes):
+    """Run a command `SCRIPT FLAGS` in this process and folder, with other values for some arguments."""
+    path, *words = command
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # tyro looks for the types of Args there
+    spec.loader.exec_module(module)
+    AcceleratorState._reset_state(True)  # accelerate keeps one state a process
+    args = tyro.cli(module.Args, args=words)
+    if "updates" in changes:
+        changes = {"total_episodes": changes["updates"] * args.batch_size}
+    args = replace(args, **changes)
+    module.main(args)
+    return args
+
+
+@pytest.fixture(scope="module")
+def fast_work(tmp_path_factory):
+    """The folder in which the commands of `bash quickstart/run.sh --fast` have run, one after another, with fewer posts
+    to judge by and a short DPO. The tests that ask for it run in it."""
+    calls, _ = Clone(tmp_path_factory.mktemp("clone")).quickstart("--fast")
     assert names(calls) == SCRIPTS
-    work = tmp_path / "work"
-    (work / "quickstart").mkdir(parents=True)
-    (work / "quickstart/bases").symlink_to(ROOT / "quickstart/bases")
-    monkeypatch.chdir(work)
+    work = tmp_path_factory.mktemp("work")
+    for path in ("quickstart", "eval", "variants", *(f"{stage}.py" for stage in ("tldr_dataset", *STAGES))):
+        (work / path).symlink_to(ROOT / path)
     fewer = {"num_validation": 100, "num_test": 4, "num_validation_comparisons": 100, "num_cnndm_comparisons": 20}
     less = {"quickstart/posts.py": fewer, "dpo.py": {"total_episodes": 64}}
-    for script, *args in calls:
-        module = importlib.import_module(Path(script).stem)
-        AcceleratorState._reset_state(True)  # accelerate keeps one state a process
-        module.main(replace(tyro.cli(module.Args, args=args), **less.get(script, {})))
+    loaded = dict(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(work)
+        for call in calls:
+            run_here(call, **less.get(call[0], {}))
+        yield work
+    for name in set(sys.modules) - set(loaded):
+        del sys.modules[name]
+    sys.modules.update(loaded)
+
+
+def test_fast_run_learns(fast_work):
+    """SFT copies facts of the post, the reward model tells summaries apart, and PPO's summaries are better than SFT's
+    by the truth, by a paired bootstrap."""
+    work = fast_work
     rows = read_csv(work / "runs/quickstart/posts-1-fast/report/nano-xs/1/table.csv")
     table = {(row["row"], row["metric"]): float(row["value"]) for row in rows}
     # the interval seen: 0.109 to 0.197; of 200 posts with posts.py --label-noise 0.5: -0.020 to 0.024
@@ -1046,3 +1073,51 @@ def test_fast_run_learns(tmp_path, monkeypatch):
     assert table["reward", "accuracy_clean"] > 0.7  # seen: 0.83 on 300 pairs; 0.5 would be chance
     assert table["SFT", "eos_rate"] > 0.95 and table["PPO", "eos_rate"] > 0.95
     assert table["near_perfect", "win_rate"] > 0.85 and table["reference", "win_rate"] == 0.5
+
+
+VARIANTS = [f"variants/{name}.py" for name in ("rloo", "grpo", "online_dpo", "ppo_function", "simpo")]
+
+
+def bash_commands(text: str) -> list[list[str]]:
+    """The words of every command in a text, one a line or wrapped, without comments."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
+
+
+def test_the_first_commands_of_the_scripts_run(fast_work):
+    """As they stand in the docstrings, in this order, for two updates each."""
+    for script in ("sft.py", "reward.py", "ppo.py", "dpo.py", *VARIANTS):
+        source = (ROOT / script).read_text()
+        [python, *command] = bash_commands(source[source.index("    python ") :].partition("\n\n")[0])[0]
+        assert (python, command[0]) == ("python", script)
+        args = run_here(command, updates=2)
+        assert args.output_dir == f"runs/{Path(script).stem}/nano-xs/44413"
+        assert read_jsonl(Path(args.output_dir, "metrics.jsonl"))[-1]["update"] == 2
+        assert Path(args.output_dir, "model/config.json").exists()
+
+
+def test_the_ablation_of_the_readme_runs(fast_work):
+    """Its commands and its edit as the page shows them, for two updates. The edit does what it says."""
+    readme = (ROOT / "README.md").read_text()
+    section = readme[readme.index("## Make an ablation") :]
+    before, edit, after = re.findall(r"^```(?:bash|diff)\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[:3]
+    assert bash_commands(before)[-1] == ["cp", "ppo.py", "ppo_short.py"]
+    source = (ROOT / "ppo.py").read_text()
+    for hunk in re.split(r"^@@.*\n", edit, flags=re.MULTILINE):
+        lines = hunk.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        assert source.count(old) == 1, old
+        source = source.replace(old, "".join(line[1:] for line in lines if line[0] in " +"))
+    Path("ppo_short.py").write_text(source)
+    diff, train, *evaluate = bash_commands(after)
+    assert diff == ["git", "diff", "--no-index", "ppo.py", "ppo_short.py"] and train[:2] == ["python", "ppo_short.py"]
+    args = run_here(train[1:], updates=2)
+    first = read_jsonl(Path(args.output_dir, "metrics.jsonl"))[0]
+    plain = run_here(["ppo.py", *train[2:-1], "runs/plain"], updates=2)
+    [without, _] = read_jsonl(Path(plain.output_dir, "metrics.jsonl"))
+    shorter = without["objective/score"] - 0.01 * without["response/length"]  # the first samples are the same
+    assert first["objective/score"] == pytest.approx(shorter, abs=1e-5)
+    for command in evaluate:
+        run_here(command[1:])
+    assert json.loads(Path(args.output_dir, "args.json").read_text())["stage"] == "ppo_short"
+    assert sorted(path.name for path in Path(args.output_dir, "eval").glob("*.csv"))[-1].startswith("samples")

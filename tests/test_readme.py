@@ -82,13 +82,13 @@ def flags_of(script: str) -> set[str]:
 
 def commands(text: str) -> list[list[str]]:
     """The words of every command of a script of ours, from the script's name on, in code blocks and in backticks; a
-    copy that a block makes of a script counts as that script, and a variable that it sets as its value."""
+    copy that the page makes of a script counts as that script, and a variable that it sets as its value."""
     found, blocks = [], re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     spans = [
         span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     ]
     for block in [*blocks, *(span for span in spans if re.match(r"(python|bash|torchrun|accelerate launch) ", span))]:
-        for copied, copy in re.findall(r"^cp (\S+) (\S+)$", block, re.MULTILINE):
+        for copied, copy in re.findall(r"^cp (\S+) (\S+)$", text, re.MULTILINE):
             block = re.sub(rf"^python {copy}", f"python {copied}", block, flags=re.MULTILINE)
         for name, value in re.findall(r'^(\w+)="(.*)"$', block, re.MULTILINE):
             block = block.replace(f"${name} ", f"{value} ")

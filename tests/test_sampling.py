@@ -18,6 +18,7 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     LogitsProcessor,
+    MistralConfig,
     Qwen2Config,
 )
 
@@ -30,6 +31,8 @@ CONFIGS = {
     "gpt2": GPT2Config(n_embd=64, n_layer=3, n_head=4, n_positions=WIDTH + RESPONSE, vocab_size=VOCAB),
     "llama": LlamaConfig(**LLAMA, num_key_value_heads=2, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0),
     "qwen2": Qwen2Config(**LLAMA, num_key_value_heads=2, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0),
+    # each token sees 20 tokens, itself among them: fewer than most queries have
+    "mistral": MistralConfig(**LLAMA, num_key_value_heads=2, vocab_size=VOCAB, eos_token_id=0, sliding_window=20),
 }
 
 
@@ -117,6 +120,32 @@ def test_the_tokens_are_those_of_generate(name):
     found = compare(name, 120)
     assert found["rows that differ"] == found["of these ties"] and found["tokens"] > 120 * 40
     assert found["ended"] > 0 or name == "gpt2"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_position_is_left_without_a_key(name, monkeypatch):
+    """Attention over no key at all gives NaN in some kernels of GPUs. So it does here: nothing of it may come out."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32, attn_implementation="sdpa").eval()
+    queries = torch.full((4, 70), PAD)
+    for row, length in zip(queries, (3, 30, 50, 70), strict=True):
+        row[-length:] = torch.randint(1, 590, (length,))
+
+    def sampled():
+        cache = ppo.KeyValueCache(model.config, 70 + RESPONSE)
+        return ppo.generate(model, queries, Tokenizer(), RESPONSE, 0.7, ppo.noise_keys(1, 1, list(range(4))), cache)
+
+    expected, original, masks = sampled(), torch.nn.functional.scaled_dot_product_attention, []
+
+    def nan_without_keys(query, key, value, attn_mask=None, **settings):
+        masks.append(attn_mask)
+        found = original(query, key, value, attn_mask=attn_mask, **settings)
+        return found if attn_mask is None else found.masked_fill(~attn_mask.any(3, keepdim=True), torch.nan)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", nan_without_keys)
+    for found, value in zip(sampled(), expected, strict=True):
+        assert torch.equal(found, value) and not found.isnan().any()
+    assert masks[0].shape[:3] == (4, 1, 70)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -206,7 +206,7 @@ def test_the_ratio_is_the_responses_and_clipped():
 
 
 def grpo_args(**changes) -> SimpleNamespace:
-    return SimpleNamespace(**{"cliprange": 0.2, "cliprange_high": 0.2, "kl": "k3", "kl_coef": 0.0} | changes)
+    return SimpleNamespace(**{"cliprange": 0.2, "cliprange_high": 0.2, "kl_estimator": "k3", "kl_coef": 0.0} | changes)
 
 
 def grpo_mb(logprobs, sequences, old, ref_logprobs, advantages, weights) -> dict:
@@ -237,7 +237,7 @@ def test_each_kl_has_its_value_and_gradient(form, on_policy):
     for y in SEQUENCES:
         logprobs = tokens_of(logits, y)[None]
         mb = grpo_mb(logprobs, [y], tokens_of(old, y)[None], tokens_of(reference, y)[None], [0.0], [1.0])
-        loss, sums = grpo.grpo_loss(logprobs, mb, grpo_args(kl=form, kl_coef=1.0))
+        loss, sums = grpo.grpo_loss(logprobs, mb, grpo_args(kl_estimator=form, kl_coef=1.0))
         assert sums["loss/kl"].item() == loss.item()
         probability = log_probability(old, y).exp().item()
         value += probability * loss.item()
@@ -270,7 +270,7 @@ def test_dr_grpos_gradient_is_that_of_the_expected_score():
             logprobs = torch.stack([tokens_of(logits, y) for y in pair])
             scores = torch.tensor([SCORES[y] for y in pair], dtype=torch.float64)
             advantages = grpo.group_advantages(scores, 2, scaled).tolist()
-            weights = grpo.token_weights(torch.tensor([len(y) for y in pair]), norm, 2).tolist()
+            weights = grpo.weigh_tokens(torch.tensor([len(y) for y in pair]), norm, 2).tolist()
             mb = grpo_mb(logprobs, pair, logprobs.detach(), logprobs.detach(), advantages, weights)
             loss, sums = grpo.grpo_loss(logprobs, mb, grpo_args())
             assert sums["policy/clip_fraction"] == 0 and sums["policy/ratio"] == sum(map(len, pair))
@@ -288,7 +288,7 @@ def test_a_token_counts_as_its_norm_says():
         "tokens": [1 / 7] * 3,
         "constant": [1 / 159] * 3,
     }.items():
-        assert close(grpo.token_weights(lengths, norm, 53), expected, 1e-7)
+        assert close(grpo.weigh_tokens(lengths, norm, 53), expected, 1e-7)
 
 
 def test_grpos_ratio_is_a_tokens_and_clipped_on_both_sides():
@@ -384,7 +384,7 @@ def scores_of(module, start, batch: dict) -> list[float]:
 
 def test_a_run_has_its_groups_together(start, tmp_path, monkeypatch):
     """K responses to a prompt follow each other, the penalty comes before the baseline, the KL is in the return."""
-    passes, losses = record(monkeypatch, rloo, "both_policies"), record(monkeypatch, rloo, "rloo_loss")
+    passes, losses = record(monkeypatch, rloo, "forward_passes"), record(monkeypatch, rloo, "rloo_loss")
     lines = run(start, tmp_path / "run", samples_per_prompt=K)
     assert [line["policy/first_ratio_deviation"] for line in lines] == [0, 0, 0]
     assert lines[0]["objective/kl"] == 0 and lines[2]["objective/kl"] > 1e-3
@@ -429,7 +429,7 @@ def test_the_ratio_begins_at_1_in_bfloat16(start, tmp_path, module):
 @pytest.mark.parametrize("norm", ["response", "tokens", "constant"])
 def test_grpos_loss_is_over_whole_mini_batches(start, tmp_path, monkeypatch, norm):
     """Two mini-batches in micro-batches of 5: each one's loss is what plain Python makes of all its tokens."""
-    passes, losses = record(monkeypatch, grpo, "both_policies"), record(monkeypatch, grpo, "grpo_loss")
+    passes, losses = record(monkeypatch, grpo, "forward_passes"), record(monkeypatch, grpo, "grpo_loss")
     settings = {"samples_per_prompt": K, "num_mini_batches": 2, "kl_coef": 0.3, "length_norm": norm}
     lines = run(start, tmp_path / "run", grpo, **settings)
     assert [line["policy/first_ratio_deviation"] for line in lines] == [0, 0, 0]
@@ -483,7 +483,7 @@ def test_grpos_loss_is_over_whole_mini_batches(start, tmp_path, monkeypatch, nor
 @pytest.mark.parametrize("samples", [2, 3])
 def test_online_dpos_loss_is_over_the_untied_pairs(start, tmp_path, monkeypatch, samples):
     """Of each prompt best and worst; a mean over all untied pairs of a mini-batch, which are whole in micro-batches."""
-    passes, batches = record(monkeypatch, online_dpo, "both_policies"), record(monkeypatch, online_dpo, "pair_batches")
+    passes, batches = record(monkeypatch, online_dpo, "forward_passes"), record(monkeypatch, online_dpo, "pair_batches")
     losses = record(monkeypatch, online_dpo, "dpo_loss")
     lines = run(start, tmp_path / "run", online_dpo, samples_per_prompt=samples, num_mini_batches=2)
     prompts, some_tied, calls = BATCH // samples, False, iter(losses)

@@ -1,7 +1,11 @@
 """RLOO, REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, "Back to Basics", equations 6 to 8): a copy of
 ../ppo.py without value model and whitening. What differs: `git diff --no-index ppo.py variants/rloo.py`.
 
-One process:    python variants/rloo.py --model nano-xs --batch-size 64 --total-episodes 2880 --learning-rate 5e-4
+One process, after `bash quickstart/run.sh --fast` and the first commands of sft.py and reward.py:
+
+    python variants/rloo.py --model nano-xs --dataset data/quickstart/posts-1-fast/tldr/sft \
+        --batch-size 64 --total-episodes 960 --learning-rate 1e-4
+
 N processes:    torchrun --nproc_per_node 8 variants/rloo.py --model 1b --seed 44413
 
 Each prompt has --samples-per-prompt k responses. A response is one action: its return is R = score - beta x the sum of
@@ -42,6 +46,7 @@ import warnings
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -64,9 +69,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    DynamicCache,
     StaticCache,
 )
+from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging as transformers_logging
 
 STAGE = "rloo"
@@ -127,11 +132,11 @@ class Args:
     eval_rows: int = 64
     """validation posts in that batch"""
     micro_batch_size: int | None = None
-    """episodes per device and forward/backward pass: memory only, never the result; default: what fits 80 GB, or 8"""
+    """episodes per device and forward/backward pass: memory and speed, and rounding; default: what fits 80 GB, or 8"""
     forward_batch_size: int = 32
     """episodes per device that a reward model scores at a time"""
     sample_batch_size: int | None = None
-    """episodes per device sampled at a time: memory only; default: what fits 80 GB, or 32"""
+    """episodes per device sampled at a time: memory and speed, and rounding; default: what fits 80 GB, or 32"""
     mixed_precision: Literal["no", "bf16"] | None = None
     """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
     offload: bool | None = None
@@ -227,7 +232,8 @@ def main(args: Args):
     banned = banned_ids(policy, tokenizer).to(device)
     unwrapped_model = PolicyLogits(policy)
     model, optimizer = prepare(accelerator, unwrapped_model, args)
-    # state of your own goes here: accelerator.register_for_checkpointing(it); it comes back on the CPU
+    # register state of your own here: accelerator.register_for_checkpointing(it). --resume restores its tensors on the
+    # CPU, so move them to the device yourself.
     finished_updates = begin_run(accelerator, args)
 
     run_start = time.time()
@@ -239,19 +245,21 @@ def main(args: Args):
         queries = train[order.tolist()]["query_token"].to(device).repeat_interleave(k, 0)  # (B, Q)
         share = slice(rank * args.batch_size // world, (rank + 1) * args.batch_size // world)
         keys = noise_keys(args.seed, update, episodes[share])  # so that a sample does not depend on its process
-        drawn = sample(accelerator, policy, queries[share], keys, tokenizer, args, args.temperature)
+        sampled = sample(accelerator, policy, queries[share], keys, tokenizer, args, args.temperature)
+        responses, sampling_logprobs = sampled  # (b, R) each
         sampling_seconds = time.time() - update_start
 
-        # ---- 2. what the models say of the responses ---------------------------------------------
-        batch = make_batch(queries[share], drawn[0], pad_id)
-        batch["sampling_logprobs"] = drawn[1]
+        # ---- 2. scores, log-probabilities, values ------------------------------------------------
+        batch = make_batch(queries[share], responses, pad_id)
+        batch["sampling_logprobs"] = sampling_logprobs
         batch["raw_scores"] = reward_scores(accelerator, reward_model, batch, pad_id, args)
-        # from here on every process holds the whole batch, so that no number depends on how it was split
+        # from here on every process holds the whole batch, so no number depends on how the batch was split
         batch = {key: accelerator.gather(value) for key, value in batch.items()}
-        # kernels round by shape: in the micro-batches of the first epoch every ratio begins at exactly 1, also in bf16
-        first_epoch = [rows.chunk(world)[rank] for rows in mini_batches(args, update, 0, device)]
-        outputs = both_policies(accelerator, unwrapped_model, ref_policy, batch, first_epoch, pad_id, banned, args)
-        batch |= {key: accelerator.reduce(value, "sum") for key, value in outputs.items()}  # 0 but for its own rows
+        # Kernels round differently for different shapes. The first epoch trains on the same micro-batches as these
+        # passes, so that its ratios are exactly 1 before the first step, even in bfloat16.
+        groups = [rows.chunk(world)[rank] for rows in mini_batches(args, update, 0, device)]
+        outputs = forward_passes(accelerator, unwrapped_model, ref_policy, batch, groups, pad_id, banned, args)
+        batch |= {key: accelerator.reduce(value, "sum") for key, value in outputs.items()}  # 0 in other rows
 
         # ---- 3. rewards --------------------------------------------------------------------------
         has_eos = (batch["responses"] == tokenizer.eos_token_id).any(1)  # (B,)
@@ -269,13 +277,14 @@ def main(args: Args):
         learning_rate = args.learning_rate * (1 - (update - 1) / num_updates)  # linear to 0 (table 7)
         for group in optimizer.param_groups:  # a resumed optimiser has those of its checkpoint
             group.update(lr=learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
-        means = defaultdict(float)  # over the responses of a mini-batch, summed over the optimiser steps
+        logs = defaultdict(float)  # means over a mini-batch, summed over the optimiser steps
         on_policy = args.num_ppo_epochs == args.num_mini_batches == 1
         grad_norms = []
         deviations = []
         for epoch in range(args.num_ppo_epochs):
             for mini_batch in mini_batches(args, update, epoch, device):
                 mbs = micro_batches(batch, mini_batch.chunk(world)[rank], args.micro_batch_size)
+                before_first_step = len(grad_norms) == 0
                 for mb in mbs:
                     last = mb is mbs[-1]  # gradients are exchanged between devices with the last micro-batch
                     accelerator.sync_gradients = last  # for DeepSpeed
@@ -287,15 +296,15 @@ def main(args: Args):
                     loss = loss / len(mini_batch)
                     accelerator.backward(loss * world)  # x world: DDP and DeepSpeed average over devices
                     for key, value in sums.items():
-                        means[key] += value.detach() / len(mini_batch)
-                    if not grad_norms:  # before the first step every ratio is 1: the two passes are one function
+                        logs[key] += value.detach() / len(mini_batch)
+                    if before_first_step:  # the weights are those of the rollout, so every ratio should be 1
                         ratio = (logprobs.detach() - mb["logprobs"]).exp()
                         deviations.append((ratio - 1).abs()[mb["response_mask"]].max())
                 grad_norms.append(optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}"))
 
         # ---- 6. log, samples ---------------------------------------------------------------------
         steps = len(grad_norms)
-        means = {key: accelerator.reduce(value, "sum").item() / steps for key, value in means.items()}
+        means = {key: accelerator.reduce(value, "sum").item() / steps for key, value in logs.items()}
         sampling_difference = (batch["sampling_logprobs"] - batch["logprobs"]).abs()[batch["response_mask"]]
         ratio_square = means.pop("policy/ratio_square")
         metrics = {
@@ -307,12 +316,7 @@ def main(args: Args):
             "objective/rlhf_reward": (scores - args.kl_coef * kl.sum(1)).mean(),
             "objective/group_sd": returns.view(-1, k).std(1).mean(),
             "objective/score_without_penalty": batch["raw_scores"].mean(),
-            "objective/kl_k2": (0.5 * kl.square()).sum(1).mean(),
-            "objective/kl_k3": ((-kl).exp() - 1 + kl).sum(1).mean(),
-            "policy/ratio_variance": ratio_square - means["policy/ratio"] ** 2,
             "policy/first_ratio_deviation": accelerator.gather(torch.stack(deviations).max()).max(),
-            "policy/sampling_logprob_difference_mean": sampling_difference.mean(),
-            "policy/sampling_logprob_difference_max": sampling_difference.max(),
             **means,  # over the update's optimiser steps
             "grad_norm": sum(grad_norms) / steps,
             "learning_rate": learning_rate,
@@ -321,6 +325,12 @@ def main(args: Args):
             "time/rollout": rollout_seconds,
             "time/update": time.time() - update_start,
             "time/total": time.time() - run_start,
+            # diagnostics: look here when the numbers above look wrong
+            "objective/kl_k2": (0.5 * kl.square()).sum(1).mean(),
+            "objective/kl_k3": ((-kl).exp() - 1 + kl).sum(1).mean(),
+            "policy/ratio_variance": ratio_square - means["policy/ratio"] ** 2,
+            "policy/sampling_logprob_difference_mean": sampling_difference.mean(),
+            "policy/sampling_logprob_difference_max": sampling_difference.max(),
         }
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
             metrics["eval/score"] = validation_score(accelerator, policy, reward_model, validation, tokenizer, args)
@@ -329,8 +339,7 @@ def main(args: Args):
             show_samples(accelerator, batch, scores, kl.sum(1), tokenizer, update)
 
     # ---- save ------------------------------------------------------------------------------------
-    state = accelerator.get_state_dict(model)
-    save_model(accelerator, args, "model", policy, state, "policy.", tokenizer)
+    save_model(accelerator, args, "model", policy, tokenizer)
     accelerator.print(f"done in {time.time() - run_start:.0f} s: {args.output_dir}", flush=True)
     accelerator.end_training()
 
@@ -352,12 +361,14 @@ def sample(accelerator: Accelerator, policy, queries, keys, tokenizer, args, tem
         rows = torch.cat([index, index[-1:].expand(size - len(index))])  # the cache is of `size` rows
         with accelerator.autocast():
             found = generate(policy, queries[rows], tokenizer, args.response_length, temperature, keys[rows], cache)
-        responses[index], logprobs[index] = (values[: len(index)] for values in found)
+        found_responses, found_logprobs = found
+        responses[index] = found_responses[: len(index)]
+        logprobs[index] = found_logprobs[: len(index)]
     return responses, logprobs
 
 
 @torch.no_grad()
-def both_policies(accelerator: Accelerator, model, ref_policy, batch: dict, groups, pad_id, banned, args) -> dict:
+def forward_passes(accelerator: Accelerator, model, ref_policy, batch: dict, groups, pad_id, banned, args) -> dict:
     """What policy and reference say of the responses in a batch (make_batch), in micro-batches of each group of its
     rows: logprobs, ref_logprobs and entropy (B, R), 0 outside their masks and in other rows."""
     outputs = {}
@@ -433,17 +444,19 @@ def mini_batches(args, update: int, epoch: int, device) -> tuple[torch.Tensor, .
 
 
 def micro_batches(batch: dict, rows: torch.Tensor, size: int) -> list[dict]:
-    """These rows (b,) of a batch, `size` at a time, rows of similar length together: less padding, the same sums. What
-    is (B, R) in the batch is (b, W) in a micro-batch, through one past its longest response. With them come `rows`, a
-    micro-batch's rows in the batch, and `index`, which picks its (b, W) out of a (B, R)."""
+    """These rows (b,) of a batch, `size` at a time, rows of similar length together: less padding, the same sums.
+    Queries (b, Q) and numbers (b,) keep their width. Per-token tensors (B, R) are cropped to (b, W), through one past
+    the longest response. A micro-batch also has `rows`, its rows in the batch, and `index`, which picks its (b, W) out
+    of a (B, R)."""
     mbs = []
     for group in similar_lengths(batch["row_lengths"][rows], size):
         mb_rows = rows[group]
         width = int(batch["lengths"][mb_rows].max()) + 1
-        mb = {"rows": mb_rows, "index": (mb_rows, slice(width))}
+        index = (mb_rows, slice(width))
+        mb = {"rows": mb_rows, "index": index, "queries": batch["queries"][mb_rows]}
         for key, value in batch.items():
-            per_token = value.ndim == 2 and key != "queries"
-            mb[key] = value[mb["index"]] if per_token else value[mb_rows]
+            if key != "queries":
+                mb[key] = value[index] if value.ndim == 2 else value[mb_rows]
         mbs.append(mb)
     return mbs
 
@@ -486,24 +499,16 @@ def response_logits(policy, tokens: torch.Tensor, columns: torch.Tensor, banned:
 
 
 def states_at(model, tokens: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """The last hidden states (b, W, D) of a transformers model at the columns (b, W) of right-padded rows (b, T).
-
-    For speed, in two passes: what comes before all of the columns goes first, as keys and values for the rest. Nobody
-    reads its last layer's output, so that no gradient passes through that layer there."""
-    inputs = model.get_input_embeddings()(tokens)  # once: the gradient of each look-up is as large as the vocabulary
-    cache = DynamicCache()
-    split = int(columns.min())
-    if split:
-        model.base_model(inputs_embeds=inputs[:, :split], past_key_values=cache, use_cache=True)
-    hidden = model.base_model(inputs_embeds=inputs[:, split:], past_key_values=cache, use_cache=True).last_hidden_state
-    index = (columns - split)[:, :, None]
-    return hidden.gather(1, index.expand(-1, -1, hidden.shape[2]))
+    """The last hidden states (b, W, D) of a transformers model at the columns (b, W) of right-padded rows (b, T). The
+    rows need no mask, because no token of a causal model sees what comes after it."""
+    hidden = model.base_model(tokens, use_cache=False).last_hidden_state  # (b, T, D)
+    return hidden.gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[2]))
 
 
 def episode_rows(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Left-padded queries (b, Q) and responses (b, W) -> right-padded rows (b, T), and the columns (b, W) of the token
     before each response token, where its log-probability and its value are read (past a response's end: any)."""
-    inputs = torch.cat([queries, responses[:, :-1]], 1)  # nothing is asked of the last token
+    inputs = torch.cat([queries, responses[:, :-1]], 1)  # the last token predicts nothing we need
     tokens = right_padded(inputs, pad_id)
     last_of_query = (queries != pad_id).sum(1, keepdim=True) - 1
     columns = last_of_query + torch.arange(responses.shape[1], device=tokens.device)
@@ -572,6 +577,21 @@ def truncate_response(responses: torch.Tensor, eos_id: int, pad_id: int) -> torc
     return responses.masked_fill(eos_before > 0, pad_id)
 
 
+def prefill_mask(model, inputs: torch.Tensor, is_token: torch.Tensor, cache):
+    """The model's own attention mask (causal, or with sliding windows; a dict where its layers differ) for left-padded
+    inputs (b, Q), in which a padding position sees itself as well: attention over no key at all is NaN in some kernels,
+    and in the next layer 0 x NaN spreads to every token. is_token (b, Q + R)."""
+    embeddings = model.get_input_embeddings()(inputs)
+    masks = create_masks_for_generate(model.config, embeddings, is_token, cache)
+
+    def with_diagonal(mask):  # (b, 1, Q, K), or None where nothing but the causal order is masked
+        return None if mask is None else mask | torch.eye(*mask.shape[2:], dtype=torch.bool, device=mask.device)
+
+    if isinstance(masks, dict):
+        return {kind: with_diagonal(mask) for kind, mask in masks.items()}
+    return with_diagonal(masks)
+
+
 @torch.no_grad()
 def generate(model, queries, tokenizer, response_length: int, temperature: float, keys, cache):
     """Sample responses (b, R) to left-padded queries (b, Q); a row that reached EOS is filled with [PAD], which equals
@@ -586,9 +606,9 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
     ended = torch.zeros(len(queries), dtype=torch.bool, device=queries.device)
     positions = torch.arange(response_length, dtype=torch.int32, device=queries.device)
     cache.reset()
-    mask = inputs != pad_id
-    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
-    mask = F.pad(mask, (0, response_length), value=True)  # a token sees no column after its own anyway
+    position_ids = ((inputs != pad_id).cumsum(1) - 1).clamp(min=0)
+    is_token = F.pad(inputs != pad_id, (0, response_length), value=True)  # (b, Q + R)
+    mask = prefill_mask(model, inputs, is_token, cache)
     for t in range(response_length):
         states = model.base_model(
             inputs, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True
@@ -600,6 +620,7 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
         if t % 8 == 7 and ended.all():
             break
         inputs = tokens[:, None]
+        mask = is_token
         position_ids = position_ids[:, -1:] + 1
     return truncate_response(responses, tokenizer.eos_token_id, pad_id), logprobs
 
@@ -608,8 +629,8 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
 
 
 def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
-    """Tokens of the longest of rows (b, T), up to a multiple of 16 or T: widths that differ at each call leave the heap
-    in pieces, so that memory grows with the run."""
+    """The width to which rows (b, T) can be trimmed: that of the longest row, rounded up to a multiple of 16 (at most
+    T). Rounding keeps the number of different shapes small: each new one costs memory and, on a GPU, time."""
     longest = int((tokens != pad_id).sum(1).max())
     return min(-(-longest // 16) * 16, tokens.shape[1])
 
@@ -645,8 +666,8 @@ class RewardModel(nn.Module):
         self.model = model
 
     def forward(self, input_ids, **inputs):
-        """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask: no token of a causal model sees
-        what comes after it."""
+        """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask, because no token of a causal model
+        sees what comes after it."""
         hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
         return self.model.score(hidden).squeeze(-1)
 
@@ -689,23 +710,25 @@ def without_dropout(config):
 
 
 def frozen_model(accelerator: Accelerator, model, offload: bool):
-    """Make a model one that is never trained, on the device (offload: page-locked in the machine's memory). What would
-    be cast at every use is bfloat16 from here on: under autocast the linear layers' matrices, under DeepSpeed's bf16
-    all but a reward's head. Buffers are not: rotary frequencies need their digits."""
+    """Freeze a model and put it on the device (offload: into page-locked memory of the machine). Weights that every use
+    would cast to bfloat16 are cast here, once: under autocast those of linear layers, under DeepSpeed's bf16 all but a
+    reward's head. Buffers keep float32, because rotary frequencies need their digits."""
     model.eval().requires_grad_(False)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    for name, parameter in model.named_parameters():
-        matrix = parameter.ndim == 2 and parameter not in embeddings  # which a tied head shares
-        cast = matrix or accelerator.state.deepspeed_plugin
-        if accelerator.mixed_precision == "bf16" and cast and "score." not in name:
-            parameter.data = parameter.data.bfloat16()
-        if offload and accelerator.device.type == "cuda":
-            parameter.data = parameter.data.pin_memory()
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        is_linear = weight is not None and weight.ndim == 2 and weight not in embeddings  # a tied head is an embedding
+        is_cast = (is_linear or accelerator.state.deepspeed_plugin) and not isinstance(module, ScalarHead)
+        for parameter in module.parameters(recurse=False):
+            if accelerator.mixed_precision == "bf16" and is_cast:
+                parameter.data = parameter.data.bfloat16()
+            if offload and accelerator.device.type == "cuda":
+                parameter.data = parameter.data.pin_memory()
     return model if offload else model.to(accelerator.device)
 
 
 def fill_sizes(args, world: int) -> int:
-    """Fill in the sizes left open. Returns the number of updates; an error where the batch does not divide."""
+    """Fill in the sizes left open and return the number of updates; an error where the batch does not divide."""
     args.micro_batch_size = args.micro_batch_size or MICRO_BATCH_SIZES.get(args.model, 8)
     args.sample_batch_size = args.sample_batch_size or SAMPLE_BATCH_SIZES.get(args.model, 32)
     if args.offload is None:
@@ -795,6 +818,10 @@ def fill_templates(args):
 
 def make_accelerator(args) -> Accelerator:
     """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # fewer gaps between tensors of many shapes
+    # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
+    torch.backends.cuda.enable_cudnn_sdp(False)
     transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's
@@ -802,11 +829,14 @@ def make_accelerator(args) -> Accelerator:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     default = "bf16" if torch.cuda.is_available() else "no"
     settings = {"mixed_precision": args.mixed_precision or default}
-    if world > 1 and not torch.accelerator.is_available():  # accelerate must be told, in one of two ways
-        if deepspeed:
-            settings["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
-        else:
-            settings["cpu"] = True
+    if world > 1:
+        process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # the main process may write for long
+        if not torch.accelerator.is_available():  # accelerate has to be told, in one of two ways
+            if deepspeed:
+                process_group.backend = "gloo"
+            else:
+                settings["cpu"] = True
+        settings["kwargs_handlers"] = [process_group]
     accelerator = Accelerator(log_with="tensorboard", project_dir=args.output_dir, **settings)
     runs_deepspeed = accelerator.state.deepspeed_plugin is not None
     if accelerator.num_processes != world or runs_deepspeed != deepspeed:
@@ -822,11 +852,11 @@ def checkpoint_folder(flag: str, path: str) -> str:
             return str(folder)
     name, _, revision = path.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
-        stage = "reward" if "reward" in flag or flag == "--gold" else "sft"
-        model, seed = "MODEL", "SEED"
-        if path.startswith("runs/") and path.count("/") >= 3:
-            stage, model, seed = path.split("/")[-3:]
-        fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
+        runs, *run = path.split("/")
+        if runs == "runs" and len(run) == 3 and run[1] in ("1b", "2.8b", "6.9b"):
+            stage, model, seed = run
+            fail(f"{flag} {path}: no checkpoint there. This makes it: python {stage}.py --model {model} --seed {seed}")
+        fail(f"{flag} {path}: no checkpoint there, neither in that folder nor in its model/, and this is no Hub id")
     wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
     with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
         folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
@@ -1021,12 +1051,11 @@ def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, la
         accelerator.print(f"update {update}/{last}", *numbers)
 
 
-def save_model(accelerator: Accelerator, args, name: str, model, state: dict, prefix: str, tokenizer):
-    """Write a transformers checkpoint into the run folder: the weights in `state` whose names begin with `prefix`."""
+def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
+    """Write a model's weights and its tokenizer into the run folder, as a transformers checkpoint."""
     with writing(accelerator, Path(args.output_dir, name)) as partial:
-        if accelerator.is_main_process:
-            weights = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
-            model.save_pretrained(partial, state_dict=weights)
+        if accelerator.is_main_process:  # every process has all weights, under ZeRO-2 as well
+            model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
 
 

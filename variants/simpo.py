@@ -1,7 +1,11 @@
 """SimPO, preference optimisation without a reference (Meng et al. 2024, "SimPO: Simple Preference Optimization with a
 Reference-Free Reward", equation 6): a copy of ../dpo.py. What differs: `git diff --no-index dpo.py variants/simpo.py`.
 
-One process:    python variants/simpo.py --model nano-xs --batch-size 32 --learning-rate 3e-4 --run-eval
+One process, after `bash quickstart/run.sh --fast` and sft.py's:
+
+    python variants/simpo.py --model nano-xs --preference-dataset data/quickstart/posts-1-fast/tldr/preference \
+        --batch-size 32 --total-episodes 2000 --learning-rate 5e-6 --run-eval
+
 N processes:    torchrun --nproc_per_node 8 variants/simpo.py --model 1b --seed 44413 --run-eval
 Samples, ROUGE: python eval/samples.py runs/simpo/nano-xs/44413
 
@@ -15,7 +19,7 @@ plain transformers checkpoint), metrics.jsonl, args.json, TensorBoard files, eva
 implicit reward) and, with --save-every, checkpoints/.
 
 Shapes: n rows of a split, b pairs at hand, Q width of the queries, C and R widths of the chosen and rejected responses,
-T width of a row of query and both, P of its first columns, which are run first, S = T - P, V vocabulary.
+T width of a row of query and both, V vocabulary.
 
 Deviations from the authors' code, each on purpose:
 - a pair is one row, an epoch shows every pair once, and what is left over is not trained on, as in dpo.py.
@@ -34,6 +38,7 @@ import warnings
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from math import cos, pi
 from pathlib import Path
 from typing import Literal
@@ -51,7 +56,7 @@ from huggingface_hub import snapshot_download
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 STAGE = "simpo"
@@ -101,7 +106,7 @@ class Args:
     run_eval: bool = False
     """after training, write table 5 for the implicit reward of every validation split (figure 8)"""
     micro_batch_size: int | None = None
-    """pairs per device and forward/backward pass: memory only, never the result; default: what fits 80 GB, or 8"""
+    """pairs per device and forward/backward pass: memory and speed, and rounding; default: what fits 80 GB, or 8"""
     forward_batch_size: int | None = None
     """pairs per device in passes without gradient; default: four micro-batches"""
     mixed_precision: Literal["no", "bf16"] | None = None
@@ -133,18 +138,17 @@ def response_lengths(pairs: dict, pad_id: int) -> torch.Tensor:
 
 def pair_logprobs(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed log-probabilities (b,) of the chosen and of the rejected response, EOS included; `pairs` as made by
-    pair_rows, whose query is run once."""
-    prefix, inputs, columns = pair_inputs(pairs["query"], pairs["chosen"], pairs["rejected"], pad_id)
-    cache = DynamicCache()
-    if prefix.shape[1]:
-        model(prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    logits = model(**inputs, past_key_values=cache, use_cache=True).logits.float()  # (b, S, V)
-    log_normaliser = logits.logsumexp(2)  # (b, S)
+    pair_rows."""
+    inputs, columns = pair_inputs(pairs["query"], pairs["chosen"], pairs["rejected"], pad_id)
+    width = inputs["input_ids"].shape[1]
+    first = max(int(columns["chosen"].min()), 0) // 16 * 16  # the head skips columns that are query in every row
+    logits = model(**inputs, use_cache=False, logits_to_keep=width - first).logits.float()  # (b, T - first, V)
+    log_normaliser = logits.logsumexp(2)
     row = torch.arange(len(logits))[:, None]
     sums = {}
     for side in ("chosen", "rejected"):
         response = pairs[side]
-        before = columns[side][:, :-1]  # a token is predicted by the logits at the token before it
+        before = columns[side][:, :-1] - first  # a token is predicted by the logits at the token before it
         logprobs = logits[row, before, response] - log_normaliser.gather(1, before)
         positions = torch.arange(response.shape[1], device=response.device)
         in_query = positions < pairs[f"{side}_start"][:, None]
@@ -204,8 +208,10 @@ def main(args: Args):
     # ---- the policy ------------------------------------------------------------------------------
     policy = load_policy(policy_folder, tokenizer)
     model, optimizer = prepare(accelerator, policy, args)
-    # state of your own goes here: accelerator.register_for_checkpointing(it); it comes back on the CPU
+    # register state of your own here: accelerator.register_for_checkpointing(it). --resume restores its tensors on the
+    # CPU, so move them to the device yourself.
     finished_updates = begin_run(accelerator, args)
+    pairs = {}  # split: both rewards of each pair, as evaluated last
     run_start = time.time()
     for update in updates(accelerator, args, finished_updates, num_updates):
         # ---- 1. pairs: each process takes its share ----------------------------------------------
@@ -253,19 +259,20 @@ def main(args: Args):
             "time/total": time.time() - run_start,
         }
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
-            pairs = mean_rewards(accelerator, policy, data, args, pad_id, "validation")
-            metrics["eval/accuracy"] = accuracy_table("validation", pairs)[0]["accuracy"]
+            pairs["validation"] = mean_rewards(accelerator, policy, data, args, pad_id, "validation")
+            metrics["eval/accuracy"] = accuracy_table("validation", pairs["validation"])[0]["accuracy"]
         write_metrics(accelerator, args, metrics, update, num_updates)
 
-    # ---- save, evaluate (table 5 for the implicit reward) ----------------------------------------
-    save_model(accelerator, args, "model", policy, accelerator.get_state_dict(model), "", tokenizer)
+    # ---- evaluate (table 5 for the implicit reward), save ----------------------------------------
     if args.run_eval:
         table = []
         for split in data:
-            pairs = mean_rewards(accelerator, policy, data, args, pad_id, split)
-            write_table(accelerator, args, f"pairs_{split}", pairs)
-            table += accuracy_table(split, pairs)
+            if split not in pairs:  # validation has been evaluated with the last update
+                pairs[split] = mean_rewards(accelerator, policy, data, args, pad_id, split)
+            write_table(accelerator, args, f"pairs_{split}", pairs[split])
+            table += accuracy_table(split, pairs[split])
         write_table(accelerator, args, "accuracy", table, "accuracy of the implicit reward (figure 8)")
+    save_model(accelerator, args, "model", policy, tokenizer)
     accelerator.print(f"done in {time.time() - run_start:.0f} s: {args.output_dir}", flush=True)
     accelerator.end_training()
 
@@ -322,41 +329,37 @@ def pair_rows(batch: dict, pad_id: int) -> dict:
     return pairs
 
 
-def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[torch.Tensor, dict, dict]:
-    """A pair as one right-padded row `query + chosen + rejected` (b, T), for two passes. Returns the first one's tokens
-    (b, P), to be cached: columns that are query in every row, but for its last token. The second one's inputs on that
-    cache: tokens (b, S), a mask (b, 1, S, T) in which rejected does not see chosen, position ids (b, S) that go on from
-    the query in both. And where in S stand the query's last token and those of the response, for chosen (b, 1 + C) and
-    rejected (b, 1 + R). P and T are multiples of 16 if there is room, as in trimmed_width."""
+def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[dict, dict]:
+    """A pair as one right-padded row `query + chosen + rejected` (b, T). Returns a model's inputs: the tokens (b, T), a
+    mask (b, 1, T, T) in which rejected does not see chosen, and position ids (b, T) that go on from the query in both.
+    And the columns of the query's last token and of the response's tokens, for chosen (b, 1 + C) and rejected (b, 1 +
+    R)."""
     tokens = right_padded(torch.cat([query, chosen, rejected], 1), pad_id)  # (b, T)
     query_length = (query != pad_id).sum(1, keepdim=True)  # (b, 1)
     chosen_length = (chosen != pad_id).sum(1, keepdim=True)
-    prefix_width = max(int(query_length.min()) - 1, 0)
-    prefix_width = prefix_width // 16 * 16 or prefix_width
     t = torch.arange(tokens.shape[1], device=tokens.device)
     is_query = t < query_length  # (b, T)
     is_rejected = t >= query_length + chosen_length
-    same_response = is_rejected[:, prefix_width:, None] == is_rejected[:, None]  # (b, S, T)
-    causal = t[prefix_width:, None] >= t  # (S, T)
+    same_response = is_rejected[:, :, None] == is_rejected[:, None]  # (b, T, T)
+    causal = t[:, None] >= t  # (T, T)
     mask = causal & (is_query[:, None] | same_response)
     positions = t - is_rejected * chosen_length
-    inputs = {"input_ids": tokens[:, prefix_width:], "position_ids": positions[:, prefix_width:]}
-    inputs["attention_mask"] = mask[:, None]
-    query_end = query_length - 1 - prefix_width  # (b, 1), the query's last token, which comes before either response
+    inputs = {"input_ids": tokens, "attention_mask": mask[:, None], "position_ids": positions}
+    query_end = query_length - 1  # (b, 1), the query's last token, which comes before either response
     columns = {}
     for side, response, start in (("chosen", chosen, 0), ("rejected", rejected, chosen_length)):
-        response_columns = query_end + 1 + start + torch.arange(response.shape[1], device=tokens.device)
+        response_columns = query_length + start + torch.arange(response.shape[1], device=tokens.device)
         columns[side] = torch.cat([query_end, response_columns], 1)
-        columns[side].clamp_(max=tokens.shape[1] - prefix_width - 1)  # past a response's end: any
-    return tokens[:, :prefix_width], inputs, columns
+        columns[side].clamp_(max=tokens.shape[1] - 1)  # past a response's end: any
+    return inputs, columns
 
 
 # ==== padding =====================================================================================
 
 
 def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
-    """Tokens of the longest of rows (b, T), up to a multiple of 16 or T: widths that differ at each call leave the heap
-    in pieces, so that memory grows with the run."""
+    """The width to which rows (b, T) can be trimmed: that of the longest row, rounded up to a multiple of 16 (at most
+    T). Rounding keeps the number of different shapes small: each new one costs memory and, on a GPU, time."""
     longest = int((tokens != pad_id).sum(1).max())
     return min(-(-longest // 16) * 16, tokens.shape[1])
 
@@ -491,6 +494,10 @@ def fill_templates(args):
 
 def make_accelerator(args) -> Accelerator:
     """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # fewer gaps between tensors of many shapes
+    # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
+    torch.backends.cuda.enable_cudnn_sdp(False)
     transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's
@@ -498,11 +505,14 @@ def make_accelerator(args) -> Accelerator:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     default = "bf16" if torch.cuda.is_available() else "no"
     settings = {"mixed_precision": args.mixed_precision or default}
-    if world > 1 and not torch.accelerator.is_available():  # accelerate must be told, in one of two ways
-        if deepspeed:
-            settings["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
-        else:
-            settings["cpu"] = True
+    if world > 1:
+        process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # the main process may write for long
+        if not torch.accelerator.is_available():  # accelerate has to be told, in one of two ways
+            if deepspeed:
+                process_group.backend = "gloo"
+            else:
+                settings["cpu"] = True
+        settings["kwargs_handlers"] = [process_group]
     accelerator = Accelerator(log_with="tensorboard", project_dir=args.output_dir, **settings)
     runs_deepspeed = accelerator.state.deepspeed_plugin is not None
     if accelerator.num_processes != world or runs_deepspeed != deepspeed:
@@ -518,11 +528,11 @@ def checkpoint_folder(flag: str, path: str) -> str:
             return str(folder)
     name, _, revision = path.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
-        stage = "reward" if "reward" in flag or flag == "--gold" else "sft"
-        model, seed = "MODEL", "SEED"
-        if path.startswith("runs/") and path.count("/") >= 3:
-            stage, model, seed = path.split("/")[-3:]
-        fail(f"{flag} {path}: no checkpoint there. Train it first: python {stage}.py --model {model} --seed {seed}")
+        runs, *run = path.split("/")
+        if runs == "runs" and len(run) == 3 and run[1] in ("1b", "2.8b", "6.9b"):
+            stage, model, seed = run
+            fail(f"{flag} {path}: no checkpoint there. This makes it: python {stage}.py --model {model} --seed {seed}")
+        fail(f"{flag} {path}: no checkpoint there, neither in that folder nor in its model/, and this is no Hub id")
     wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
     with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
         folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
@@ -717,12 +727,11 @@ def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, la
         accelerator.print(f"update {update}/{last}", *numbers)
 
 
-def save_model(accelerator: Accelerator, args, name: str, model, state: dict, prefix: str, tokenizer):
-    """Write a transformers checkpoint into the run folder: the weights in `state` whose names begin with `prefix`."""
+def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
+    """Write a model's weights and its tokenizer into the run folder, as a transformers checkpoint."""
     with writing(accelerator, Path(args.output_dir, name)) as partial:
-        if accelerator.is_main_process:
-            weights = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
-            model.save_pretrained(partial, state_dict=weights)
+        if accelerator.is_main_process:  # every process has all weights, under ZeRO-2 as well
+            model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
 
 
