@@ -601,6 +601,8 @@ def main(args: Args):
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+    # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
+    torch.backends.cuda.enable_cudnn_sdp(False)
     args.mixed_precision = args.mixed_precision or ("bf16" if device.type == "cuda" else "no")
     settings = {key: value for key, value in asdict(args).items() if key not in FREE.split()}
     if saved.exists() and any(folder.glob("samples_*.npz")):

@@ -73,7 +73,7 @@ class Args:
     response_length: int = 53
     """tokens sampled at most (table 4: 256)"""
     micro_batch_size: int = 64
-    """prompts in a forward pass: memory only"""
+    """prompts of one length that are answered at a time, at most: memory and speed only"""
 
 
 def fail(message: str):
@@ -229,10 +229,13 @@ def load_function(flag: str, value: str):
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
-def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Rows in groups of `size` of similar length: less padding, the same batch. lengths (b,) -> row indices."""
-    order = lengths.argsort(descending=True, stable=True)
-    return list(order.split(size))
+def equal_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Rows in groups of one length, at most `size` in each: no padding, which would need a mask. lengths (b,) -> row
+    indices, the longest rows first."""
+    groups = []
+    for length in lengths.unique().flip(0):
+        groups += (lengths == length).nonzero().squeeze(1).split(size)
+    return groups
 
 
 def noise_keys(seed: int, update: int, rows: list[int]) -> torch.Tensor:
@@ -299,13 +302,13 @@ class NucleusGumbel(LogitsProcessor):
 
 @torch.no_grad()
 def answers(model, queries: torch.Tensor, tokenizer, keys: torch.Tensor, args) -> torch.Tensor:
-    """Responses (b, R) to left-padded queries (b, Q), [PAD] after the first EOS, with the noise of keys (b, 2)."""
+    """Responses (b, R) to queries (b, Q) of one length, [PAD] after the first EOS, with the noise of keys (b, 2)."""
     pad_id = tokenizer.pad_token_id
     model.generation_config = GenerationConfig(  # else generate() fills what ours leaves open from the checkpoint's own
         max_new_tokens=args.response_length, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=pad_id
     )
     sampler = NucleusGumbel(keys, queries.shape[1], banned_ids(model, tokenizer).to(queries.device), args)
-    tokens = model.generate(queries, attention_mask=(queries != pad_id).long(), logits_processor=[sampler])
+    tokens = model.generate(queries, logits_processor=[sampler])
     tokens = tokens[:, queries.shape[1] :]
     return F.pad(tokens, (0, args.response_length - tokens.shape[1]), value=pad_id)
 
@@ -393,6 +396,8 @@ def main(args: Args):
     folder = checkpoint_folder("--policy", args.policy)
     tokenizer = load_tokenizer(folder)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if re.fullmatch(r".+\.py:\w+", args.gold):
         gold = load_function("--gold", args.gold)
     else:
@@ -414,14 +419,13 @@ def main(args: Args):
             queries = [tokens[tokens != pad_id] for tokens in rows["query_token"]]
             task = bar.add_task(split, total=len(queries), rate="")
             pairs: list[list[dict]] = [[] for _ in queries]
-            for index in similar_lengths(torch.tensor([len(query) for query in queries]), args.micro_batch_size):
-                width = max(len(queries[i]) for i in index)
-                batch = torch.stack([F.pad(queries[i], (width - len(queries[i]), 0), value=pad_id) for i in index])
+            for index in equal_lengths(torch.tensor([len(query) for query in queries]), args.micro_batch_size):
                 texts, mine = [rows["query"][i] for i in index], [queries[i] for i in index]
+                batch = torch.stack(mine).to(device)
                 where = [f"{args.dataset}, {split}, prompt {i} ({rows['id'][i]})" for i in index.tolist()]
                 for which in (0, 1):
                     keys = noise_keys(args.seed, which, [f"{split} {i}" for i in index.tolist()]).to(device)
-                    found = answers(policy, batch.to(device), tokenizer, keys, args).cpu()
+                    found = answers(policy, batch, tokenizer, keys, args).cpu()
                     golds = gold_scores(gold, args.gold, mine, texts, found, where, tokenizer, device)
                     for i, tokens, score in zip(index.tolist(), found, golds, strict=True):
                         pairs[i].append({"tokens": tokens[tokens != pad_id].tolist(), "gold": score})

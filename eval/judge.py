@@ -346,26 +346,29 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str | list[str]) -> list:
 
 @torch.no_grad()
 def model_scores(judge: str, texts: list[tuple[str, str]], size: int = 16) -> list[float]:
-    """Rewards of (query, summary) pairs, each as the tokens of the query, then of the summary and EOS."""
+    """Rewards of (query, summary) pairs, each as the tokens of the query, then of the summary and EOS; on a GPU under
+    autocast in bfloat16. Equal pairs are scored once, because another batch may round the same score differently."""
     folder = checkpoint_folder("--judge", judge)
     tokenizer = load_tokenizer(folder)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    model, scores = load_reward_model(folder, tokenizer).to(device).eval(), [0.0] * len(texts)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    model, scores = load_reward_model(folder, tokenizer).to(device).eval(), {}
     # a summary begins with a space, as in training, whether its column kept it or not
     rows = [encode(tokenizer, q) + encode(tokenizer, f" {s.strip()}") + [tokenizer.eos_token_id] for q, s in texts]
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+    rows = [tuple(row) for row in rows]
+    distinct = sorted(dict.fromkeys(rows), key=len, reverse=True)
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        for start in bar.track(range(0, len(order), size), description=judge):
-            index = order[start : start + size]
-            ends = torch.tensor([len(rows[i]) - 1 for i in index])
-            tokens = torch.tensor(
-                [rows[i] + [tokenizer.pad_token_id] * (int(ends[0]) + 1 - len(rows[i])) for i in index]
-            )
-            found = model(tokens.to(device)).cpu().gather(1, ends[:, None]).squeeze(1)  # Detail 12: at EOS
-            for i, score in zip(index, found.tolist(), strict=True):
-                scores[i] = score
-    return scores
+        for start in bar.track(range(0, len(distinct), size), description=judge):
+            batch = distinct[start : start + size]
+            ends = torch.tensor([len(row) - 1 for row in batch])
+            width = len(batch[0])
+            tokens = torch.tensor([[*row, *[tokenizer.pad_token_id] * (width - len(row))] for row in batch])
+            with autocast:
+                rewards = model(tokens.to(device))  # (b, T)
+            found = rewards.cpu().gather(1, ends[:, None]).squeeze(1)  # Detail 12: at EOS
+            scores |= zip(batch, found.tolist(), strict=True)
+    return [scores[row] for row in rows]
 
 
 def by_scores(args: Args, kind: str, frame: pandas.DataFrame) -> list[list[float | None]]:
@@ -480,6 +483,8 @@ def judge_samples(args: Args, samples: str) -> dict:
 
 
 def main(args: Args):
+    # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
+    torch.backends.cuda.enable_cudnn_sdp(False)
     for samples in args.samples:  # an error in one now, and not after the requests of those before it
         read_examples(args, samples)
     found = [{"samples": samples} | judge_samples(args, samples) for samples in args.samples]

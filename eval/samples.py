@@ -140,6 +140,8 @@ def main(args: Args):
     args.output_dir = args.output_dir or (args.checkpoint if known else f"runs/samples/{name}/{args.seed}")
     if args.track and "wandb_id" not in known:
         fail(f"--track: {args.checkpoint} is no run folder that knows its W&B run")
+    # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
+    torch.backends.cuda.enable_cudnn_sdp(False)
     world, precision = int(os.environ.get("WORLD_SIZE", "1")), "bf16" if torch.cuda.is_available() else "no"
     accelerator = Accelerator(
         cpu=world > 1 and not torch.accelerator.is_available(), mixed_precision=args.mixed_precision or precision

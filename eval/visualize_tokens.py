@@ -182,9 +182,10 @@ def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
     return min(-(-longest // 16) * 16, tokens.shape[1])
 
 
-def position_ids(mask: torch.Tensor) -> torch.Tensor:
-    """Positions that count real tokens only, whatever the padding (Detail 14): mask (b, T) -> (b, T)."""
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
+    real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
+    return tokens.gather(1, real_first)[:, : trimmed_width(tokens, pad_id)]
 
 
 def without_dropout(config):
@@ -284,9 +285,8 @@ def batches(n: int, size: int, description: str):
 
 def greedy(model, queries: torch.Tensor, tokenizer, response_length: int) -> torch.Tensor:
     """The most likely token at each step: left-padded queries (b, Q) -> responses (b, response_length), [PAD] after the
-    first EOS, which equals truncating there (Detail 23)."""
+    first EOS, which equals truncating there (Detail 23). One query at a time, because padding would need a mask."""
     pad_id = tokenizer.pad_token_id
-    queries = queries[:, -trimmed_width(queries, pad_id) :]
     model.generation_config = GenerationConfig(  # else generate() fills what ours leaves open from the checkpoint's own
         max_new_tokens=response_length,
         do_sample=False,
@@ -294,18 +294,31 @@ def greedy(model, queries: torch.Tensor, tokenizer, response_length: int) -> tor
         pad_token_id=pad_id,
         suppress_tokens=banned_ids(model, tokenizer).nonzero().flatten().tolist(),
     )
-    tokens = model.generate(queries, attention_mask=(queries != pad_id).long())[:, queries.shape[1] :]
-    return F.pad(tokens, (0, response_length - tokens.shape[1]), value=pad_id)
+    responses = torch.full((len(queries), response_length), pad_id, device=queries.device)
+    for i, query in enumerate(queries):
+        query = query[query != pad_id]
+        tokens = model.generate(query[None])[0, len(query) :]
+        responses[i, : len(tokens)] = tokens
+    return responses
+
+
+def episode_rows(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left-padded queries (b, Q) and responses (b, W) -> right-padded rows (b, T), and the columns (b, W) of the token
+    before each response token, where its log-probability and its value are read (past a response's end: any)."""
+    inputs = torch.cat([queries, responses[:, :-1]], 1)  # nothing is asked of the last token
+    tokens = right_padded(inputs, pad_id)
+    last_of_query = (queries != pad_id).sum(1, keepdim=True) - 1
+    columns = last_of_query + torch.arange(responses.shape[1], device=tokens.device)
+    return tokens, columns.clamp(max=tokens.shape[1] - 1)
 
 
 def response_logits_of(model, queries: torch.Tensor, responses: torch.Tensor, tokenizer) -> torch.Tensor:
     """Logits (b, R, V) from which each token of the responses (b, R) to left-padded queries (b, Q) was chosen; [PAD]
     and ids beyond the tokenizer at -1e9. Past a response's end: any."""
-    queries = queries[:, -trimmed_width(queries, tokenizer.pad_token_id) :]
-    tokens = torch.cat([queries, responses], 1)
-    mask, kept = tokens != tokenizer.pad_token_id, responses.shape[1] + 1
-    inputs = {"attention_mask": mask.long(), "position_ids": position_ids(mask), "use_cache": False}
-    logits = model(tokens, **inputs, logits_to_keep=kept).logits[:, :-1]
+    tokens, columns = episode_rows(queries, responses, tokenizer.pad_token_id)
+    states = model.base_model(tokens, use_cache=False).last_hidden_state  # (b, T, D)
+    states = states.gather(1, columns[:, :, None].expand(-1, -1, states.shape[2]))  # (b, R, D)
+    logits = model.get_output_embeddings()(states)
     return logits.masked_fill(banned_ids(model, tokenizer).to(logits.device), -1e9)
 
 
@@ -316,9 +329,8 @@ def token_ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 def response_scalars(model: RewardModel, queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> torch.Tensor:
     """A reward or value model's output (b, R + 1) at the query's last token and at each token of the response."""
-    tokens = torch.cat([queries[:, -trimmed_width(queries, pad_id) :], responses], 1)
-    mask = tokens != pad_id
-    return model(tokens, attention_mask=mask.long(), position_ids=position_ids(mask))[:, -responses.shape[1] - 1 :]
+    tokens, columns = episode_rows(queries, F.pad(responses, (0, 1), value=pad_id), pad_id)
+    return model(tokens).gather(1, columns)
 
 
 # ---- what is made of it ------------------------------------------------------------------------------------------
@@ -540,6 +552,8 @@ def main(args: Args):
 
     # ---- responses, log-probabilities, ranks: one model in memory at a time ----------------------
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
+    torch.backends.cuda.enable_cudnn_sdp(False)
     pad_id = tokenizer.pad_token_id
     rows, n, size = data[args.split][: args.counted], args.counted, args.micro_batch_size
     queries = rows["query_token"].to(device)  # (n, Q)

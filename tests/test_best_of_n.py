@@ -21,7 +21,7 @@ import pandas
 import pytest
 import torch
 import truth
-from conftest import give_other_tokenizer, make_constant
+from conftest import give_other_tokenizer, make_constant, record
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM
 
@@ -381,6 +381,17 @@ def test_a_reward_model_as_gold_and_a_warning_where_it_is_a_proxy(made, tmp_path
     assert "warning" not in capsys.readouterr().out
     (alone,) = shards(tmp_path / "y")
     assert alone["gold"].tolist() == pytest.approx(shards(tmp_path / "x")[0]["gold"].tolist(), abs=1e-5)
+
+
+def test_under_bf16_every_model_runs_in_bfloat16_and_every_head_in_float32(made, tmp_path, monkeypatch):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    attention = record(monkeypatch, torch.nn.functional, "scaled_dot_product_attention")
+    heads = record(monkeypatch, best_of_n.ScalarHead, "forward")
+    changes = {"gold": made.rewards[1], "prompts": 1, "mixed_precision": "bf16", "output_dir": str(tmp_path)}
+    best_of_n.main(best_of_n.Args(**made.args | changes))
+    assert {call.result.dtype for call in attention} == {torch.bfloat16}
+    assert {call.result.dtype for call in heads} == {torch.float32}
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from pathlib import Path
 import gold_label
 import pytest
 import torch
-from conftest import make_talker
+from conftest import make_reward_model, make_talker, record
 from datasets import load_from_disk
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -152,6 +152,18 @@ def test_a_reward_model_as_gold(policy, world, tmp_path):
             with torch.no_grad():
                 assert row[f"gold_{side}"] == pytest.approx(model(tokens).logits.item() + 0.5, rel=1e-4, abs=1e-5)
         assert row["gold_chosen"] > row["gold_rejected"]
+
+
+def test_every_position_sees_a_key(policy, world, tmp_path, monkeypatch):
+    """On a GPU attention may give NaN at a padding position that sees no key, and a NaN at a padding position reaches
+    the real tokens in the next layer."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    calls = record(monkeypatch, torch.nn.functional, "scaled_dot_product_attention")
+    gold = make_reward_model(world.model, tmp_path / "gold")
+    run(policy, world, tmp_path, gold=str(gold), prompts=16)
+    masks = [call.kwargs["attn_mask"] for call in calls]
+    assert masks and all(mask is None or mask.dtype == torch.bool and mask.any(-1).all() for mask in masks)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import numpy
 import pandas
 import pytest
 import torch
+from conftest import make_reward_model, record
 from datasets import load_from_disk
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -305,6 +306,38 @@ def test_a_reward_model_s_verdicts_are_those_of_its_rewards(world, tmp_path, cap
     assert [float(line.split("|")[5]) for line in lines] == pytest.approx(
         [numpy.mean(wins), 1 - numpy.mean(wins)], abs=1e-3
     )
+
+
+def test_equal_summaries_are_scored_once(world, tmp_path, monkeypatch):
+    """In two batches their scores could differ by rounding, and a tie would be a win."""
+    folder = make_reward_model(world.model, tmp_path / "reward")
+    file = write_samples(tmp_path / "samples_validation.csv", LENGTHS)
+    frame = pandas.read_csv(file)
+    frame["reference"] = frame["response"]
+    frame.to_csv(file, index=False)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    calls = record(monkeypatch, judge.RewardModel, "forward")
+    judge.main(judge.Args((str(file),), str(folder), name="x"))
+    assert sum(len(call.args[1]) for call in calls) == len(LENGTHS)
+    assert read(tmp_path / "judge_x.csv")["win"].tolist() == [0.5] * len(LENGTHS)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_where_autocast_is_on_the_head_alone_is_in_float32(world, tmp_path, monkeypatch):
+    """Here it is on; on a CPU the script leaves it off."""
+    folder, autocast, switches = make_reward_model(world.model, tmp_path / "reward"), torch.autocast, []
+
+    def switched_on(device, dtype=None, enabled=True):
+        switches.append((dtype, enabled))
+        return autocast(device, dtype, enabled=dtype is not None)
+
+    monkeypatch.setattr(torch, "autocast", switched_on)
+    attention = record(monkeypatch, torch.nn.functional, "scaled_dot_product_attention")
+    heads = record(monkeypatch, judge.ScalarHead, "forward")
+    judge.model_scores(str(folder), [("POST: x TL;DR:", "a summary")])
+    assert (torch.bfloat16, False) in switches
+    assert {call.result.dtype for call in attention} == {torch.bfloat16}
+    assert {call.result.dtype for call in heads} == {torch.float32}
 
 
 def test_bad_input_is_named(tmp_path):

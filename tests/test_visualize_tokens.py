@@ -14,7 +14,7 @@ import posts
 import pytest
 import torch
 import visualize_tokens
-from conftest import make_reward_model
+from conftest import make_reward_model, record
 from datasets import load_from_disk
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
@@ -258,6 +258,17 @@ def test_a_run_without_a_penalty_keeps_every_score(made, written, tmp_path):
             close(after, [*map(float, before.iloc[:-1]), float(before.iloc[-1]) + 1 + score])
             cut += 1
     assert cut
+
+
+def test_every_position_sees_a_key(made, tmp_path, monkeypatch):
+    """On a GPU attention may give NaN at a padding position that sees no key, and a NaN at a padding position reaches
+    the real tokens in the next layer."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    calls = record(monkeypatch, torch.nn.functional, "scaled_dot_product_attention")
+    visualize_tokens.main(visualize_tokens.Args(**made.args, output=str(tmp_path / "x")))
+    masks = [call.kwargs["attn_mask"] for call in calls]
+    assert masks and all(mask is None or mask.dtype == torch.bool and mask.any(-1).all() for mask in masks)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_the_terminal_is_coloured(made, tmp_path, monkeypatch, capsys):
