@@ -305,7 +305,7 @@ def greedy(model, queries: torch.Tensor, tokenizer, response_length: int) -> tor
 def episode_rows(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Left-padded queries (b, Q) and responses (b, W) -> right-padded rows (b, T), and the columns (b, W) of the token
     before each response token, where its log-probability and its value are read (past a response's end: any)."""
-    inputs = torch.cat([queries, responses[:, :-1]], 1)  # nothing is asked of the last token
+    inputs = torch.cat([queries, responses[:, :-1]], 1)  # the last token predicts nothing we need
     tokens = right_padded(inputs, pad_id)
     last_of_query = (queries != pad_id).sum(1, keepdim=True) - 1
     columns = last_of_query + torch.arange(responses.shape[1], device=tokens.device)
