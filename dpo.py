@@ -153,7 +153,7 @@ def pair_logprobs(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.
     first = max(int(columns["chosen"].min()), 0) // 16 * 16  # the head skips columns that are query in every row
     logits = model(**inputs, use_cache=False, logits_to_keep=width - first).logits.float()  # (b, T - first, V)
     log_normaliser = logits.logsumexp(2)
-    row = torch.arange(len(logits))[:, None]
+    row = torch.arange(len(logits), device=logits.device)[:, None]
     sums = {}
     for side in ("chosen", "rejected"):
         response = pairs[side]

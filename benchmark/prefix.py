@@ -13,8 +13,6 @@ Runs alternate; a ratio is the median over the runs. ppo.py has been plain since
 """
 
 import csv
-import os
-import platform
 import statistics
 import time
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from throughput import machine
 from transformers import DynamicCache, GPTNeoXConfig, GPTNeoXModel
 
 ROWS, QUERY, RESPONSE, WORDS = 8, 350, 40, 6_100
@@ -114,8 +113,8 @@ def main(args: Args):
         writer.writeheader()
         writer.writerows(rows)
     lines = ["# One pass over one with a cached prefix", ""]
-    lines += [f"`python benchmark/prefix.py`, {torch.get_num_threads()} threads, {platform.machine()} with"]
-    lines += [f"{os.cpu_count()} cores, torch {torch.__version__}, float32; median of {args.runs} runs in turn.", ""]
+    lines += [f"`python benchmark/prefix.py`, {torch.get_num_threads()} threads, {machine('cpu')},"]
+    lines += [f"float32; median of {args.runs} runs in turn.", ""]
     lines += [f"| {' | '.join(rows[0])} |", "|" + " --- |" * len(rows[0])]
     lines += [f"| {' | '.join(map(str, row.values()))} |" for row in rows]
     Path(args.output_dir, "prefix.md").write_text("\n".join(lines) + "\n")

@@ -924,6 +924,7 @@ def test_detail_15_rewards_are_centred(short, reward_run):
 
 
 def test_detail_16_accuracy_by_group(short, reward_run):
+    assert reward_run.evaluated == ["validation", "validation_cnndm"]  # once each
     model, expected = PlainReward(reward_run.folder / "model"), {}
     data = load_from_disk(str(short.preference_dataset))
     assert {row["batch"] for row in data["validation_cnndm"]} <= {"batch0_cnndm", "cnndm0", "cnndm2"}

@@ -17,7 +17,7 @@ import pandas
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import make_reward_model, make_talker, read_metrics
+from conftest import files, make_reward_model, make_talker, read_metrics, record
 from datasets import DatasetDict, load_from_disk
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -127,6 +127,30 @@ def test_checkpoints_load_with_plain_transformers_and_hold_pad(chain):
         rows = model.get_input_embeddings().num_embeddings
         assert rows == model.config.vocab_size == (tokens + 1 if chain.name == "gpt2" else base) > tokens
         assert list(folder.glob("*.safetensors")) and not list(folder.glob("*.bin"))
+
+
+@pytest.mark.parametrize("stage", ["reward", "dpo"])
+def test_each_split_is_evaluated_once(world, few, tmp_path, monkeypatch, stage):
+    """With the last update or after it. A run that is resumed from its last checkpoint, and so trains no more, writes
+    the same tables, as it does the same model."""
+    module = STAGES[stage]
+    passes = record(monkeypatch, module, {"reward": "evaluate_pairs", "dpo": "implicit_rewards"}[stage])
+    arguments = {"model": "nano", "seed": SEED, "sft_model_path": str(world.model), "output_dir": str(tmp_path / "run")}
+    arguments |= {"preference_dataset": str(few.preference_dataset), "run_eval": True, "batch_size": 8}
+    arguments |= {"learning_rate": 1e-3, "save_every": 1}
+    if stage == "reward":
+        arguments["dataset"] = str(few.dataset)
+        references = record(monkeypatch, module, "reference_rewards")
+    run(stage, **arguments)
+    assert [call.args[-1] for call in passes] == ["validation", "validation_cnndm"]
+    written = {name: files(tmp_path / "run" / name) for name in ("eval", "model")}
+    for name in written:
+        shutil.rmtree(tmp_path / "run" / name)
+    run(stage, **arguments, resume=True)
+    assert [call.args[-1] for call in passes[2:]] == ["validation", "validation_cnndm"]
+    assert {name: files(tmp_path / "run" / name) for name in written} == written and len(written["eval"]) >= 3
+    if stage == "reward":
+        assert len(references) == 2  # once a run
 
 
 # ---- run folders ------------------------------------------------------------------------------------------------
