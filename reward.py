@@ -385,9 +385,8 @@ class RewardModel(nn.Module):
         self.model = model
 
     def forward(self, input_ids, **inputs):
-        """(b, T), and as inputs attention_mask (b, T) or (b, 1, T, earlier + T), position_ids (b, T), a cache, which is
-        added to -> reward logits (b, T) in float32. Rows that are padded on the right alone need no mask: no token of
-        a causal model sees what comes after it."""
+        """Rows (b, T), and for pairs attention_mask (b, 1, T, T) and position_ids (b, T) -> reward logits (b, T), in
+        float32. Right-padded rows need no mask, because no token of a causal model sees what comes after it."""
         hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
         return self.model.score(hidden).squeeze(-1)
 

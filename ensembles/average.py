@@ -49,7 +49,7 @@ class Args:
     preference_dataset: str = "data/tldr/preference"
     """pairs whose validation split tells the accuracies: folder or Hub id[@revision]"""
     micro_batch_size: int = 32
-    """pairs in a forward pass: memory only"""
+    """pairs in a forward pass: memory and speed, and rounding"""
 
 
 def fail(message: str):

@@ -97,7 +97,7 @@ class Args:
     response_length: int = 53
     """tokens sampled at most (table 4: 256)"""
     micro_batch_size: int = 64
-    """samples in a forward pass: memory only, and the last digits of scores"""
+    """samples in a forward pass: memory and speed, and rounding"""
     mixed_precision: Literal["no", "bf16"] | None = None
     """autocast over float32 weights; default bf16 on a GPU, none on a CPU"""
     standardise_posts: int = 256

@@ -330,7 +330,7 @@ def main(args: Args):
     ]
     gold = load_gold(accelerator, validation, reward_folders, tokenizer, args)
     ref_policy = frozen_model(accelerator, load_policy(sft_folder, tokenizer), args.offload)
-    policy = load_policy(sft_folder, tokenizer).to(device)  # before the next is loaded: the memory of one
+    policy = load_policy(sft_folder, tokenizer).to(device)  # now, so host memory holds one model at a time
     if args.value_start == "reward":
         value_model = load_reward_model(reward_folders[0], tokenizer)  # Detail 22: all weights, the head included
     else:
@@ -349,7 +349,7 @@ def main(args: Args):
             standardise(reward_model, **scales[path])
         if args.value_start == "reward":
             standardise(value_model, **scales[args.reward_model_paths[0]])
-    unwrapped_model = PolicyAndValue(policy, value_model)
+    unwrapped_model = PolicyAndValue(policy, value_model)  # without DDP or DeepSpeed, for passes without gradient
     model, optimizer = prepare(accelerator, unwrapped_model, args)
     # register state of your own here: accelerator.register_for_checkpointing(it). --resume restores its tensors on the
     # CPU, so move them to the device yourself.

@@ -89,7 +89,7 @@ class Args:
     """score of a response without EOS in the token rewards; default what the PPO run was given, else -1 (Detail 23);
     none, where the run had none"""
     micro_batch_size: int = 8
-    """examples in a forward pass: memory only, never the result"""
+    """examples in a forward pass: memory and speed, and rounding"""
     output: str = "runs/tokens"
     """what the names of all files begin with"""
 

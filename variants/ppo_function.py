@@ -271,11 +271,11 @@ def main(args: Args):
 
     reward_function = load_reward_function(args.reward_function)
     ref_policy = frozen_model(accelerator, load_policy(sft_folder, tokenizer), args.offload)
-    policy = load_policy(sft_folder, tokenizer).to(device)  # before the next is loaded: the memory of one
+    policy = load_policy(sft_folder, tokenizer).to(device)  # now, so host memory holds one model at a time
     value_model = new_value_model(policy, pad_id).to(device)
     check_head(policy, sft_folder)
     banned = banned_ids(policy, tokenizer).to(device)
-    unwrapped_model = PolicyAndValue(policy, value_model)
+    unwrapped_model = PolicyAndValue(policy, value_model)  # without DDP or DeepSpeed, for passes without gradient
     model, optimizer = prepare(accelerator, unwrapped_model, args)
     # register state of your own here: accelerator.register_for_checkpointing(it). --resume restores its tensors on the
     # CPU, so move them to the device yourself.

@@ -227,10 +227,10 @@ def main(args: Args):
 
     reward_model = frozen_model(accelerator, load_reward_model(reward_folder, tokenizer), args.offload)
     ref_policy = frozen_model(accelerator, load_policy(sft_folder, tokenizer), args.offload)
-    policy = load_policy(sft_folder, tokenizer).to(device)  # before the next is loaded: the memory of one
+    policy = load_policy(sft_folder, tokenizer).to(device)  # now, so host memory holds one model at a time
     check_head(policy, sft_folder)
     banned = banned_ids(policy, tokenizer).to(device)
-    unwrapped_model = PolicyLogits(policy)
+    unwrapped_model = PolicyLogits(policy)  # without DDP or DeepSpeed, for passes without gradient
     model, optimizer = prepare(accelerator, unwrapped_model, args)
     # register state of your own here: accelerator.register_for_checkpointing(it). --resume restores its tensors on the
     # CPU, so move them to the device yourself.
