@@ -180,32 +180,37 @@ def response_columns(name: str, text: str, query: dict, tokenizer, args: Args, l
     pad_id = tokenizer.pad_token_id
     eos_id = tokenizer.eos_token_id
     response = text if text.startswith(" ") else f" {text}"  # Detail 3: a leading space, and EOS at the end
-    tokens = encode(tokenizer, response) + [eos_id]
     # One string is tokenised, not two. strip() drops the newline that ends CNN/DM queries, as in the authors' code:
     # the width of 2021 was measured that way.
     joined = query["query"].strip() + response
     joined_tokens = encode(tokenizer, joined) + [eos_id]
-    response_token = pad_right(tokens, pad_id, args, limits[0], f"{name}_token")
-    joined_token = pad_right(joined_tokens, pad_id, args, limits[1], f"query_{name}_token")
     query_token = query["query_token"][-query["query_token_len"] :]  # without [PAD]
+    label = mask_query(query_token, joined_tokens, pad_id)
+    # the response's tokens are those behind the query: by itself a response may have others (a tokenizer that puts a
+    # space before every text)
+    tokens = [token for token in label if token != pad_id]
     return {
         name: response + tokenizer.eos_token,
-        f"{name}_token": response_token,
+        f"{name}_token": pad_right(tokens, pad_id, getattr(args, limits[0])),
         f"{name}_token_len": len(tokens),
         f"query_{name}": joined + tokenizer.eos_token,
-        f"query_{name}_token": joined_token,
+        f"query_{name}_token": pad_right(joined_tokens, pad_id, getattr(args, limits[1])),
         f"query_{name}_token_len": len(joined_tokens),
-        f"query_{name}_token_response_label": mask_query(query_token, joined_token, pad_id),
+        f"query_{name}_token_response_label": pad_right(label, pad_id, getattr(args, limits[1])),
     }
 
 
-def pad_right(tokens: list[int], pad_id: int, args: Args, limit: str, column: str) -> list[int]:
-    """tokens (n,) padded on the right to the width args.{limit} (Detail 5); ValueError if they are more (Detail 4)."""
-    width = getattr(args, limit)
-    if len(tokens) > width:
-        flag = f"--{limit.replace('_', '-')}"
-        raise ValueError(f"{column} has {len(tokens)} tokens, more than the limit of {width}: raise {flag}")
+def pad_right(tokens: list[int], pad_id: int, width: int) -> list[int]:
+    """tokens (n,) padded on the right to (width,) (Detail 5); check_widths finds those that are longer."""
     return tokens + [pad_id] * (width - len(tokens))
+
+
+def width_flags(name: str, cnndm: bool = False) -> tuple[str, str]:
+    """The fields of Args that hold the widths of response and of query + response in the data set `name`."""
+    if name == "sft":
+        return "max_sft_response_length", "max_sft_query_response_length"
+    suffix = "_cnndm" if cnndm else ""
+    return f"max_rm_response_length{suffix}", f"max_rm_query_response_length{suffix}"
 
 
 def mask_query(query_token: list[int], tokens: list[int], pad_id: int) -> list[int]:
@@ -216,12 +221,12 @@ def mask_query(query_token: list[int], tokens: list[int], pad_id: int) -> list[i
 
 def process_sft_row(row: dict, tokenizer, args: Args) -> dict:
     """All columns of one SFT row; ValueError naming the field that is wrong."""
-    columns = {"id": text_field(row, "id", "id", required=False)}
+    columns = {"id": text_field(row, "id", "id")}
     columns["subreddit"] = text_field(row, "subreddit", "subreddit", required=False) or ""
     for field in ("title", "post", "summary"):
         columns[field] = text_field(row, field, field)
     query = query_columns(columns, tokenizer, args.max_query_length)
-    limits = ("max_sft_response_length", "max_sft_query_response_length")
+    limits = width_flags("sft")
     response = response_columns("reference_response", columns["summary"], query, tokenizer, args, limits)
     return columns | query | response
 
@@ -229,9 +234,8 @@ def process_sft_row(row: dict, tokenizer, args: Args) -> dict:
 def process_preference_row(row: dict, tokenizer, args: Args) -> dict:
     """All columns of one pair; ValueError naming the field that is wrong."""
     columns = pair_fields(row)
-    suffix = "_cnndm" if is_cnndm(row) else ""
-    max_query_length = getattr(args, f"max_query_length{suffix}")
-    limits = (f"max_rm_response_length{suffix}", f"max_rm_query_response_length{suffix}")
+    max_query_length = args.max_query_length_cnndm if is_cnndm(row) else args.max_query_length
+    limits = width_flags("preference", is_cnndm(row))
     query = query_columns(columns["info"], tokenizer, max_query_length)
     columns |= query
     chosen = columns["summaries"][columns["choice"]]
@@ -253,18 +257,23 @@ def main(args: Args):
     warnings.filterwarnings("ignore", category=tqdm.TqdmExperimentalWarning)
 
     # ---- 1. tokenizer ----------------------------------------------------------------------------
-    name, _, revision = args.tokenizer.partition("@")
+    name, revision = args.tokenizer, ""
+    if not Path(name).exists():  # a path may hold an @
+        name, _, revision = name.partition("@")
     with or_fail(f"--tokenizer {args.tokenizer} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
     if tokenizer.eos_token is None:
         fail(f"--tokenizer {args.tokenizer} has no EOS token, which ends every response (Detail 3)")
+    added = tokenizer.convert_ids_to_tokens(tokenizer("")["input_ids"])
+    if added:
+        console.print(f"--tokenizer {args.tokenizer} adds {' '.join(added)} to a text; no row here has it")
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # Detail 3: never EOS, whatever padding it had before
     if args.check:
         check(args, tokenizer)
         return
 
     # ---- 2. raw rows -----------------------------------------------------------------------------
-    output_dir = Path(args.output_dir)
+    output_dir = Path(args.output_dir).expanduser()
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         fail(f"{output_dir} already holds data: remove it, or choose another --output-dir")
     if args.push_to_hub and not (args.hub_id_sft and args.hub_id_preference):
@@ -275,11 +284,9 @@ def main(args: Args):
     for name, splits in raw.items():
         print_row_counts(name, splits)
 
-    # everything is written beside the output folder and renamed at the end: nothing half done is left behind
-    output_dir.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{output_dir.name}.tmp-", dir=output_dir.parent) as folder:
+    with unfinished_folder(output_dir) as folder:
         # ---- 3. columns of every row -------------------------------------------------------------
-        finished = Path(folder, "data")
+        finished = folder / "finished"
         data = {}
         for name, process_row in (("sft", process_sft_row), ("preference", process_preference_row)):
             process = partial(process_row, tokenizer=tokenizer, args=args)
@@ -288,11 +295,12 @@ def main(args: Args):
             for split, rows in raw[name].items():
                 label = f"{name} {split}"
                 data[name][split] = process_split(label, rows, process, features, args.num_proc, folder)
-            data[name].save_to_disk(finished / name)
+        check_widths(args, raw, data)
 
         # ---- 4. statistics -----------------------------------------------------------------------
+        for name in data:
+            data[name].save_to_disk(finished / name)
         write_statistics(args, data, finished)
-        finished.rename(output_dir)
     console.print(f"wrote {output_dir}/sft, {output_dir}/preference and {output_dir}/statistics")
 
     # ---- 5. Hub ----------------------------------------------------------------------------------
@@ -489,6 +497,44 @@ def process_split(label: str, rows: RawRows, process: Callable, features: Featur
         fail(f"{where}: {error}")
 
 
+def check_widths(args: Args, raw: dict[str, dict[str, RawRows]], data: dict[str, DatasetDict]):
+    """End with an error where a row is longer than its width (Detail 4): with each flag, the length that all rows need,
+    and the row that needs it."""
+    needed = {}  # flag: (tokens, where)
+    for name, splits in data.items():
+        for split, rows in splits.items():
+            for response in RESPONSES[name]:
+                columns = f"{response}_token_len", f"query_{response}_token_len"
+                for column, flag in zip(columns, width_flags(name, split == "validation_cnndm"), strict=True):
+                    lengths = rows[column][:]
+                    longest = max(range(len(lengths)), key=lengths.__getitem__)
+                    row = lengths[longest], raw[name][split][longest][0]
+                    needed[flag] = max(needed.get(flag, row), row)
+    too_long = []
+    for flag, (length, where) in needed.items():
+        if length > getattr(args, flag):
+            too_long.append(f"--{flag.replace('_', '-')} {length} ({where})")
+    if too_long:
+        fail(f"rows are longer than their widths; all of them fit with {', '.join(too_long)}")
+
+
+@contextmanager
+def unfinished_folder(output_dir: Path):
+    """Yield a temporary folder, whose `finished` becomes the output folder at the end: at once or, where that exists (a
+    symlink, a mount point), part by part. If anything fails, nothing of it is left behind."""
+    target = output_dir.resolve()
+    beside = target if target.exists() else target.parent
+    beside.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{target.name}.tmp-", dir=beside) as folder:
+        yield Path(folder)
+        finished = Path(folder, "finished")
+        if not target.exists():
+            finished.rename(target)
+            return
+        for part in finished.iterdir():
+            part.rename(target / part.name)
+
+
 def map_rows(label: str, data: Dataset, function: Callable, features: Features, num_proc: int, folder) -> Dataset:
     """Dataset of function(row), rows in order, in a file of `folder`. Each process has consecutive rows and ends with
     its first error; the error of the first such process, which is the first in the order of the rows, is raised."""
@@ -533,7 +579,7 @@ def write_statistics(args: Args, data: dict[str, DatasetDict], folder: Path):
 
 def length_statistics(name: str, data: DatasetDict) -> tuple[pd.DataFrame, Figure]:
     """Detail 4: lengths in tokens per split and column beside their limits; figures 2 and 3: their histograms."""
-    columns = [column for column in data["train"].column_names if column.endswith("_token_len")]
+    columns = [column for column in next(iter(data.values())).column_names if column.endswith("_token_len")]
     figure = Figure(figsize=(4 * len(columns), 3 * len(data)), layout="constrained")
     plots = figure.subplots(len(data), len(columns), squeeze=False)
     records = []
@@ -689,6 +735,10 @@ def find_damage(row: dict, tokenizer, widths: dict[str, int]) -> dict:
         tokens = query if name == "query" else ids[: len(ids) - ids.count(pad_id)]
         damage = id_damage(column, ids, tokens, width, tokenizer)
         differs = not damage and not is_tokens_of(str(row[name]), tokens, name != "query", tokenizer)
+        if differs and row[name] and f"query_{column}" in widths:  # its tokens are those behind the query
+            joined = row[f"query_{column}"] or []
+            joined = joined[: len(joined) - joined.count(pad_id)]
+            differs = joined[-len(tokens) :] != tokens
         length = row.get(f"{column}_len", len(tokens))
         if name == "query":
             query_differs = differs
@@ -780,4 +830,5 @@ def or_fail(message: str):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     main(tyro.cli(Args))

@@ -19,9 +19,10 @@ output is empty, is left out and counted.
 """
 
 import json
-import os
 import random
-import shutil
+import sys
+import tempfile
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def instruction_rows(source: str) -> list[tuple[str, dict]]:
     rows = []
     for file in files:
         try:
-            lines = file.read_text(encoding="utf-8").split("\n")
+            lines = file.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeError) as error:
             fail(f"{file} cannot be read ({one_line(error)})")
         for number, line in enumerate(lines, 1):
@@ -182,19 +183,36 @@ def extended_base(path: str):
     return model, tokenizer
 
 
+@contextmanager
+def unfinished_folder(output_dir: Path):
+    """Yield a temporary folder, whose `finished` becomes the output folder at the end: at once or, where that exists (a
+    symlink, a mount point), part by part. If anything fails, nothing of it is left behind."""
+    target = output_dir.resolve()
+    beside = target if target.exists() else target.parent
+    beside.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{target.name}.tmp-", dir=beside) as folder:
+        yield Path(folder)
+        finished = Path(folder, "finished")
+        if not target.exists():
+            finished.rename(target)
+            return
+        for part in finished.iterdir():
+            part.rename(target / part.name)
+
+
 def main(args: Args):
     disable_progress_bars()  # of `datasets`; ours shows rate and time left
-    output_dir = Path(args.output_dir)
+    output_dir = Path(args.output_dir).expanduser()
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         fail(f"{output_dir} already holds data: remove it, or choose another --output-dir")
     splits = deal_out(instruction_rows(args.dataset), args.seed)
     if empty := [split for split in ("sft", "pref", "unlabeled", "val") if not splits[split]]:
         fail(f"--dataset {args.dataset}: no rows for the split {empty[0]}; rows are too few, or their `split` says so")
     model, tokenizer = extended_base(args.base)
-    temporary = output_dir.with_name(f"{output_dir.name}.tmp-{os.getpid()}")
-    try:
-        model.save_pretrained(temporary / "base")
-        tokenizer.save_pretrained(temporary / "base")
+    with unfinished_folder(output_dir) as folder:
+        finished = folder / "finished"
+        model.save_pretrained(finished / "base")
+        tokenizer.save_pretrained(finished / "base")
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # as the stages do, after the turns
         made, console = {}, Console(markup=False, highlight=False)
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
@@ -221,14 +239,10 @@ def main(args: Args):
                     f"{split}: {len(found):,} rows; left out: {too_long:,} too long, {empty:,} without output"
                 )
         for name in ("sft", "pref", "unlabeled"):
-            DatasetDict({"train": made[name], "validation": made["val"]}).save_to_disk(temporary / name)
-        if output_dir.exists():
-            output_dir.rmdir()
-        temporary.rename(output_dir)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            DatasetDict({"train": made[name], "validation": made["val"]}).save_to_disk(finished / name)
     console.print(f"wrote {output_dir}/base, {output_dir}/sft, {output_dir}/pref and {output_dir}/unlabeled")
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     main(tyro.cli(Args))

@@ -147,6 +147,7 @@ class RewardModel(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
+        self.config = model.config
 
     def forward(self, input_ids, **inputs):
         """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask, because no token of a causal model
@@ -160,17 +161,25 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
     become such a folder by benchmark/convert_released.py."""
     with or_fail(f"{path} holds no reward model that can be read; reward.py makes one"):
         config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
-        config.pad_token_id = tokenizer.pad_token_id
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model.config.pad_token_id = tokenizer.pad_token_id
         model.score = ScalarHead(model.score.weight.shape[1], 1)
         weights = {}
-        for file in Path(path).glob("*.safetensors"):
+        for file in weight_files(path):
             weights |= load_file(file)
         model.load_state_dict(weights)
     return RewardModel(model)
 
 
-def longest_row(tokens: torch.Tensor, pad_id: int) -> int:
+def weight_files(path: str) -> list[Path]:
+    """The safetensors files of a checkpoint folder: model.safetensors, or else those that its index names."""
+    if Path(path, "model.safetensors").exists():
+        return [Path(path, "model.safetensors")]
+    index = json.loads(Path(path, "model.safetensors.index.json").read_text())
+    return [Path(path, name) for name in sorted(set(index["weight_map"].values()))]
+
+
+def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
     """The width to which rows (b, T) can be trimmed: that of the longest row, rounded up to a multiple of 16 (at most
     T). Rounding keeps the number of different shapes small: each new one costs memory and, on a GPU, time."""
     longest = int((tokens != pad_id).sum(1).max())
@@ -179,7 +188,7 @@ def longest_row(tokens: torch.Tensor, pad_id: int) -> int:
 
 def last_rewards(model, tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
     """Rewards (b,) of right-padded rows (b, T), read at their last token (Detail 12)."""
-    tokens = tokens[:, : longest_row(tokens, pad_id)]
+    tokens = tokens[:, : trimmed_width(tokens, pad_id)]
     last = (tokens != pad_id).sum(1) - 1
     return model(tokens).gather(1, last[:, None]).squeeze(1)
 
@@ -207,7 +216,8 @@ def accuracies(model, pairs, pad_id: int, size: int, name: str) -> dict[str, flo
         batch = pairs[start : start + size]
         chosen = last_rewards(model, batch["query_chosen_token"].to(device), pad_id)
         rejected = last_rewards(model, batch["query_rejected_token"].to(device), pad_id)
-        won = torch.where(chosen == rejected, 0.5, (chosen > rejected).float()).tolist()
+        tied = (chosen - rejected).abs() <= 1e-5  # equal but for rounding
+        won = torch.where(tied, 0.5, (chosen > rejected).float()).tolist()
         for label, win in zip(batch.get("batch", []), won, strict=False):
             wins[label].append(win)
         wins["all"] += won

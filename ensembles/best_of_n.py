@@ -37,6 +37,7 @@ import json
 import os
 import re
 import struct
+import sys
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -266,6 +267,7 @@ class RewardModel(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
+        self.config = model.config
 
     def forward(self, input_ids, **inputs):
         """(b, T), and as inputs attention_mask (b, T) or (b, 1, T, earlier + T), position_ids (b, T), a cache, which is
@@ -280,14 +282,22 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
     become such a folder by benchmark/convert_released.py."""
     with or_fail(f"{path} holds no reward model that can be read; reward.py makes one"):
         config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
-        config.pad_token_id = tokenizer.pad_token_id
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model.config.pad_token_id = tokenizer.pad_token_id
         model.score = ScalarHead(model.score.weight.shape[1], 1)
         weights = {}
-        for file in Path(path).glob("*.safetensors"):
+        for file in weight_files(path):
             weights |= load_file(file)
         model.load_state_dict(weights)
     return RewardModel(model)
+
+
+def weight_files(path: str) -> list[Path]:
+    """The safetensors files of a checkpoint folder: model.safetensors, or else those that its index names."""
+    if Path(path, "model.safetensors").exists():
+        return [Path(path, "model.safetensors")]
+    index = json.loads(Path(path, "model.safetensors.index.json").read_text())
+    return [Path(path, name) for name in sorted(set(index["weight_map"].values()))]
 
 
 def load_function(flag: str, value: str):
@@ -686,4 +696,5 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     main(tyro.cli(Args))

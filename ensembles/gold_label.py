@@ -17,10 +17,11 @@ by which reward.py and dpo.py --run-eval group their accuracies: clean accuracy 
 
 import hashlib
 import importlib.util
-import os
+import json
 import re
-import shutil
 import struct
+import sys
+import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
@@ -193,6 +194,7 @@ class RewardModel(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
+        self.config = model.config
 
     def forward(self, input_ids, **inputs):
         """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask, because no token of a causal model
@@ -206,14 +208,22 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
     become such a folder by benchmark/convert_released.py."""
     with or_fail(f"{path} holds no reward model that can be read; reward.py makes one"):
         config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
-        config.pad_token_id = tokenizer.pad_token_id
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model.config.pad_token_id = tokenizer.pad_token_id
         model.score = ScalarHead(model.score.weight.shape[1], 1)
         weights = {}
-        for file in Path(path).glob("*.safetensors"):
+        for file in weight_files(path):
             weights |= load_file(file)
         model.load_state_dict(weights)
     return RewardModel(model)
+
+
+def weight_files(path: str) -> list[Path]:
+    """The safetensors files of a checkpoint folder: model.safetensors, or else those that its index names."""
+    if Path(path, "model.safetensors").exists():
+        return [Path(path, "model.safetensors")]
+    index = json.loads(Path(path, "model.safetensors.index.json").read_text())
+    return [Path(path, name) for name in sorted(set(index["weight_map"].values()))]
 
 
 def load_function(flag: str, value: str):
@@ -382,10 +392,27 @@ def pair_features() -> Features:
     return Features(features)
 
 
+@contextmanager
+def unfinished_folder(output_dir: Path):
+    """Yield a temporary folder, whose `finished` becomes the output folder at the end: at once or, where that exists (a
+    symlink, a mount point), part by part. If anything fails, nothing of it is left behind."""
+    target = output_dir.resolve()
+    beside = target if target.exists() else target.parent
+    beside.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{target.name}.tmp-", dir=beside) as folder:
+        yield Path(folder)
+        finished = Path(folder, "finished")
+        if not target.exists():
+            finished.rename(target)
+            return
+        for part in finished.iterdir():
+            part.rename(target / part.name)
+
+
 def main(args: Args):
     disable_progress_bars()  # of `datasets`; ours shows rate and time left
     # ---- input -----------------------------------------------------------------------------------
-    output_dir = Path(args.output_dir)
+    output_dir = Path(args.output_dir).expanduser()
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         fail(f"{output_dir} already holds data: remove it, or choose another --output-dir")
     names = {share: f"noise_{100 * share:g}" for share in args.label_noise}
@@ -461,17 +488,12 @@ def main(args: Args):
                 made[name][split] = Dataset.from_list(found, features=pair_features())
 
     # ---- save ------------------------------------------------------------------------------------
-    temporary = output_dir.with_name(f"{output_dir.name}.tmp-{os.getpid()}")
-    try:
+    with unfinished_folder(output_dir) as folder:
         for name, splits in made.items():
-            DatasetDict(splits).save_to_disk(temporary / name)
-        if output_dir.exists():
-            output_dir.rmdir()
-        temporary.rename(output_dir)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            DatasetDict(splits).save_to_disk(folder / "finished" / name)
     console.print(f"wrote {', '.join(f'{output_dir}/{name}' for name in made)}")
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     main(tyro.cli(Args))

@@ -595,4 +595,5 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     main(tyro.cli(Args))

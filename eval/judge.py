@@ -24,6 +24,7 @@ import json
 import os
 import random
 import re
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import exp, log
@@ -177,12 +178,22 @@ def key(args: Args, prompt: str) -> str:
 
 
 def read_answers(file: Path) -> dict[str, str]:
-    """{key: answer} of the lines that were written whole."""
+    """{key: answer} of the lines that were written whole; what a kill or a full disk has left of another is cut off the
+    file, so that the next answer begins a line."""
+    if not file.exists():
+        return {}
     found = {}
-    for line in file.read_text().splitlines(keepends=True) if file.exists() else []:
-        if line.endswith("\n"):
-            row = json.loads(line)
-            found[row["key"]] = row["answer"]
+    with or_fail(f"{file}: the answers kept there cannot be read"), file.open("rb+") as opened:
+        *lines, rest = opened.read().split(b"\n")
+        if rest:
+            opened.truncate(opened.tell() - len(rest))
+            print(f"{file}: a half-written answer is cut off its end")
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                found[row["key"]] = row["answer"]
+            except (ValueError, TypeError, KeyError):  # asked again
+                print(f"{file}, row {number}: no answer that can be read")
     return found
 
 
@@ -194,7 +205,7 @@ async def ask(args: Args, prompts: list[str], file: Path, known: dict[str, str])
     client = AsyncOpenAI(**settings, api_key=os.environ.get("OPENAI_API_KEY", "none" if args.base_url else None))
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")]
     columns += [TimeElapsedColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=Console(stderr=True)) as bar, file.open("a") as answers:
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(args.judge, total=len(wanted), rate="")
 
         async def one(name: str, prompt: str):
@@ -210,8 +221,9 @@ async def ask(args: Args, prompts: list[str], file: Path, known: dict[str, str])
                     failed.append(one_line(error))
                     return
             row = {"key": name, "answer": known[name], "usage": said.usage.model_dump() if said.usage else None}
-            answers.write(json.dumps(row) + "\n")
-            answers.flush()
+            with or_fail(f"{file}: an answer could not be written; make room, and the same command goes on"):
+                with file.open("a") as answers:
+                    answers.write(json.dumps(row) + "\n")
             bar.update(task, advance=1, rate=f"{bar.tasks[0].speed or 0:.2f}/s")
 
         await asyncio.gather(*(one(name, prompt) for name, prompt in wanted.items()))
@@ -316,6 +328,7 @@ class RewardModel(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
+        self.config = model.config
 
     def forward(self, input_ids, **inputs):
         """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask, because no token of a causal model
@@ -329,14 +342,22 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
     become such a folder by benchmark/convert_released.py."""
     with or_fail(f"{path} holds no reward model that can be read; reward.py makes one"):
         config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
-        config.pad_token_id = tokenizer.pad_token_id
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model.config.pad_token_id = tokenizer.pad_token_id
         model.score = ScalarHead(model.score.weight.shape[1], 1)
         weights = {}
-        for file in Path(path).glob("*.safetensors"):
+        for file in weight_files(path):
             weights |= load_file(file)
         model.load_state_dict(weights)
     return RewardModel(model)
+
+
+def weight_files(path: str) -> list[Path]:
+    """The safetensors files of a checkpoint folder: model.safetensors, or else those that its index names."""
+    if Path(path, "model.safetensors").exists():
+        return [Path(path, "model.safetensors")]
+    index = json.loads(Path(path, "model.safetensors.index.json").read_text())
+    return [Path(path, name) for name in sorted(set(index["weight_map"].values()))]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str | list[str]) -> list:
@@ -354,8 +375,7 @@ def model_scores(judge: str, texts: list[tuple[str, str]], size: int = 16) -> li
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
     model, scores = load_reward_model(folder, tokenizer).to(device).eval(), {}
     # a summary begins with a space, as in training, whether its column kept it or not
-    rows = [encode(tokenizer, q) + encode(tokenizer, f" {s.strip()}") + [tokenizer.eos_token_id] for q, s in texts]
-    rows = [tuple(row) for row in rows]
+    rows = [(*encode(tokenizer, f"{q.strip()} {s.strip()}"), tokenizer.eos_token_id) for q, s in texts]
     distinct = sorted(dict.fromkeys(rows), key=len, reverse=True)
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     with Progress(*columns, console=Console(stderr=True)) as bar:
@@ -476,8 +496,9 @@ def judge_samples(args: Args, samples: str) -> dict:
         summary["share_of_a"] = sum(said) / len(said)  # a judge without a liking for a place: 0.5
     text = f"# {samples} against {args.against or 'the references'}, judged by {args.judge}\n\n"
     text += markdown([summary]) + "\n## by log(summary length / reference length), in words\n\n" + markdown(bins)
-    frame.drop(columns="query").to_csv(f"{stem}.csv", index=False, quoting=csv.QUOTE_NONNUMERIC)
-    Path(f"{stem}.md").write_text(text)
+    with or_fail(f"{stem}.csv or .md could not be written"):
+        frame.drop(columns="query").to_csv(f"{stem}.csv", index=False, quoting=csv.QUOTE_NONNUMERIC)
+        Path(f"{stem}.md").write_text(text, encoding="utf-8")
     print(text)
     return summary
 
@@ -493,4 +514,5 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     main(tyro.cli(Args))

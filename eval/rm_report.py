@@ -13,7 +13,9 @@ figures.py draws them. A run that is not there is named.
 --write-pairs wrote from the preference data, chosen in the summary's and rejected in the reference's place.
 """
 
+import csv
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,7 @@ import tyro
 from datasets import load_from_disk
 
 # the paper's table 5: accuracy on the validation split, in sample
+TIE = 1e-5  # as in reward.py: rewards no further apart are equal but for rounding
 PAPER = {"1b": "0.628 ± 0.002", "2.8b": "0.669 ± 0.003", "6.9b": "0.689 ± 0.004"}
 
 
@@ -119,7 +122,7 @@ def judge_agreement(pairs: dict, judged: pandas.DataFrame) -> dict[tuple[str, in
     for key, frame in pairs.items():
         if len(rows) == 0 or rows.max() >= len(frame):
             fail(f"--judged: rows up to {max(rows, default=None)}, but the split of {key} has {len(frame)} pairs")
-        hits = (frame["chosen_reward"] > frame["rejected_reward"]).to_numpy()[rows]
+        hits = (frame["chosen_reward"] > frame["rejected_reward"] + TIE).to_numpy()[rows]
         found[key] = len(rows), float((hits == wins).mean())
     return found
 
@@ -130,7 +133,8 @@ def write_pairs(args: Args):
     for i, row in enumerate(data.select_columns(["query", "chosen", "rejected"])):
         chosen, rejected = (re.sub(r"(<\|\w+\|>|</s>)$", "", row[side]).strip() for side in ("chosen", "rejected"))
         rows.append({"id": i, "query": row["query"], "response": chosen, "reference": rejected})
-    pandas.DataFrame(rows).to_csv(args.write_pairs, index=False)
+    # Python's csv module leaves a text with a lone carriage return unquoted in some versions
+    pandas.DataFrame(rows).to_csv(args.write_pairs, index=False, quoting=csv.QUOTE_NONNUMERIC)
     print(f"wrote {len(rows)} pairs of {args.preference_dataset}/{args.split} to {args.write_pairs}")
 
 
@@ -168,7 +172,7 @@ def main(args: Args):
     compared = []
     for kind, found in (("reward model", pairs), ("DPO, implicit", implicit)):
         for m in models:
-            hits = [(x["chosen_reward"] > x["rejected_reward"]).mean() for k, x in found.items() if k[0] == m]
+            hits = [(x["chosen_reward"] > x["rejected_reward"] + TIE).mean() for k, x in found.items() if k[0] == m]
             if hits:
                 sd = float(numpy.std(hits, ddof=1)) if len(hits) > 1 else 0.0
                 compared.append(
@@ -187,4 +191,5 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     main(tyro.cli(Args))

@@ -14,8 +14,10 @@ import csv
 import hashlib
 import json
 import os
+import re
 import shutil
 import struct
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +138,8 @@ def main(args: Args):
     args.response_length = args.response_length or known.get("response_length", 53)
     args.dataset = args.dataset or known.get("dataset")
     args.dataset = args.dataset or ("data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET)
-    name = Path(args.checkpoint.partition("@")[0]).name
+    local = Path(args.checkpoint).exists()
+    name = Path(args.checkpoint if local else args.checkpoint.partition("@")[0]).name
     args.output_dir = args.output_dir or (args.checkpoint if known else f"runs/samples/{name}/{args.seed}")
     if args.track and "wandb_id" not in known:
         fail(f"--track: {args.checkpoint} is no run folder that knows its W&B run")
@@ -171,6 +174,10 @@ def main(args: Args):
     for split in [split for split in args.splits if split in data]:
         rows = sampled(accelerator, policy, reward_model, data[split], tokenizer, args, split)
         table.append(sample_summary(split, rows))
+        unread = sum(re.search("[a-z0-9]", row["reference"].lower()) is None for row in rows)
+        if unread:
+            what = f"{unread} of {len(rows)} references have no Latin letter or digit"
+            accelerator.print(f"{split}: {what}; rouge-score reads nothing else, so their ROUGE is always 0")
         write_quoted(accelerator, args, f"samples_{split}", rows)
         if args.track and accelerator.is_main_process:
             tracker.log_table(f"samples/{split}", dataframe=pandas.DataFrame(rows[:64]))
@@ -335,6 +342,7 @@ class RewardModel(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
+        self.config = model.config
 
     def forward(self, input_ids, **inputs):
         """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask, because no token of a causal model
@@ -348,14 +356,22 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
     become such a folder by benchmark/convert_released.py."""
     with or_fail(f"{path} holds no reward model that can be read; reward.py makes one"):
         config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
-        config.pad_token_id = tokenizer.pad_token_id
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model.config.pad_token_id = tokenizer.pad_token_id
         model.score = ScalarHead(model.score.weight.shape[1], 1)
         weights = {}
-        for file in Path(path).glob("*.safetensors"):
+        for file in weight_files(path):
             weights |= load_file(file)
         model.load_state_dict(weights)
     return RewardModel(model)
+
+
+def weight_files(path: str) -> list[Path]:
+    """The safetensors files of a checkpoint folder: model.safetensors, or else those that its index names."""
+    if Path(path, "model.safetensors").exists():
+        return [Path(path, "model.safetensors")]
+    index = json.loads(Path(path, "model.safetensors.index.json").read_text())
+    return [Path(path, name) for name in sorted(set(index["weight_map"].values()))]
 
 
 def load_policy(path: str, tokenizer):
@@ -484,4 +500,5 @@ def progress(accelerator: Accelerator, items, description: str):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     main(tyro.cli(Args))

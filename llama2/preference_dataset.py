@@ -72,14 +72,15 @@ while it is written.
 """
 
 import bisect
+import codecs
 import gzip
 import hashlib
 import json
 import math
 import os
 import re
-import shutil
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -220,7 +221,8 @@ def opened(path: Path):
 def is_array(path: Path) -> bool:
     """Does this .json file hold one array, and not an object in each line?"""
     with opened(path) as file:
-        return path.name.endswith((".json", ".json.gz")) and file.read(64).lstrip().startswith(b"[")
+        start = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()
+        return path.name.endswith((".json", ".json.gz")) and start.startswith(b"[")
 
 
 def count_rows(path: Path) -> int:
@@ -846,10 +848,27 @@ def extended_base(path: str):
     return model, tokenizer
 
 
+@contextmanager
+def unfinished_folder(output_dir: Path):
+    """Yield a temporary folder, whose `finished` becomes the output folder at the end: at once or, where that exists (a
+    symlink, a mount point), part by part. If anything fails, nothing of it is left behind."""
+    target = output_dir.resolve()
+    beside = target if target.exists() else target.parent
+    beside.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{target.name}.tmp-", dir=beside) as folder:
+        yield Path(folder)
+        finished = Path(folder, "finished")
+        if not target.exists():
+            finished.rename(target)
+            return
+        for part in finished.iterdir():
+            part.rename(target / part.name)
+
+
 def main(args: Args):
     disable_progress_bars()  # of `datasets`; ours shows rate and time left
     # ---- input -----------------------------------------------------------------------------------------
-    output_dir = Path(args.output_dir)
+    output_dir = Path(args.output_dir).expanduser()
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         fail(f"{output_dir} already holds data: remove it, or choose another --output-dir")
     if not 0 <= args.validation_share < 1 or args.max_query_length < 1 or args.max_response_length < 1:
@@ -873,14 +892,14 @@ def main(args: Args):
     if dialogues and not set(TURNS) <= set(tokenizer.get_vocab()):
         model, tokenizer = extended_base(base)
 
-    # everything is written beside the output folder and renamed at the end: nothing half done is left behind
-    temporary = output_dir.with_name(f"{output_dir.name}.tmp-{os.getpid()}")
-    try:
-        cache, statistics = temporary / "cache", temporary / "statistics"
+    with unfinished_folder(output_dir) as folder:
+        finished = folder / "finished"
+        cache = folder / "cache"
+        statistics = finished / "statistics"
         statistics.mkdir(parents=True)
         if model is not None:
-            model.save_pretrained(temporary / "base")
-            tokenizer.save_pretrained(temporary / "base")
+            model.save_pretrained(finished / "base")
+            tokenizer.save_pretrained(finished / "base")
             model = None
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # Detail 3, as the stages do: after the turns
         pad_id = tokenizer.pad_token_id
@@ -932,7 +951,7 @@ def main(args: Args):
                         cache_file_name=str(cache / f"{name}_{split}.arrow"),
                         new_fingerprint=f"{name}_{split}",
                     )
-                written.save_to_disk(temporary / name)
+                written.save_to_disk(finished / name)
 
         # ---- statistics ------------------------------------------------------------------------------------
         fates = ["rows", "bad rows", "ties", "unsafe chosen", "duplicates", "prompt too long", "response too long"]
@@ -957,16 +976,9 @@ def main(args: Args):
         for file, (title, data) in tables.items():
             data.to_csv(statistics / f"{file}.csv", index=False)
             show(title, data)
-
-        # ---- save ------------------------------------------------------------------------------------------
-        shutil.rmtree(cache)
-        if output_dir.exists():
-            output_dir.rmdir()
-        temporary.rename(output_dir)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     console.print(f"wrote {', '.join(str(folder) for folder in sorted(output_dir.iterdir()))}")
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     main(tyro.cli(Args))

@@ -18,6 +18,7 @@ Runs of one seed give one table.csv, to the last digit.
 import csv
 import json
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -521,4 +522,5 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     main(tyro.cli(Args))

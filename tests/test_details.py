@@ -562,20 +562,17 @@ def test_detail_04_length_limits(hand_made, world):
     assert fits["chosen_token_len"] == 169
     fits = tldr_dataset.process_preference_row(pair(1, summaries=summaries(155), **news), tokenizer, args)
     assert fits["chosen_token_len"] == 155
-    for file, long, good, column, limit, flag in (
-        ("posts/train", post(1, summary=text(54)), post(2), "reference_response", 53, "sft-response-length"),
-        ("comparisons/train", pair(1, summaries=summaries(170)), pair(2), "chosen", 169, "rm-response-length"),
-        (
-            "comparisons/validation",
-            pair(1, summaries=summaries(156), **news),
-            pair(2, **news),
-            "chosen",
-            155,
-            "rm-response-length-cnndm",
-        ),
-    ):
-        expected = f"row 2: {column}_token has {limit + 1} tokens, more than the limit of {limit}: raise --max-{flag}"
-        assert refused(hand_made, f"{file}.jsonl", [good, long]) == expected
+    train = [post(1), post(2, summary=text(54)), post(3, summary=text(60)), post(4)]
+    told = "rows are longer than their widths; all of them fit with "
+    where = hand_made.root / "raw_with_an_error"
+    expected = f"error: {told}--max-sft-response-length 60 ({where / 'posts/train.jsonl'}, row 3)"
+    assert refused(hand_made, "posts/train.jsonl", train) == expected
+    train = [pair(1, summaries=summaries(170))]
+    expected = f"error: {told}--max-rm-response-length 170 ({where / 'comparisons/train.jsonl'}, row 1)"
+    assert refused(hand_made, "comparisons/train.jsonl", train) == expected
+    validation = [pair(1), pair(2, **news), pair(3, summaries=summaries(156), **news)]
+    expected = f"error: {told}--max-rm-response-length-cnndm 156 ({where / 'comparisons/validation.jsonl'}, row 3)"
+    assert refused(hand_made, "comparisons/validation.jsonl", validation) == expected
 
     reported = {
         (row["dataset"], row["split"], row["text"]): row

@@ -204,20 +204,80 @@ def test_the_rotation_never_leaves_only_a_torn_checkpoint(stopped, tmp_path, who
     assert toy(replace(args, save_every=2)) == [4, 5, 6] and end_of(folder) == whole
 
 
-def test_resume_says_what_changed_and_no_run_is_overwritten(stopped, tmp_path, whole, capsys):
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def halfway(stopped, tmp_path) -> Path:
+    """A copy of `stopped` in which args.json has its own path."""
     folder = tmp_path / "run"
     shutil.copytree(stopped, folder)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return folder
+
+
+@pytest.mark.parametrize("left", ["args.json", "checkpoints", "model"])
+def test_no_run_is_overwritten(halfway, left):
+    (halfway / "model").mkdir()
+    for name in {"args.json", "checkpoints", "model"} - {left}:
+        (halfway / name).rename(halfway / f"other_{name}")
+    before = contents(halfway)
     with pytest.raises(SystemExit, match="^error: .*already holds a run: .*--resume"):
-        toy(toy_args(folder))
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    old = str(Path(json.loads((folder / "args.json").read_text())["output_dir"]))
-    toy(toy_args(folder, resume=True, max_grad_norm=0.5, seed=8))
+        toy(toy_args(halfway))
+    assert contents(halfway) == before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"seed": 8}, {"batch_size": 4}, {"total_episodes": 480}, {"learning_rate": 0.2}, {"max_grad_norm": 0.5}]
+    + [{"loss_on": "response"}, {"dataset": "moved"}, {"adam_eps": 1e-3, "weight_decay": 0.5}],
+)
+def test_resume_refuses_what_would_change_an_update(halfway, changes):
+    before, settings = contents(halfway), json.loads((halfway / "args.json").read_text())
+    with pytest.raises(SystemExit) as end:
+        toy(toy_args(halfway, resume=True, **changes))
+    told = [f"--{key.replace('_', '-')} {settings[key]} -> {value}" for key, value in changes.items()]
+    assert str(end.value).startswith(f"error: --resume {halfway}: {', '.join(told)} would change the run")
+    assert contents(halfway) == before
+
+
+def test_resume_takes_and_prints_what_changes_no_update(halfway, whole, capsys):
+    changes = {"micro_batch_size": 4, "save_every": 3, "keep_checkpoints": 5, "eval_every": 2}
+    old = json.loads((halfway / "args.json").read_text())
+    assert toy(toy_args(halfway, resume=True, **changes)) == [5, 6] and end_of(halfway) == whole
     [said] = [line for line in capsys.readouterr().out.splitlines() if ", changed: " in line]
-    changed = {"seed 44413 -> 8", "max_grad_norm 0.0 -> 0.5", f"output_dir {old} -> {folder}", "resume False -> True"}
-    assert said.startswith(f"--resume {folder}, ") and set(said.partition("changed: ")[2].split(", ")) == changed
-    assert json.loads((folder / "args.json").read_text())["seed"] == 8
-    assert end_of(folder)[1] != whole[1]  # from clipped gradients
+    told = {f"--{key.replace('_', '-')} {old[key]} -> {value}" for key, value in changes.items()}
+    told |= {"--resume False -> True", f"--output-dir {old['output_dir']} -> {halfway}"}
+    assert set(said.partition("changed: ")[2].split(", ")) == told
+
+
+def test_a_data_set_that_has_moved_is_written_into_args_json(halfway, whole):
+    settings = json.loads((halfway / "args.json").read_text())
+    (halfway / "args.json").write_text(json.dumps(settings | {"dataset": "moved"}))
+    assert toy(toy_args(halfway, resume=True, dataset="moved")) == [5, 6] and end_of(halfway) == whole
+
+
+@pytest.mark.parametrize("changes", [{}, {"seed": 8, "batch_size": 2, "total_episodes": 960, "dataset": "none"}])
+def test_resume_leaves_an_ended_run_as_it_is(halfway, capsys, changes):
+    (halfway / "model").mkdir()
+    before = contents(halfway)
+    with pytest.raises(SystemExit) as end:
+        toy(toy_args(halfway, resume=True, **changes))
+    assert end.value.code == 0 and f"the run in {halfway} has ended" in capsys.readouterr().out
+    assert contents(halfway) == before
+
+
+def test_resume_without_a_checkpoint_starts_anew_and_says_so(halfway, whole, capsys):
+    shutil.rmtree(halfway / "checkpoints")
+    assert toy(toy_args(halfway, resume=True)) == [1, 2, 3, 4, 5, 6] and end_of(halfway) == whole
+    assert f"--resume: {halfway} has no checkpoint, so the run starts anew" in capsys.readouterr().out
+
+
+def test_accumulation_by_accelerate_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    with pytest.raises(SystemExit, match="^error: ACCELERATE_GRADIENT_ACCUMULATION_STEPS.* asks for 4 "):
+        toy(toy_args(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 # ---- full disk --------------------------------------------------------------------------------------------------

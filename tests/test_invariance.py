@@ -3,12 +3,15 @@
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pandas
 import plan
@@ -139,7 +142,7 @@ def killed(stage: str, args, point: str) -> Path:
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), 1), os.dup2(nowhere.fileno(), 2)
             module, kill = STAGES[stage], lambda: os.kill(os.getpid(), signal.SIGKILL)
-            write, swap, save = module.write_metrics, os.replace, module.save_model
+            write, swap = module.write_metrics, os.replace
 
             def write_or_die(accelerator, args, metrics, update, last):
                 if point == "update 3 before its metrics" and update == 3:
@@ -160,10 +163,7 @@ def killed(stage: str, args, point: str) -> Path:
                 if point == "checkpoint 2 after its name" and str(target).endswith("update_000002"):
                     kill()
 
-            def save_or_die(*arguments):
-                kill() if point == "all updates before the model" else save(*arguments)
-
-            module.write_metrics, module.save_model, os.replace = write_or_die, save_or_die, swap_or_die
+            module.write_metrics, os.replace = write_or_die, swap_or_die
             run(stage, args)
         finally:
             os._exit(1)
@@ -172,16 +172,30 @@ def killed(stage: str, args, point: str) -> Path:
 
 
 POINTS = [("sft", "update 3 before its metrics"), ("sft", "update 3 amid its metrics")]
-POINTS += [("sft", "all updates before the model"), ("reward", "update 3 after its metrics")]
+POINTS += [("reward", "update 3 after its metrics")]
 POINTS += [("dpo", "checkpoint 2 before its name"), ("dpo", "checkpoint 2 after its name")]
 POINTS += [("ppo", "update 3 after its metrics")]
 SAVED = {"save_every": 2}
 
 
 @pytest.fixture(scope="module")
-def whole(setting):
+def written():
+    """What each run of `whole` wrote whole, in order: {run folder: paths in it}."""
+    return defaultdict(list)
+
+
+@pytest.fixture(scope="module")
+def whole(setting, written):
     """Run folders of runs of three updates that nothing interrupted, by stage."""
-    return {stage: run(stage, setting.args(stage, f"whole_{stage}", **SAVED)) for stage in STAGES}
+    swap = os.replace
+
+    def swap_and_note(source, target):
+        swap(source, target)
+        folder = next(folder for folder in Path(target).parents if folder.parent == setting.root)
+        written[folder].append(Path(target).relative_to(folder))
+
+    with mock.patch.object(os, "replace", swap_and_note):
+        return {stage: run(stage, setting.args(stage, f"whole_{stage}", **SAVED)) for stage in STAGES}
 
 
 @pytest.mark.parametrize(("stage", "point"), POINTS)
@@ -192,6 +206,35 @@ def test_resume_ends_with_the_same_bytes(setting, whole, stage, point):
     run(stage, replace(args, resume=True))
     found, expected = left_behind(folder), left_behind(whole[stage])
     assert [key for key in expected if found[key] != expected[key]] == [] and complete(found) == ""
+
+
+# what is written after the last update; `model` comes last, because --resume takes a folder with it for an ended run
+LAST = {"sft": ["model"], "ppo": ["value_model", "model"]}
+LAST["dpo"] = ["eval/pairs_validation.csv", "eval/pairs_validation_cnndm.csv", "eval/accuracy.csv", "model"]
+LAST["reward"] = ["eval/reference_rewards.csv", *LAST["dpo"]]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_kill_between_any_two_of_the_last_writes_changes_nothing(setting, whole, written, stage):
+    """As a kill before each of them leaves the folder: what came before is there, the next under another name."""
+    assert [str(path) for path in written[whole[stage]][-len(LAST[stage]) :]] == LAST[stage]
+    expected = left_behind(whole[stage])
+    for count, name in enumerate(LAST[stage]):
+        args = setting.args(stage, f"gap_{stage}_{count}", **SAVED)
+        folder = Path(shutil.copytree(whole[stage], args.output_dir))
+        for missing in LAST[stage][count:]:
+            path = folder / missing
+            if missing == name:
+                path.rename(path.with_suffix(".tmp"))
+            elif path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        settings = json.loads((folder / "args.json").read_text())
+        (folder / "args.json").write_text(json.dumps(settings | {"output_dir": args.output_dir}))
+        run(stage, replace(args, resume=True))
+        found = left_behind(folder)
+        assert [key for key in expected if found[key] != expected[key]] == [] and complete(found) == ""
 
 
 def test_a_killed_process_is_what_makes_the_difference(setting, whole):

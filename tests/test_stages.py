@@ -367,23 +367,3 @@ def test_importing_a_script_does_nothing_and_help_works(name, monkeypatch, tmp_p
         runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
     assert end.value.code in (0, None) and "--output-dir" in capsys.readouterr().out
     assert os.listdir() == [] and not torch.distributed.is_initialized()
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_resume_takes_the_settings_of_adamw_from_the_command(arguments, tmp_path, monkeypatch, stage):
-    """And not from the checkpoint, whose optimiser state holds those of before."""
-    script, seen = STAGES[stage], []
-    step = script.optimizer_step
-
-    def look(accelerator, model, optimizer, *rest):
-        seen.append({(group["eps"], group["weight_decay"]) for group in optimizer.param_groups})
-        return step(accelerator, model, optimizer, *rest)
-
-    monkeypatch.setattr(script, "optimizer_step", look)
-    common = arguments[stage] | {"output_dir": str(tmp_path / "run"), "batch_size": 4, "save_every": 1}
-    common |= {"num_ppo_epochs": 1} if stage == "ppo" else {}
-    given = {"total_episodes": 4, "adam_eps": 1e-5, "weight_decay": 0.01}
-    for changes in (given, {"total_episodes": 8, "adam_eps": 1e-3, "weight_decay": 0.5, "resume": True}):
-        AcceleratorState._reset_state(True)
-        script.main(script.Args(**common | changes))
-    assert seen == [{(1e-5, 0.01)}, {(1e-3, 0.5)}]

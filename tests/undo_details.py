@@ -83,8 +83,8 @@ PATCHES = r"""
 - text if text.startswith(" ") else f" {text}"
 + text
 03 tldr_dataset.py: no EOS
-- encode(tokenizer, response) + [eos_id]
-+ encode(tokenizer, response)
+- [token for token in label if token != pad_id]
++ [token for token in label[:-1] if token != pad_id]
 03 tldr_dataset.py: no EOS after query + response
 - encode(tokenizer, joined) + [eos_id]
 + encode(tokenizer, joined)
@@ -108,12 +108,14 @@ PATCHES = r"""
 - max_rm_response_length_cnndm: int = 155
 + max_rm_response_length_cnndm: int = 169
 04 tldr_dataset.py: longer rows are cut
--     if len(tokens) > width:
-+     tokens = tokens[:width]
-+     if len(tokens) > width:
-04 tldr_dataset.py: the error does not name the row
-- fail(f"{where}: {error}")
-+ fail(f"{error}")
+- return tokens + [pad_id] * (width - len(tokens))
++ return (tokens + [pad_id] * (width - len(tokens)))[:width]
+04 tldr_dataset.py: longer rows are let through
+- if length > getattr(args, flag):
++ if length > 10**6:
+04 tldr_dataset.py: the length that the first long row needs, not that of all
+- needed[flag] = max(needed.get(flag, row), row)
++ needed.setdefault(flag, row)
 04 tldr_dataset.py: the limit is reported as the maximum
 - "max": lengths.max()
 + "max": limit
@@ -163,8 +165,8 @@ PATCHES = r"""
 - adam_eps: float = 1e-5
 + adam_eps: float = 1e-8
 09 sft.py: epsilon 1e-8
-- group.update(lr=learning_rate, eps=args.adam_eps
-+ group.update(lr=learning_rate, eps=1e-8
+- lr=args.learning_rate, eps=args.adam_eps
++ lr=args.learning_rate, eps=1e-8
 09 sft.py: learning rate 1e-5
 - learning_rate: float = 3e-6
 + learning_rate: float = 1e-5
@@ -178,8 +180,8 @@ PATCHES = r"""
 - 0.5 * (1 + cos(pi * (update - 1) / num_updates))
 + (1 - (update - 1) / num_updates)
 09 sft.py: the schedule is not applied
-- group.update(lr=learning_rate, eps
-+ group.update(eps
+- group["lr"] = learning_rate
++ group["lr"] = args.learning_rate
 09 sft.py: Adam with L2 in place of AdamW
 - torch.optim.AdamW(
 + torch.optim.Adam(
@@ -188,8 +190,8 @@ PATCHES = r"""
 - adam_eps: float = 1e-5
 + adam_eps: float = 1e-8
 10 reward.py: epsilon 1e-8
-- lr=learning_rate, eps=args.adam_eps
-+ lr=learning_rate, eps=1e-8
+- lr=args.learning_rate, eps=args.adam_eps
++ lr=args.learning_rate, eps=1e-8
 10 reward.py: learning rate 1e-5
 - learning_rate: float = 3e-6
 + learning_rate: float = 1e-5
@@ -203,8 +205,8 @@ PATCHES = r"""
 - 0.5 * (1 + cos(pi * (update - 1) / num_updates))
 + (1 - (update - 1) / num_updates)
 10 reward.py: the schedule is not applied
-- update(lr=learning_rate, eps
-+ update(eps
+- group["lr"] = learning_rate
++ group["lr"] = args.learning_rate
 
 11 reward.py: standard deviation 0.02
 - std=1 / (model.score.in_features + 1) ** 0.5
@@ -396,8 +398,8 @@ PATCHES = r"""
 + table = []
 +         for split in ["validation"]:
 19 dpo.py: epsilon 1e-8
-- lr=learning_rate, eps=args.adam_eps
-+ lr=learning_rate, eps=1e-8
+- lr=args.learning_rate, eps=args.adam_eps
++ lr=args.learning_rate, eps=1e-8
 19 dpo.py: batches of 32
 -     batch_size: int = 64
 +     batch_size: int = 32
@@ -468,8 +470,8 @@ PATCHES = r"""
 - tokenizer, args, 0.01)
 + tokenizer, args, args.temperature)
 20 ppo.py: epsilon 1e-8
-- group.update(lr=learning_rate, eps=args.adam_eps
-+ group.update(lr=learning_rate, eps=1e-8
+- lr=args.learning_rate, eps=args.adam_eps
++ lr=args.learning_rate, eps=1e-8
 
 20 ppo.py: the same sampling noise in every update
 - noise_keys(args.seed, update, episodes[share])
@@ -899,8 +901,8 @@ test_average.py::test_what_cannot_be_averaged ensembles/average.py: any base wil
 - ONE_BASE = 0.5
 + ONE_BASE = -2.0
 test_average.py::test_ties_count_half ensembles/average.py: ties are lost
-- chosen == rejected, 0.5
-+ chosen == rejected, 0.0
+- torch.where(tied, 0.5
++ torch.where(tied, 0.0
 test_average.py::test_an_average_below ensembles/average.py: beside the best member
 - worst = min(
 + worst = max(

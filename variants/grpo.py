@@ -270,6 +270,8 @@ def main(args: Args):
     ref_policy = frozen_model(accelerator, load_policy(sft_folder, tokenizer), args.offload)
     policy = load_policy(sft_folder, tokenizer).to(device)  # now, so host memory holds one model at a time
     check_head(policy, sft_folder)
+    check_positions(reward_model, reward_folder, [train, validation], "query_token", pad_id, args.response_length)
+    check_positions(policy, sft_folder, [train, validation], "query_token", pad_id, args.response_length)
     banned = banned_ids(policy, tokenizer).to(device)
     unwrapped_model = PolicyLogits(policy)  # without DDP or DeepSpeed, for passes without gradient
     model, optimizer = prepare(accelerator, unwrapped_model, args)
@@ -317,8 +319,8 @@ def main(args: Args):
 
         # ---- 5. K epochs of clipped updates ------------------------------------------------------
         learning_rate = args.learning_rate * (1 - (update - 1) / num_updates)  # linear to 0 (table 7)
-        for group in optimizer.param_groups:  # a resumed optimiser has those of its checkpoint
-            group.update(lr=learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
         logs = defaultdict(float)  # means over a mini-batch, summed over the optimiser steps
         grad_norms = []
         deviations = []
@@ -710,6 +712,7 @@ class RewardModel(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
+        self.config = model.config
 
     def forward(self, input_ids, **inputs):
         """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask, because no token of a causal model
@@ -723,14 +726,22 @@ def load_reward_model(path: str, tokenizer) -> RewardModel:
     become such a folder by benchmark/convert_released.py."""
     with or_fail(f"{path} holds no reward model that can be read; reward.py makes one"):
         config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
-        config.pad_token_id = tokenizer.pad_token_id
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model.config.pad_token_id = tokenizer.pad_token_id
         model.score = ScalarHead(model.score.weight.shape[1], 1)
         weights = {}
-        for file in Path(path).glob("*.safetensors"):
+        for file in weight_files(path):
             weights |= load_file(file)
         model.load_state_dict(weights)
     return RewardModel(model)
+
+
+def weight_files(path: str) -> list[Path]:
+    """The safetensors files of a checkpoint folder: model.safetensors, or else those that its index names."""
+    if Path(path, "model.safetensors").exists():
+        return [Path(path, "model.safetensors")]
+    index = json.loads(Path(path, "model.safetensors.index.json").read_text())
+    return [Path(path, name) for name in sorted(set(index["weight_map"].values()))]
 
 
 def load_policy(path: str, tokenizer):
@@ -745,6 +756,25 @@ def load_policy(path: str, tokenizer):
     if rows < len(tokenizer):
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     return model
+
+
+def check_positions(model, path: str, splits: list, column: str, pad_id: int, sampled: int = 0):
+    """An error where a row of a column, with the tokens sampled behind it, is longer than a model's positions. Rows are
+    cut to a multiple of 16 (trimmed_width), so their padding counts up to there."""
+    positions = max_positions(model)
+    for rows in splits:
+        width = len(rows[0][column])
+        if width + sampled <= positions:
+            continue
+        longest = max(trimmed_width(batch[column], pad_id) for batch in rows.select_columns(column).iter(1000))
+        if longest + sampled > positions:
+            needed = f"{column} takes {longest} positions, and {sampled} sampled tokens"
+            fail(f"{path}: {needed}; {type(model).__name__} has {positions}. Make the data with shorter queries")
+
+
+def max_positions(model) -> int:
+    """The length of the longest row that a model can take."""
+    return getattr(model.config, "max_position_embeddings", None) or 10**9  # none: any length
 
 
 def without_dropout(config):
@@ -837,6 +867,11 @@ def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, u
 # ==== plumbing: one text in every stage script; read it once, then skip it ========================
 # launch, loading, run folder, checkpoints, trackers, optimiser. Nothing here changes a loss or a sample.
 
+# settings that --resume may change: they concern memory, speed, evaluation, logging and saving
+MAY_CHANGE = {"micro_batch_size", "forward_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes"}
+MAY_CHANGE |= {"eval_every", "eval_rows", "run_eval", "sample_every", "gold_every", "track"}
+MAY_CHANGE |= {"save_every", "keep_checkpoints", "resume", "output_dir"}
+
 
 def fail(message: str):
     """End the process with one clear message on standard error and exit code 1."""
@@ -853,13 +888,21 @@ def or_fail(message: str):
 
 
 def fill_templates(args):
-    """Put the run's name and seed for {model} and {seed} in the arguments. An error where its folder holds a run."""
-    name = Path(args.model.partition("@")[0]).name
+    """Put the run's name and seed for {model} and {seed} in the arguments. An error where the output folder holds a
+    run; with --resume, the process ends here, successfully, where that run has ended."""
+    model = os.path.expanduser(args.model)
+    local = Path(model).exists()
+    name = Path(os.path.abspath(model) if local else model.partition("@")[0]).name
     for key, value in vars(args).items():
         if isinstance(value, str):
-            setattr(args, key, value.replace("{model}", name).replace("{seed}", str(args.seed)))
-    if Path(args.output_dir, "args.json").exists() and not args.resume:
-        fail(f"{args.output_dir} already holds a run: another --output-dir, delete it, or continue it with --resume")
+            value = value.replace("{model}", name).replace("{seed}", str(args.seed))
+            setattr(args, key, os.path.expanduser(value))
+    folder = Path(args.output_dir)
+    if args.resume and (folder / "model").exists():  # the last thing that a run writes
+        print(f"--resume: the run in {folder} has ended, so nothing is done", flush=True)
+        raise SystemExit(0)
+    if not args.resume and any((folder / name).exists() for name in ("args.json", "checkpoints", "model")):
+        fail(f"{folder} already holds a run: choose another --output-dir, delete it, or continue it with --resume")
 
 
 def make_accelerator(args) -> Accelerator:
@@ -887,6 +930,10 @@ def make_accelerator(args) -> Accelerator:
     runs_deepspeed = accelerator.state.deepspeed_plugin is not None
     if accelerator.num_processes != world or runs_deepspeed != deepspeed:
         fail(f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch by benchmark/accelerate/*.yaml")
+    steps = accelerator.gradient_accumulation_steps  # accelerate would divide the loss by it
+    if steps != 1:
+        where = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS or the launcher's config"
+        fail(f"{where} asks for {steps} gradient accumulation steps: make it 1; --micro-batch-size saves the memory")
     set_seed(args.seed)
     return accelerator
 
@@ -976,22 +1023,35 @@ def begin_run(accelerator: Accelerator, args) -> int:
     """Make the run folder or, with --resume, load its newest checkpoint that can be loaded, and start the trackers.
     Returns the update to go on from. Comes last before the training: a bad command leaves nothing behind."""
     folder = Path(args.output_dir)
+    settings = {"stage": STAGE, "processes": accelerator.num_processes} | asdict(args)
     old = {}
     if (folder / "args.json").exists():
         old = json.loads((folder / "args.json").read_text())
-        changed = [f"{key} {old.get(key)} -> {value}" for key, value in vars(args).items() if value != old.get(key)]
-        accelerator.print(f"--resume {folder}, changed: {', '.join(changed) or 'nothing'}")
+        check_settings(accelerator, folder, old, settings)
     finished, metrics = load_newest(accelerator, folder)
-    about = {
-        "stage": STAGE,
-        "command": shlex.join(["python", *sys.argv]),
-        "processes": accelerator.num_processes,
-        "wandb_id": old.get("wandb_id", os.urandom(8).hex()),
-    }
-    start_trackers(accelerator, args, about["wandb_id"], finished)
-    write_whole(accelerator, folder / "args.json", json.dumps(about | asdict(args), indent=2) + "\n")
+    if args.resume and not finished:
+        accelerator.print(f"--resume: {folder} has no checkpoint, so the run starts anew")
+    settings["command"] = shlex.join(["python", *sys.argv])
+    settings["wandb_id"] = old.get("wandb_id", os.urandom(8).hex())
+    start_trackers(accelerator, args, settings["wandb_id"], finished)
+    write_whole(accelerator, folder / "args.json", json.dumps(settings, indent=2) + "\n")
     write_whole(accelerator, folder / "metrics.jsonl", metrics)
     return finished
+
+
+def check_settings(accelerator: Accelerator, folder: Path, old: dict, settings: dict):
+    """Print the settings that --resume changes; an error where one changes what an update means (not MAY_CHANGE)."""
+    changed = {}
+    for key, value in settings.items():
+        if key in old and old[key] != value:
+            changed[key] = f"--{key.replace('_', '-')} {old[key]} -> {value}"
+    refused = [change for key, change in changed.items() if key not in MAY_CHANGE]
+    if refused:
+        fail(
+            f"--resume {folder}: {', '.join(refused)} would change the run. Give the old value, or another "
+            f"--output-dir; if a data set or model has only moved, write its new path into {folder}/args.json"
+        )
+    accelerator.print(f"--resume {folder}, changed: {', '.join(changed.values()) or 'nothing'}")
 
 
 def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
@@ -1134,6 +1194,7 @@ def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: fl
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character of a sample shows another
     main(tyro.cli(Args))
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # it leaves threads that can abort the interpreter's end
         os._exit(0)  # all is written

@@ -62,6 +62,7 @@ from transformers.utils import logging as transformers_logging
 STAGE = "simpo"
 MICRO_BATCH_SIZES = {"1b": 8, "2.8b": 4, "6.9b": 1}  # of Pythia's sizes: pairs that fit one 80 GB device
 PREFERENCE_DATASET = "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144"
+TIE = 1e-5  # rewards no further apart are equal but for rounding, which depends on the micro-batch: no hit
 PAIR_COLUMNS = ["query_chosen_token", "query_chosen_token_response_label"]
 PAIR_COLUMNS += ["query_rejected_token", "query_rejected_token_response_label"]
 PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
@@ -140,6 +141,7 @@ def pair_logprobs(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.
     """Summed log-probabilities (b,) of the chosen and of the rejected response, EOS included; `pairs` as made by
     pair_rows."""
     inputs, columns = pair_inputs(pairs["query"], pairs["chosen"], pairs["rejected"], pad_id)
+    inputs["attention_mask"] = windowed_mask(model, inputs)
     width = inputs["input_ids"].shape[1]
     first = max(int(columns["chosen"].min()), 0) // 16 * 16  # the head skips columns that are query in every row
     logits = model(**inputs, use_cache=False, logits_to_keep=width - first).logits.float()  # (b, T - first, V)
@@ -206,7 +208,9 @@ def main(args: Args):
     order = data_order(len(train), args.seed, 0, max(num_pairs, 1))[:num_pairs]  # Detail 19: as in reward.py
 
     # ---- the policy ------------------------------------------------------------------------------
-    policy = load_policy(policy_folder, tokenizer)
+    policy = load_policy(policy_folder, tokenizer).to(accelerator.device)
+    compared = [train] + [data[split] for split in data if split == "validation" or args.run_eval]
+    check_pairs(policy, policy_folder, compared, pad_id)
     model, optimizer = prepare(accelerator, policy, args)
     # register state of your own here: accelerator.register_for_checkpointing(it). --resume restores its tensors on the
     # CPU, so move them to the device yourself.
@@ -223,8 +227,8 @@ def main(args: Args):
 
         # ---- 2. one step of the optimiser --------------------------------------------------------
         learning_rate = args.learning_rate * 0.5 * (1 + cos(pi * (update - 1) / num_updates))  # cosine to 0 (table 6)
-        for group in optimizer.param_groups:  # a resumed optimiser has those of its checkpoint
-            group.update(lr=learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
         sums = defaultdict(float)
         for mb in mbs:
             last = mb is mbs[-1]  # gradients are exchanged between devices with the last micro-batch
@@ -238,7 +242,7 @@ def main(args: Args):
             chosen_reward = args.beta * chosen.detach()
             rejected_reward = args.beta * rejected.detach()
             sums["loss/train"] += loss.detach()
-            sums["accuracy/train"] += (chosen_reward > rejected_reward).float().sum()
+            sums["accuracy/train"] += (chosen_reward > rejected_reward + TIE).float().sum()
             sums["rewards/chosen"] += chosen_reward.sum()
             sums["rewards/rejected"] += rejected_reward.sum()
             sums["logprobs/chosen"] += chosen.detach().sum()
@@ -343,7 +347,9 @@ def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[dict, dict]:
     same_response = is_rejected[:, :, None] == is_rejected[:, None]  # (b, T, T)
     causal = t[:, None] >= t  # (T, T)
     mask = causal & (is_query[:, None] | same_response)
-    positions = t - is_rejected * chosen_length
+    positions = (t - is_rejected * chosen_length).masked_fill(
+        tokens == pad_id, 0
+    )  # padding may lie behind the last one
     inputs = {"input_ids": tokens, "attention_mask": mask[:, None], "position_ids": positions}
     query_end = query_length - 1  # (b, 1), the query's last token, which comes before either response
     columns = {}
@@ -352,6 +358,44 @@ def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[dict, dict]:
         columns[side] = torch.cat([query_end, response_columns], 1)
         columns[side].clamp_(max=tokens.shape[1] - 1)  # past a response's end: any
     return inputs, columns
+
+
+def windowed_mask(model, inputs: dict):
+    """The mask of pair_inputs as the layers of a model take it: a layer with a sliding window sees no position further
+    back than that, as it would in a row of one response."""
+    config = getattr(model, "module", model).config  # DDP and DeepSpeed have the model in `module`
+    mask = inputs["attention_mask"]
+    window = getattr(config, "sliding_window", None)
+    if window is None:
+        return mask
+    positions = inputs["position_ids"]
+    distances = positions[:, :, None] - positions[:, None, :]
+    windowed = mask & (distances < window)[:, None]
+    if getattr(config, "layer_types", None) is None:  # all layers have it
+        return windowed
+    return {"full_attention": mask, "sliding_attention": windowed}
+
+
+@torch.no_grad()
+def check_pairs(model, path: str, splits: list, pad_id: int):
+    """An error where a pair is too long for a transformers model (check_positions), or where its states differ between
+    one row of a pair and two rows: where its attention does not go by our mask and position ids alone."""
+    for column in ("query_chosen_token", "query_rejected_token"):
+        check_positions(model, path, splits, column, pad_id)
+    length = min(len(splits[0][0]["query_chosen_token"]), max_positions(model))
+    tokens = torch.arange(length + 8, device=model.device)[None] % min(pad_id, 1000)
+    query = tokens[:, : length - 8]
+    responses = {"chosen": tokens[:, length - 8 : length], "rejected": tokens[:, length:]}
+    inputs, columns = pair_inputs(query, responses["chosen"], responses["rejected"], pad_id)
+    inputs["attention_mask"] = windowed_mask(model, inputs)
+    problem = f"{path}: {type(model).__name__} cannot take a pair in one row, which {STAGE}.py relies on"
+    with or_fail(problem):
+        states = model.base_model(**inputs, use_cache=False).last_hidden_state
+        for side, response in responses.items():
+            expected = model.base_model(torch.cat([query, response], 1), use_cache=False).last_hidden_state[:, -8:]
+            difference = (states[:, columns[side][0, 1:]] - expected).norm() / expected.norm()
+            if not difference < 1e-3:
+                fail(f"{problem}: its states differ by {difference:.1e}")
 
 
 # ==== padding =====================================================================================
@@ -393,6 +437,25 @@ def load_policy(path: str, tokenizer):
     return model
 
 
+def check_positions(model, path: str, splits: list, column: str, pad_id: int, sampled: int = 0):
+    """An error where a row of a column, with the tokens sampled behind it, is longer than a model's positions. Rows are
+    cut to a multiple of 16 (trimmed_width), so their padding counts up to there."""
+    positions = max_positions(model)
+    for rows in splits:
+        width = len(rows[0][column])
+        if width + sampled <= positions:
+            continue
+        longest = max(trimmed_width(batch[column], pad_id) for batch in rows.select_columns(column).iter(1000))
+        if longest + sampled > positions:
+            needed = f"{column} takes {longest} positions, and {sampled} sampled tokens"
+            fail(f"{path}: {needed}; {type(model).__name__} has {positions}. Make the data with shorter queries")
+
+
+def max_positions(model) -> int:
+    """The length of the longest row that a model can take."""
+    return getattr(model.config, "max_position_embeddings", None) or 10**9  # none: any length
+
+
 def without_dropout(config):
     """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
     for key, value in config.to_dict().items():
@@ -430,7 +493,7 @@ def accuracy_table(name: str, pairs: list[dict]) -> list[dict]:
     """Table 5's rows of one split: the share of pairs whose chosen reward is the higher one, over all and per batch,
     confidence, split and policy pair (Detail 16). Null values are a group of their own."""
     frame = pandas.DataFrame(pairs, dtype=object)  # else a null turns integers into floats
-    frame["hit"] = frame["chosen_reward"] > frame["rejected_reward"]
+    frame["hit"] = frame["chosen_reward"] > frame["rejected_reward"] + TIE
     frame["overall"] = "all"
     table = []
     for group in ("overall", "batch", "confidence", "split", "policies"):
@@ -467,6 +530,11 @@ def shares(accelerator: Accelerator, data, size: int, description: str):
 # ==== plumbing: one text in every stage script; read it once, then skip it ========================
 # launch, loading, run folder, checkpoints, trackers, optimiser. Nothing here changes a loss or a sample.
 
+# settings that --resume may change: they concern memory, speed, evaluation, logging and saving
+MAY_CHANGE = {"micro_batch_size", "forward_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes"}
+MAY_CHANGE |= {"eval_every", "eval_rows", "run_eval", "sample_every", "gold_every", "track"}
+MAY_CHANGE |= {"save_every", "keep_checkpoints", "resume", "output_dir"}
+
 
 def fail(message: str):
     """End the process with one clear message on standard error and exit code 1."""
@@ -483,13 +551,21 @@ def or_fail(message: str):
 
 
 def fill_templates(args):
-    """Put the run's name and seed for {model} and {seed} in the arguments. An error where its folder holds a run."""
-    name = Path(args.model.partition("@")[0]).name
+    """Put the run's name and seed for {model} and {seed} in the arguments. An error where the output folder holds a
+    run; with --resume, the process ends here, successfully, where that run has ended."""
+    model = os.path.expanduser(args.model)
+    local = Path(model).exists()
+    name = Path(os.path.abspath(model) if local else model.partition("@")[0]).name
     for key, value in vars(args).items():
         if isinstance(value, str):
-            setattr(args, key, value.replace("{model}", name).replace("{seed}", str(args.seed)))
-    if Path(args.output_dir, "args.json").exists() and not args.resume:
-        fail(f"{args.output_dir} already holds a run: another --output-dir, delete it, or continue it with --resume")
+            value = value.replace("{model}", name).replace("{seed}", str(args.seed))
+            setattr(args, key, os.path.expanduser(value))
+    folder = Path(args.output_dir)
+    if args.resume and (folder / "model").exists():  # the last thing that a run writes
+        print(f"--resume: the run in {folder} has ended, so nothing is done", flush=True)
+        raise SystemExit(0)
+    if not args.resume and any((folder / name).exists() for name in ("args.json", "checkpoints", "model")):
+        fail(f"{folder} already holds a run: choose another --output-dir, delete it, or continue it with --resume")
 
 
 def make_accelerator(args) -> Accelerator:
@@ -517,6 +593,10 @@ def make_accelerator(args) -> Accelerator:
     runs_deepspeed = accelerator.state.deepspeed_plugin is not None
     if accelerator.num_processes != world or runs_deepspeed != deepspeed:
         fail(f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch by benchmark/accelerate/*.yaml")
+    steps = accelerator.gradient_accumulation_steps  # accelerate would divide the loss by it
+    if steps != 1:
+        where = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS or the launcher's config"
+        fail(f"{where} asks for {steps} gradient accumulation steps: make it 1; --micro-batch-size saves the memory")
     set_seed(args.seed)
     return accelerator
 
@@ -606,22 +686,35 @@ def begin_run(accelerator: Accelerator, args) -> int:
     """Make the run folder or, with --resume, load its newest checkpoint that can be loaded, and start the trackers.
     Returns the update to go on from. Comes last before the training: a bad command leaves nothing behind."""
     folder = Path(args.output_dir)
+    settings = {"stage": STAGE, "processes": accelerator.num_processes} | asdict(args)
     old = {}
     if (folder / "args.json").exists():
         old = json.loads((folder / "args.json").read_text())
-        changed = [f"{key} {old.get(key)} -> {value}" for key, value in vars(args).items() if value != old.get(key)]
-        accelerator.print(f"--resume {folder}, changed: {', '.join(changed) or 'nothing'}")
+        check_settings(accelerator, folder, old, settings)
     finished, metrics = load_newest(accelerator, folder)
-    about = {
-        "stage": STAGE,
-        "command": shlex.join(["python", *sys.argv]),
-        "processes": accelerator.num_processes,
-        "wandb_id": old.get("wandb_id", os.urandom(8).hex()),
-    }
-    start_trackers(accelerator, args, about["wandb_id"], finished)
-    write_whole(accelerator, folder / "args.json", json.dumps(about | asdict(args), indent=2) + "\n")
+    if args.resume and not finished:
+        accelerator.print(f"--resume: {folder} has no checkpoint, so the run starts anew")
+    settings["command"] = shlex.join(["python", *sys.argv])
+    settings["wandb_id"] = old.get("wandb_id", os.urandom(8).hex())
+    start_trackers(accelerator, args, settings["wandb_id"], finished)
+    write_whole(accelerator, folder / "args.json", json.dumps(settings, indent=2) + "\n")
     write_whole(accelerator, folder / "metrics.jsonl", metrics)
     return finished
+
+
+def check_settings(accelerator: Accelerator, folder: Path, old: dict, settings: dict):
+    """Print the settings that --resume changes; an error where one changes what an update means (not MAY_CHANGE)."""
+    changed = {}
+    for key, value in settings.items():
+        if key in old and old[key] != value:
+            changed[key] = f"--{key.replace('_', '-')} {old[key]} -> {value}"
+    refused = [change for key, change in changed.items() if key not in MAY_CHANGE]
+    if refused:
+        fail(
+            f"--resume {folder}: {', '.join(refused)} would change the run. Give the old value, or another "
+            f"--output-dir; if a data set or model has only moved, write its new path into {folder}/args.json"
+        )
+    accelerator.print(f"--resume {folder}, changed: {', '.join(changed.values()) or 'nothing'}")
 
 
 def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
@@ -764,6 +857,7 @@ def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: fl
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character of a sample shows another
     main(tyro.cli(Args))
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # it leaves threads that can abort the interpreter's end
         os._exit(0)  # all is written
