@@ -931,6 +931,154 @@ test_ensembles_figures.py::test_quantities_by_hand ensembles/figures.py: one sta
 test_ensembles_figures.py::test_claims_of_a_hand_made_study ensembles/figures.py: several bases are one
 - many = pick([run for run in here if run.bases > 1]
 + many = pick([run for run in here if run.bases]
+
+test_gradients.py::test_sft sft.py: only the last micro-batch trains
+- mb_sum, _ = loss_and_count(
++ optimizer.zero_grad()
++             mb_sum, _ = loss_and_count(
+test_gradients.py::test_sft sft.py: the micro-batch's count in place of the batch's
+- mb_sum, _ = loss_and_count(
++ mb_sum, target_count = loss_and_count(
+test_gradients.py::test_sft sft.py: a linear schedule
+- args.learning_rate * 0.5 * (1 + cos(pi * (update - 1) / num_updates))
++ args.learning_rate * (1 - (update - 1) / num_updates)
+test_gradients.py::test_sft sft.py: --adam-eps has no effect
+- lr=learning_rate, eps=args.adam_eps
++ lr=learning_rate, eps=1e-5
+test_gradients.py::test_sft sft.py: every pass has the order of the first
+- permutation(n, seed, epoch)
++ permutation(n, seed, 0)
+test_gradients.py::test_reward reward.py: the last micro-batch is left out
+- for mb in mbs:
++ for mb in mbs[:-1]:
+test_gradients.py::test_reward reward.py: the micro-batch's count in place of the batch's
+- loss * world / args.batch_size
++ loss * world / len(chosen)
+test_gradients.py::test_reward reward.py: the rejected reward has no gradient
+- preference_loss(chosen, rejected).sum()
++ preference_loss(chosen, rejected.detach()).sum()
+test_gradients.py::test_llama2_reward llama2/reward.py: a tie's safety labels weigh as much as others
+- (mb["weight"] * safety).sum()
++ safety.sum()
+test_gradients.py::test_llama2_reward llama2/reward.py: a literal in place of --safety-coef
+- loss = loss + args.safety_coef * safety_sum
++ loss = loss + 0.2 * safety_sum
+test_gradients.py::test_llama2_reward llama2/reward.py: margins and weights of other pairs
+- key: value[rows] for key, value in terms.items()
++ key: value[: len(rows)] for key, value in terms.items()
+test_gradients.py::test_llama2_reward llama2/reward.py: the learning rate does not fall
+- args.learning_rate * 0.5 * (1 + cos(pi * (update - 1) / num_updates))
++ args.learning_rate
+test_gradients.py::test_dpo dpo.py: a literal in place of --beta
+- *ref, args.beta, args.loss_type, args.label_smoothing
++ *ref, 0.05, args.loss_type, args.label_smoothing
+test_gradients.py::test_dpo dpo.py: --label-smoothing has no effect
+- *ref, args.beta, args.loss_type, args.label_smoothing
++ *ref, args.beta, args.loss_type
+test_gradients.py::test_dpo dpo.py: the rejected log-probability has no gradient
+- dpo_loss(chosen, rejected, *ref
++ dpo_loss(chosen, rejected.detach(), *ref
+test_gradients.py::test_dpo dpo.py: the reference of other pairs
+- ref_logprobs["train"][rows].unbind(1)
++ ref_logprobs["train"][rows.roll(1)].unbind(1)
+test_gradients.py::test_simpo variants/simpo.py: a literal in place of --gamma-beta-ratio
+- args.gamma_beta_ratio * args.beta).sum()
++ 0.5 * args.beta).sum()
+test_gradients.py::test_simpo variants/simpo.py: the micro-batch's count in place of the batch's
+- loss * world / args.batch_size
++ loss * world / args.micro_batch_size
+test_gradients.py::test_simpo variants/simpo.py: both means are over the chosen response's length
+- rejected / lengths[:, 1]
++ rejected / lengths[:, 0]
+test_gradients.py::test_ppo ppo.py: a literal in place of --vf-coef
+- args.vf_coef * vf_loss
++ 0.1 * vf_loss
+test_gradients.py::test_ppo ppo.py: the value loss has no gradient
+- args.vf_coef * vf_loss / value_count
++ args.vf_coef * vf_loss.detach() / value_count
+test_gradients.py::test_ppo ppo.py: the micro-batch's count in place of the mini-batch's
+- loss = pg_loss / policy_count +
++ loss = pg_loss / mb["response_mask"].sum() +
+test_gradients.py::test_ppo ppo.py: only the first mini-batch trains
+- for mini_batch in mini_batches(args, update, epoch, device):
++ for mini_batch in mini_batches(args, update, epoch, device)[:1]:
+test_gradients.py::test_ppo ppo.py: a step after every micro-batch
+-                 grad_norms.append(optimizer_step(
++                     grad_norms.append(optimizer_step(
+test_gradients.py::test_ppo ppo.py: a step after every pass
+-                 grad_norms.append(optimizer_step(
++             grad_norms.append(optimizer_step(
+test_gradients.py::test_ppo ppo.py: a literal in place of --gamma
+- args.gamma, args.lam
++ 1.0, args.lam
+test_gradients.py::test_ensembles_ppo ensembles/ppo.py: the gradients of earlier steps stay
+-     optimizer.step()
+-     optimizer.zero_grad()
++     optimizer.step()
+test_gradients.py::test_ensembles_ppo ensembles/ppo.py: the learning rate of the next update
+- scheduled(args, (update - 1) / num_updates)
++ scheduled(args, update / num_updates)
+test_gradients.py::test_ensembles_ppo ensembles/ppo.py: a literal in place of --cliprange-value
+- value_loss(values, mb, args.cliprange_value)
++ value_loss(values, mb, 0.2)
+test_gradients.py::test_ensembles_ppo ensembles/ppo.py: the ratio is to the policy of the step
+- policy_loss(logprobs, mb, args.cliprange)
++ policy_loss(logprobs, mb | {"logprobs": logprobs.detach()}, args.cliprange)
+test_gradients.py::test_ensembles_ppo ensembles/ppo.py: every pass has the mini-batches of the first
+- for mini_batch in mini_batches(args, update, epoch, device):
++ for mini_batch in mini_batches(args, update, 0, device):
+test_gradients.py::test_ppo_function variants/ppo_function.py: the value loss is over the policy's count
+- vf_loss / value_count
++ vf_loss / policy_count
+test_gradients.py::test_ppo_function variants/ppo_function.py: a literal in place of --penalty-reward-value
+- scores.where(has_eos, args.penalty_reward_value)
++ scores.where(has_eos, -1.0)
+test_gradients.py::test_ppo_function variants/ppo_function.py: no clipping of the gradient
+- max_grad_norm or float("inf")
++ float("inf")
+test_gradients.py::test_grpo variants/grpo.py: only the last micro-batch trains
+- loss, sums = grpo_loss(
++ optimizer.zero_grad()
++                     loss, sums = grpo_loss(
+test_gradients.py::test_grpo variants/grpo.py: --length-norm has no effect
+- weigh_tokens(lengths, args.length_norm, args.response_length)
++ weigh_tokens(lengths, "response", args.response_length)
+test_gradients.py::test_grpo variants/grpo.py: one clipping on both sides
+- 1 + args.cliprange_high
++ 1 + args.cliprange
+test_gradients.py::test_grpo variants/grpo.py: a literal in place of --kl-coef
+- args.kl_coef * penalty
++ 0.04 * penalty
+test_gradients.py::test_grpo variants/grpo.py: training at temperature 1
+-                     logprobs = token_logprobs(logits, mb["responses"], args.temperature)
++                     logprobs = token_logprobs(logits, mb["responses"], 1.0)
+test_gradients.py::test_rloo variants/rloo.py: the micro-batch's count in place of the mini-batch's
+- loss = loss / len(mini_batch)
++ loss = loss / len(mb["rows"])
+test_gradients.py::test_rloo variants/rloo.py: REINFORCE after the first step, too
+- on_policy = args.num_ppo_epochs == args.num_mini_batches == 1
++ on_policy = True
+test_gradients.py::test_rloo variants/rloo.py: a literal in place of --kl-coef
+- returns = scores - args.kl_coef * kl.sum(1)
++ returns = scores - 0.05 * kl.sum(1)
+test_gradients.py::test_rloo variants/rloo.py: the learning rate does not fall
+- args.learning_rate * (1 - (update - 1) / num_updates)
++ args.learning_rate
+test_gradients.py::test_online_dpo variants/online_dpo.py: tied pairs count
+- untied[own] / count
++ untied[own] / len(own)
+test_gradients.py::test_online_dpo variants/online_dpo.py: the rejected log-probability has no gradient
+- dpo_loss(chosen, rejected, *ref
++ dpo_loss(chosen, rejected.detach(), *ref
+test_gradients.py::test_online_dpo variants/online_dpo.py: a literal in place of --beta
+- *ref, args.beta, args.loss_type
++ *ref, 0.1, args.loss_type
+test_gradients.py::test_online_dpo variants/online_dpo.py: --loss-type has no effect
+- *ref, args.beta, args.loss_type
++ *ref, args.beta
+test_gradients.py::test_online_dpo variants/online_dpo.py: every pass has the mini-batches of the first
+- permutation(len(pairs), args.seed + update, epoch)
++ permutation(len(pairs), args.seed + update, 0)
 """
 
 
