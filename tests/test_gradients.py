@@ -9,14 +9,16 @@ with the learning rates of its own schedule, and expects the weights that the ne
 
 import math
 import statistics
+from collections import defaultdict
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import make_reward_model, make_talker, read_metrics, record, script
+from conftest import close, make_reward_model, make_talker, read_metrics, record, script
 from datasets import Dataset, DatasetDict, load_from_disk
 from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
@@ -144,7 +146,8 @@ def linear(update: int) -> float:
 
 def train(start, path: str, label: str, **settings) -> SimpleNamespace:
     """A run of the script at `path`: its settings, .name and .steps: the .weights and .gradients by name and the
-    .learning_rates of every optimiser step, and the .samples (responses) of all calls of `sample` before it."""
+    .learning_rates of every optimiser step, the number of its .micro_batches, and the .samples (responses) of all calls
+    of `sample` before it."""
     AcceleratorState._reset_state(True)
     module, name = script(path), f"{path} {label}".strip()
     settings = SIZES | OPTIMISER | {"output_dir": str(start.root / name.replace("/", " "))} | settings
@@ -153,10 +156,12 @@ def train(start, path: str, label: str, **settings) -> SimpleNamespace:
         if hasattr(module, "sample"):
             samples = record(patch, module, "sample")
         optimizer_step = module.optimizer_step
+        backwards = record(patch, Accelerator, "backward")
 
         def recorded(accelerator, model, optimizer, max_grad_norm, where):
             parameters = dict(model.named_parameters())
-            step = SimpleNamespace(samples=[call.result[0] for call in samples])
+            step = SimpleNamespace(samples=[call.result[0] for call in samples], micro_batches=len(backwards))
+            backwards.clear()
             step.weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
             step.gradients = {name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()}
             step.learning_rates = [group["lr"] for group in optimizer.param_groups]
@@ -165,7 +170,9 @@ def train(start, path: str, label: str, **settings) -> SimpleNamespace:
 
         patch.setattr(module, "optimizer_step", recorded)
         module.main(module.Args(**settings))
-    return SimpleNamespace(**settings, name=name, steps=steps, start=start)
+    run = SimpleNamespace(**settings, name=name, steps=steps, start=start)
+    run.micro_batches = math.ceil(BATCH / settings.get("num_mini_batches", 1) / run.micro_batch_size)
+    return run
 
 
 def plain(folder: str, with_head: bool = False):
@@ -195,24 +202,27 @@ def logprobs_of(policy, query: list[int], response: list[int], banned=(), temper
 
 def hold(run, models: dict, by_hand, record_property, saved=("model",), changed_after=()) -> None:
     """Hold every step of a run against `by_hand`, a generator that calls backward on the losses of each step and yields
-    its learning rate. models: {prefix of their parameters' names: the float64 model} as the run should start with, and
-    which get the weights of each step. saved: the folders that the run leaves these models in, where the parameters
-    named in changed_after were changed after the training."""
+    its update, its learning rate and {metric: value}, of which metrics.jsonl has the means over the steps of an update.
+    models: {prefix of their parameters' names: the float64 model} as the run should start with, and which get the
+    weights of each step. saved: the folders that the run leaves these models in, where the parameters named in
+    changed_after were changed after the training."""
     parameters = {prefix + name: p for prefix, model in models.items() for name, p in model.named_parameters()}
     weights = {name: weight.clone() for name, weight in run.steps[0].weights.items()}
     optimizer = torch.optim.AdamW(weights.values(), eps=run.adam_eps, weight_decay=run.weight_decay, fused=True)
-    worst, clipped = (0.0, ""), 0
+    worst, clipped, logged = (0.0, ""), 0, defaultdict(lambda: defaultdict(list))
     for number, step in enumerate(run.steps, 1):
         run.now = step
         found = step.gradients
-        assert parameters.keys() == step.weights.keys()
+        assert parameters.keys() == step.weights.keys() and step.micro_batches == run.micro_batches
         for name, parameter in parameters.items():
             if number == 1:  # where the run should start
                 assert torch.allclose(parameter.float(), weights[name], rtol=0, atol=1e-5), name
             assert torch.allclose(weights[name], step.weights[name], rtol=0, atol=1e-7), (number, name)
             parameter.data.copy_(step.weights[name])
             parameter.grad = None
-        learning_rate = next(by_hand)
+        update, learning_rate, logs = next(by_hand)
+        for key, value in (logs | {"learning_rate": learning_rate, "episode": update * BATCH}).items():
+            logged[update][key].append(float(value))
         assert step.learning_rates == pytest.approx([learning_rate], rel=1e-9), number
         expected = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         assert {name for name, gradient in found.items() if gradient is not None} == expected.keys(), number
@@ -228,6 +238,13 @@ def hold(run, models: dict, by_hand, record_property, saved=("model",), changed_
         optimizer.param_groups[0]["lr"] = learning_rate
         optimizer.step()
     assert next(by_hand, None) is None  # there are as many steps
+    metrics = {line["update"]: line for line in read_metrics(Path(run.output_dir))}
+    for update, logs in logged.items():
+        means = {key: statistics.fmean(values) for key, values in logs.items()}
+        if "policy/ratio_square" in means:
+            means["policy/ratio_variance"] = means.pop("policy/ratio_square") - means["policy/ratio"] ** 2
+        for key, mean in means.items():
+            assert close(metrics[update][key], mean, 1e-4), (update, key)
     for (prefix, model), folder in zip(models.items(), saved, strict=True):
         for name, weight in plain(f"{run.output_dir}/{folder}", hasattr(model, "score")).named_parameters():
             if name not in changed_after:
@@ -250,9 +267,12 @@ def test_sft(start, record_property, loss_on):
             if loss_on == "query_response":
                 inputs = [(row.query[:1], row.query[1:] + row.response) for row in rows]
             count = sum(len(targets) for _, targets in inputs)
+            logs = defaultdict(float)
             for before, targets in inputs:
-                (-logprobs_of(policy, before, targets).sum() / count).backward()
-            yield cosine(update)
+                loss = -logprobs_of(policy, before, targets).sum() / count
+                loss.backward()
+                logs["loss/train"] += loss.item()
+            yield update, cosine(update), logs
 
     hold(run, {"": policy}, by_hand(), record_property)
 
@@ -264,6 +284,14 @@ def with_drawn_head(start, run):
     return model
 
 
+def log_pair(logs: dict, loss, chosen, rejected):
+    """Add a pair's loss and rewards to the means over a batch. Not its accuracy: of a tie rounding decides."""
+    logs["loss/train"] += loss.item() / BATCH
+    logs["rewards/chosen"] += chosen.item() / BATCH
+    logs["rewards/rejected"] += rejected.item() / BATCH
+    logs["rewards/margin"] += (chosen - rejected).item() / BATCH
+
+
 def test_reward(start, record_property):
     settings = {"sft_model_path": start.sft, "dataset": start.dataset, "preference_dataset": start.preference_dataset}
     run = train(start, "reward.py", "", **settings)
@@ -272,10 +300,13 @@ def test_reward(start, record_property):
 
     def by_hand():
         for update in range(1, UPDATES + 1):
+            logs = defaultdict(float)
             for pair in batch_of(start.pairs, update):
                 chosen, rejected = (rewards_at(model, getattr(pair, side))[-1] for side in SIDES)
-                (-logsigmoid(chosen - rejected) / BATCH).backward()
-            yield cosine(update)
+                loss = -logsigmoid(chosen - rejected)
+                (loss / BATCH).backward()
+                log_pair(logs, loss, chosen, rejected)
+            yield update, cosine(update), logs
 
     hold(run, {"model.": model}, by_hand(), record_property, changed_after=["score.bias"])
 
@@ -291,15 +322,20 @@ def test_llama2_reward(start, record_property, margin, coef):
 
     def by_hand():
         for update in range(1, UPDATES + 1):
+            logs = defaultdict(float)
             for pair in batch_of(kept, update):
                 chosen, rejected = (rewards_at(model, getattr(pair, side))[-1] for side in SIDES)
                 own_margin = pair.margin if margin == "column" else GRADES[pair.grade]
-                loss = -logsigmoid(chosen - rejected - own_margin)
+                safety_loss = torch.zeros(())
                 for reward, safe in ((chosen, pair.chosen_safe), (rejected, pair.rejected_safe)):
                     if safe is not None:
-                        loss = loss - coef * logsigmoid(reward if safe else -reward)
-                (pair.weight * loss / BATCH).backward()
-            yield cosine(update)
+                        safety_loss = safety_loss - pair.weight * logsigmoid(reward if safe else -reward)
+                loss = -pair.weight * logsigmoid(chosen - rejected - own_margin) + coef * safety_loss
+                (loss / BATCH).backward()
+                log_pair(logs, loss, chosen, rejected)
+                if coef:
+                    logs["loss/safety"] += safety_loss.item() / BATCH
+            yield update, cosine(update), logs
 
     hold(run, {"model.": model}, by_hand(), record_property, changed_after=() if coef else ["score.bias"])
 
@@ -322,6 +358,7 @@ def test_dpo(start, record_property, loss_type, smoothing):
 
     def by_hand():
         for update in range(1, UPDATES + 1):
+            logs = defaultdict(float)
             for pair in batch_of(start.pairs, update):
                 chosen, rejected = (x.sum() for x in sides_of(policy, pair))
                 with torch.no_grad():
@@ -331,7 +368,11 @@ def test_dpo(start, record_property, loss_type, smoothing):
                 if loss_type == "ipo":
                     loss = (h - 1 / 0.6) ** 2
                 (loss / BATCH).backward()
-            yield cosine(update)
+                log_pair(logs, loss, 0.3 * (chosen - ref_chosen), 0.3 * (rejected - ref_rejected))
+                logs["logprobs/chosen"] += chosen.item() / BATCH
+                logs["logprobs/rejected"] += rejected.item() / BATCH
+                logs["accuracy/train"] += (0.3 * h > 1e-5).item() / BATCH  # a tie is no hit
+            yield update, cosine(update), logs
 
     hold(run, {"": policy}, by_hand(), record_property)
 
@@ -344,17 +385,22 @@ def test_simpo(start, record_property):
 
     def by_hand():
         for update in range(1, UPDATES + 1):
+            logs = defaultdict(float)
             for pair in batch_of(start.pairs, update):
                 chosen, rejected = (x.mean() for x in sides_of(policy, pair))
-                (-logsigmoid(3.0 * (chosen - rejected) - 0.9) / BATCH).backward()
-            yield cosine(update)
+                loss = -logsigmoid(3.0 * (chosen - rejected) - 0.9)
+                (loss / BATCH).backward()
+                log_pair(logs, loss, 3.0 * chosen, 3.0 * rejected)
+                logs["logprobs/chosen"] += chosen.item() / BATCH
+                logs["logprobs/rejected"] += rejected.item() / BATCH
+            yield update, cosine(update), logs
 
     hold(run, {"": policy}, by_hand(), record_property)
 
 
 # ---- on-policy scripts -------------------------------------------------------------------------------------------
 
-LENGTH, PENALTY, TEMPERATURE = 8, -0.6, 0.8
+LENGTH, PENALTY, TEMPERATURE, KL_COEF = 8, -0.6, 0.8, 0.3
 ON_POLICY = {"num_ppo_epochs": 2, "num_mini_batches": 2, "response_length": LENGTH, "temperature": TEMPERATURE}
 ON_POLICY |= {"penalty_reward_value": PENALTY, "eval_rows": 2, "sample_every": 0, "sample_batch_size": 7}
 
@@ -365,6 +411,7 @@ def on_policy(start, path: str, label: str, **settings) -> SimpleNamespace:
     run = train(start, path, label, **common | ON_POLICY | settings)
     run.policy, run.reference = plain(start.sft), plain(start.sft)
     run.metrics = read_metrics(Path(run.output_dir))
+    assert all(line.get("policy/first_ratio_deviation", 0) == 0 for line in run.metrics)
     return run
 
 
@@ -408,11 +455,33 @@ def mini_batches(run, update: int, items: list):
             yield [items[i] for i in order[first : first + size]]
 
 
-def surrogate(advantage, ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """The clipped surrogate, without what has no gradient: the ratios that have left [low, high] in the direction of
-    the advantage."""
-    left = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
-    return -(advantage * ratio)[~left].sum()
+def surrogate(advantage, ratio: torch.Tensor, low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The clipped surrogate, and which ratios are clipped: those that have left [low, high] in the direction of the
+    advantage, where it has no gradient."""
+    is_clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
+    return -advantage * torch.where(is_clipped, ratio.detach().clamp(low, high), ratio), is_clipped
+
+
+def rollout_logs(run, episodes) -> dict:
+    """The metrics of a rollout."""
+    n = len(episodes)
+    logs = {
+        "objective/score": sum(x.score for x in episodes) / n,
+        "objective/score_without_penalty": sum(x.raw_score for x in episodes) / n,
+        "objective/kl": sum(x.kl.sum() for x in episodes) / n,
+        "response/length": sum(len(x.response) for x in episodes) / n,
+        "response/eos_rate": sum(x.has_eos for x in episodes) / n,
+    }
+    logs["objective/rlhf_reward"] = logs["objective/score"] - KL_COEF * logs["objective/kl"]
+    return logs
+
+
+def log_ratios(logs: dict, ratios: torch.Tensor, is_clipped: torch.Tensor, count: int):
+    """Add ratios to the means over a mini-batch."""
+    logs["policy/ratio"] += ratios.sum().item() / count
+    logs["policy/ratio_square"] += ratios.square().sum().item() / count
+    logs["policy/clip_fraction"] += is_clipped.sum().item() / count
+    logs["policy/approx_kl"] += 0.5 * ratios.log().square().sum().item() / count
 
 
 # ---- GRPO, RLOO, online DPO
@@ -428,7 +497,7 @@ GRPO = [
 @pytest.mark.parametrize("options", GRPO, ids=lambda options: options["length_norm"])
 def test_grpo(start, record_property, options):
     k = 3
-    settings = {"reward_model_path": start.reward, "samples_per_prompt": k, "kl_coef": 0.3}
+    settings = {"reward_model_path": start.reward, "samples_per_prompt": k, "kl_coef": KL_COEF}
     settings |= {"cliprange": 0.1, "cliprange_high": 0.15}
     run = on_policy(start, "variants/grpo.py", options["length_norm"], **settings, **options)
     score = score_by(plain(start.reward, with_head=True))
@@ -442,7 +511,12 @@ def test_grpo(start, record_property, options):
                 if run.scale_by_std:
                     advantage /= statistics.stdev(group) + 1e-4
                 episode.advantage = torch.full((len(episode.response),), advantage, dtype=torch.float64)
+            deviations = [statistics.stdev(x.score for x in episodes[i : i + k]) for i in range(0, BATCH, k)]
+            tenths = statistics.quantiles(deviations, n=10, method="inclusive")
             for mini_batch in mini_batches(run, update, episodes):
+                logs = defaultdict(float, rollout_logs(run, episodes))
+                logs["objective/group_sd"] = statistics.fmean(deviations)
+                logs["objective/group_sd_10"], logs["objective/group_sd_90"] = tenths[0], tenths[-1]
                 tokens = sum(len(episode.response) for episode in mini_batch)
                 for episode in mini_batch:
                     logprobs = logprobs_by(run, run.policy, episode)
@@ -450,20 +524,24 @@ def test_grpo(start, record_property, options):
                     d = logprobs - episode.ref_logprobs
                     k3 = (-d).exp() - 1 + d
                     kl = {"k3": k3, "k2": d**2 / 2, "k3_ratio": k3 * ratio}[run.kl_estimator]
-                    loss = surrogate(episode.advantage, ratio, 0.9, 1.15) + 0.3 * kl.sum()
+                    losses, is_clipped = surrogate(episode.advantage, ratio, 0.9, 1.15)
                     length = {"response": len(episode.response), "tokens": tokens / BATCH * 2, "constant": LENGTH}
-                    (loss / length[run.length_norm] / (BATCH // 2)).backward()
-                yield linear(update)
+                    loss = (losses.sum() + KL_COEF * kl.sum()) / length[run.length_norm] / (BATCH // 2)
+                    loss.backward()
+                    logs["loss/policy"] += loss.item()
+                    logs["loss/kl"] += kl.sum().item() / tokens
+                    log_ratios(logs, ratio, is_clipped, tokens)
+                yield update, linear(update), logs
 
-    assert any(line["policy/clip_fraction"] > 0 for line in run.metrics)
     hold(run, {"policy.": run.policy}, by_hand(), record_property)
+    assert any(line["policy/clip_fraction"] > 0 for line in run.metrics)
 
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_rloo(start, record_property, passes):
     """One pass over one mini-batch is REINFORCE, which is the ratio's gradient where the ratio is 1."""
     k = 3
-    settings = {"reward_model_path": start.reward, "samples_per_prompt": k, "kl_coef": 0.3}
+    settings = {"reward_model_path": start.reward, "samples_per_prompt": k, "kl_coef": KL_COEF}
     settings |= {"cliprange": 0.1, "num_ppo_epochs": passes, "num_mini_batches": passes}
     run = on_policy(start, "variants/rloo.py", f"passes {passes}", **settings)
     score = score_by(plain(start.reward, with_head=True))
@@ -471,24 +549,33 @@ def test_rloo(start, record_property, passes):
     def by_hand():
         for update in range(1, UPDATES + 1):
             episodes = rollout(run, update, score, k)
-            returns = [episode.score - 0.3 * episode.kl.sum().item() for episode in episodes]
+            returns = [episode.score - KL_COEF * episode.kl.sum().item() for episode in episodes]
             for i, episode in enumerate(episodes):
                 others = [returns[j] for j in range(i // k * k, i // k * k + k) if j != i]
                 episode.advantage = torch.tensor(returns[i] - statistics.fmean(others))
+            deviations = [statistics.stdev(returns[i : i + k]) for i in range(0, BATCH, k)]
             for mini_batch in mini_batches(run, update, episodes):
+                logs = defaultdict(float, rollout_logs(run, episodes))
+                logs["objective/group_sd"] = statistics.fmean(deviations)
                 for episode in mini_batch:
                     logprobs = logprobs_by(run, run.policy, episode)
                     ratio = (logprobs.sum() - episode.logprobs.sum()).exp()
-                    (surrogate(episode.advantage, ratio, 0.9, 1.1) / len(mini_batch)).backward()
-                yield linear(update)
+                    loss, is_clipped = surrogate(episode.advantage, ratio, 0.9, 1.1)
+                    (loss / len(mini_batch)).backward()
+                    log_ratios(logs, ratio, is_clipped, len(mini_batch))
+                    if passes == 1:
+                        loss = -episode.advantage * logprobs.sum()
+                    logs["loss/policy"] += loss.item() / len(mini_batch)
+                yield update, linear(update), logs
 
     hold(run, {"policy.": run.policy}, by_hand(), record_property)
 
 
 @pytest.mark.parametrize(("loss_type", "k"), [("sigmoid", 2), ("ipo", 3)])
 def test_online_dpo(start, record_property, loss_type, k):
-    settings = {"reward_model_path": start.reward, "samples_per_prompt": k, "beta": 0.3, "loss_type": loss_type}
-    run = on_policy(start, "variants/online_dpo.py", loss_type, **settings, micro_batch_size=4)
+    settings = {"reward_model_path": start.reward, "samples_per_prompt": k, "beta": KL_COEF, "loss_type": loss_type}
+    run = on_policy(start, "variants/online_dpo.py", loss_type, **settings, micro_batch_size=8 - 2 * k)
+    run.micro_batches = 2  # of 2 pairs and 1, or of 1 each
     score = score_by(plain(start.reward, with_head=True))
     ties = []
 
@@ -499,15 +586,22 @@ def test_online_dpo(start, record_property, loss_type, k):
             pairs = [[choose(group, key=lambda x: x.score) for choose in (max, min)] for group in groups]
             for mini_batch in mini_batches(run, update, pairs):
                 untied = [(best, worst) for best, worst in mini_batch if best.score > worst.score]
+                logs = defaultdict(float, rollout_logs(run, episodes))
+                logs["objective/tied_pairs"] = sum(x.score == y.score for x, y in pairs) / len(pairs)
                 ties.append(len(mini_batch) - len(untied))
                 for pair in untied:
-                    chosen, rejected = (logprobs_by(run, run.policy, x).sum() - x.ref_logprobs.sum() for x in pair)
-                    loss = -logsigmoid(0.3 * (chosen - rejected))
+                    logprobs = [logprobs_by(run, run.policy, x).sum() for x in pair]
+                    chosen, rejected = (x - y.ref_logprobs.sum() for x, y in zip(logprobs, pair, strict=True))
+                    loss = -logsigmoid(KL_COEF * (chosen - rejected))
                     if loss_type == "ipo":
                         loss = (chosen - rejected - 1 / 0.6) ** 2
                     (loss / len(untied)).backward()
+                    logs["loss/policy"] += loss.item() / len(untied)
+                    for side, logprob, logratio in zip(SIDES, logprobs, (chosen, rejected), strict=True):
+                        logs[f"logprobs/{side}"] += logprob.item() / len(untied)
+                        logs[f"rewards/{side}"] += KL_COEF * logratio.item() / len(untied)
                 if untied:
-                    yield linear(update)
+                    yield update, linear(update), logs
 
     hold(run, {"policy.": run.policy}, by_hand(), record_property)
     assert sum(ties) > 0
@@ -515,7 +609,7 @@ def test_online_dpo(start, record_property, loss_type, k):
 
 # ---- PPO: ppo.py, ensembles/ppo.py, variants/ppo_function.py
 
-PPO = {"kl_coef": 0.3, "gamma": 0.9, "lam": 0.8, "cliprange": 0.1, "cliprange_value": 0.01, "vf_coef": 0.4}
+PPO = {"kl_coef": KL_COEF, "gamma": 0.9, "lam": 0.8, "cliprange": 0.1, "cliprange_value": 0.01, "vf_coef": 0.4}
 
 
 def whitened(rows: list[torch.Tensor], shift_mean: bool) -> list[torch.Tensor]:
@@ -524,8 +618,8 @@ def whitened(rows: list[torch.Tensor], shift_mean: bool) -> list[torch.Tensor]:
     return [(row - mean) / deviation + (0 if shift_mean else mean) for row in rows]
 
 
-def ppo_by_hand(run, value_model, score, schedule=linear, change_scores=None):
-    """What `hold` wants of a run of PPO. change_scores is called with the episodes of every update."""
+def ppo_by_hand(run, value_model, score, schedule=linear, change_scores=lambda episodes: {}):
+    """What `hold` wants of a run of PPO. change_scores gets the episodes of every update and returns more metrics."""
 
     def values_of(episode) -> torch.Tensor:
         """Of the states before each token, and after the last one where there is room for another."""
@@ -534,12 +628,11 @@ def ppo_by_hand(run, value_model, score, schedule=linear, change_scores=None):
 
     for update in range(1, UPDATES + 1):
         episodes = rollout(run, update, score)
-        if change_scores:
-            change_scores(episodes)
+        more_logs = change_scores(episodes)
         for episode in episodes:
             episode.values = values_of(episode).detach()
             episode.rewards = torch.zeros_like(episode.values)
-            episode.rewards[: len(episode.response)] = -0.3 * episode.kl
+            episode.rewards[: len(episode.response)] = -KL_COEF * episode.kl
             episode.rewards[-1] += episode.score
         if run.whiten_rewards:
             every = whitened([episode.rewards for episode in episodes], shift_mean=False)
@@ -559,21 +652,29 @@ def ppo_by_hand(run, value_model, score, schedule=linear, change_scores=None):
         for mini_batch in mini_batches(run, update, episodes):
             policy_count = sum(len(episode.response) for episode in mini_batch)
             value_count = sum(len(episode.values) for episode in mini_batch)
+            logs = defaultdict(float, rollout_logs(run, episodes) | more_logs)
+            logs["value/mean"] = torch.cat([episode.values for episode in episodes]).mean()
             for episode in mini_batch:
                 ratio = (logprobs_by(run, run.policy, episode) - episode.logprobs).exp()
-                policy_loss = surrogate(episode.advantages, ratio, 0.9, 1.1)
+                losses, is_clipped = surrogate(episode.advantages, ratio, 0.9, 1.1)
+                policy_loss = losses.sum() / policy_count
                 values = values_of(episode)
                 near = episode.values + (values - episode.values).clamp(-0.01, 0.01)
-                errors = torch.max((values - episode.returns) ** 2, (near - episode.returns) ** 2)
-                (policy_loss / policy_count + 0.4 * errors.sum() / 2 / value_count).backward()
-            yield schedule(update)
+                errors, near_errors = (values - episode.returns) ** 2, (near - episode.returns) ** 2
+                value_loss = torch.max(errors, near_errors).sum() / 2 / value_count
+                (policy_loss + 0.4 * value_loss).backward()
+                log_ratios(logs, ratio, is_clipped, policy_count)
+                logs["loss/policy"] += policy_loss.item()
+                logs["loss/value"] += value_loss.item()
+                logs["value/clip_fraction"] += (near_errors > errors).sum().item() / value_count
+            yield update, schedule(update), logs
 
 
 def hold_ppo(run, value_model, by_hand, record_property):
-    assert any(line["policy/clip_fraction"] > 0 for line in run.metrics)
-    assert any(line["value/clip_fraction"] > 0 for line in run.metrics)
     models = {"policy.": run.policy, "value_model.model.": value_model}
     hold(run, models, by_hand, record_property, saved=("model", "value_model"))
+    assert any(line["policy/clip_fraction"] > 0 for line in run.metrics)
+    assert any(line["value/clip_fraction"] > 0 for line in run.metrics)
 
 
 @pytest.mark.parametrize("whiten_rewards", [False, True])
@@ -639,25 +740,30 @@ def test_ensembles_ppo(start, record_property, options):
     if options["value_start"] == "reward":
         value_model = deepcopy(members[0])
 
+    def is_unsafe(episode) -> bool:
+        return 1 / (1 + math.exp(-scores_of(episode)[1])) < 0.15 or episode.row.tag == "safety"
+
     def score(episode) -> float:
         scores = scores_of(episode)
         if gate:
-            unsafe = 1 / (1 + math.exp(-scores[1])) < 0.15
-            return scores[unsafe or episode.row.tag == "safety"]
+            return scores[is_unsafe(episode)]
         combined = {"mean": statistics.fmean(scores), "wco": min(scores)}
         combined["uwo"] = statistics.fmean(scores) - 0.7 * statistics.pvariance(scores)
         return combined[combination]
 
-    def whiten_scores(episodes):
+    def whiten_scores(episodes) -> dict:
+        if not gate:
+            return {}
         scores = [episode.raw_score for episode in episodes]
         for episode in episodes:
             if episode.has_eos:
                 deviation = math.sqrt(statistics.pvariance(scores) + 1e-8)
                 episode.score = (episode.raw_score - statistics.fmean(scores)) / deviation
+        return {"objective/safety_share": sum(is_unsafe(episode) for episode in episodes) / len(episodes)}
 
     def schedule(update: int) -> float:
         falling = {"linear": linear, "cosine": cosine}[run.lr_schedule](update)
         return 1e-4 + (LEARNING_RATE - 1e-4) * falling / LEARNING_RATE
 
-    by_hand = ppo_by_hand(run, value_model, score, schedule, whiten_scores if gate else None)
+    by_hand = ppo_by_hand(run, value_model, score, schedule, whiten_scores)
     hold_ppo(run, value_model, by_hand, record_property)
