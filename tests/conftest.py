@@ -212,6 +212,7 @@ def pytest_terminal_summary(terminalreporter):
         "invariance": ["run", "split", "lines of metrics", "largest relative difference", "where"],
         "deepspeed": ["stage", "engine", "mixed precision", "largest difference to float32", "of a loss of"],
         "gpu": ["benchmark/gpu.sh, a tiny model on a CPU", "found"],
+        "gradients": ["run", "optimiser steps", "of these clipped", "largest relative error", "where"],
         "sampling": [
             "architecture",
             "rows",
@@ -227,6 +228,7 @@ def pytest_terminal_summary(terminalreporter):
         "parity": ["break", "quantities above their bounds", "the first"],
     }
     titles = {
+        "gradients": "gradients of whole runs against float64 by hand",
         "parity": "breaks of ours beside the authors' code",
         "sampling": "sampling beside generate()",
         "gpu": "correctness",

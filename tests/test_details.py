@@ -25,7 +25,7 @@ import torch
 from conftest import close, make_talker, read_csv, read_jsonl, record, write_jsonl
 from datasets import load_from_disk
 from safetensors.torch import load_file
-from torch.nn.functional import logsigmoid, softplus
+from torch.nn.functional import softplus
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 from undo_details import PATCHES, ROOT, read_patches
@@ -698,36 +698,15 @@ def test_detail_07_no_dropout(world, gpt2, tmp_path):
 
 
 def test_detail_09_sft_training(short, sft_run):
+    """Table 3, and one pass; test_gradients.py holds the training itself against numbers by hand."""
     args = sft.Args()
     assert (args.adam_eps, args.learning_rate, args.batch_size, args.num_train_epochs) == (1e-5, 3e-6, 128, 1)
     data = load_from_disk(str(short.dataset))["train"]
-    tokenizer, found = padded_tokenizer(short.model), []
     updates = len(data) // BATCH
     metrics = [row for row in read_jsonl(sft_run.folder / "metrics.jsonl") if row["update"]]
     assert [row["update"] for row in metrics] == list(range(1, updates + 1))
     assert json.loads((sft_run.folder / "args.json").read_text())["total_episodes"] == len(data)
     assert len({row for order in sft_run.orders for row in order}) == updates * BATCH  # one epoch: no row twice
-    assert close([row["learning_rate"] for row in metrics], [cosine(u, updates) for u in range(1, updates + 1)], 1e-9)
-
-    model = AutoModelForCausalLM.from_pretrained(short.model)
-
-    def losses():
-        for order in sft_run.orders:
-            column = "query_reference_response_token"
-            rows = [data[i][column][: data[i][f"{column}_len"]] for i in order]
-            logprobs = model(right_padded(rows)).logits.log_softmax(2)
-            targets = [(i, t) for i, row in enumerate(rows) for t in range(1, len(row))]
-            assert tokenizer.eos_token_id in {rows[i][t] for i, t in targets}
-            i, t = torch.tensor(targets).T
-            target = torch.tensor([rows[i][t] for i, t in targets])
-            loss = -logprobs[i, t - 1, target].mean()
-            found.append(loss.item())
-            yield loss
-
-    train_by_hand(model.parameters(), losses(), [cosine(update, updates) for update in range(1, updates + 1)])
-    assert close([row["loss/train"] for row in metrics], found)
-    saved = AutoModelForCausalLM.from_pretrained(sft_run.folder / "model")
-    assert_same_weights(saved.state_dict(), model.state_dict())
 
 
 def test_detail_10_reward_training(short, reward_run, reward_by_hand):
@@ -1055,46 +1034,13 @@ def summed_logprobs(model, rows: list[dict], side: str, pad: int) -> torch.Tenso
 
 
 def test_detail_19_dpo(short, reward_run, dpo_run):
+    """Table 6, the data order and the evaluation; test_gradients.py holds the training against numbers by hand."""
     args = dpo.Args()
     assert (args.adam_eps, args.learning_rate, args.batch_size, args.num_train_epochs) == (1e-5, 3e-6, 64, 1)
     assert args.beta == 0.05
     assert dpo_run.orders == [sum(reward_run.orders, [])] and len(reward_run.orders) == 5  # the reward model's order
-    data = load_from_disk(str(short.preference_dataset))
-    tokenizer, metrics, found = padded_tokenizer(short.model), dpo_run.metrics, []
-    pad, updates = tokenizer.pad_token_id, len(metrics)
-    model, reference = (AutoModelForCausalLM.from_pretrained(short.model) for _ in range(2))
-
-    def losses():
-        for order in reward_run.orders:
-            rows = [data["train"][i] for i in order]
-            chosen, rejected = (summed_logprobs(model, rows, side, pad) for side in ("chosen", "rejected"))
-            with torch.no_grad():
-                ref_chosen = summed_logprobs(reference, rows, "chosen", pad)
-                ref_rejected = summed_logprobs(reference, rows, "rejected", pad)
-            implicit = 0.05 * (chosen - ref_chosen), 0.05 * (rejected - ref_rejected)
-            loss = -logsigmoid(implicit[0] - implicit[1]).mean()
-            found.append(
-                {
-                    "loss/train": loss.item(),
-                    "rewards/chosen": implicit[0].mean().item(),
-                    "rewards/rejected": implicit[1].mean().item(),
-                    "rewards/margin": (implicit[0] - implicit[1]).mean().item(),
-                    "logprobs/chosen": chosen.mean().item(),
-                    "logprobs/rejected": rejected.mean().item(),
-                }
-            )
-            if len(found) > 1:  # at the first update all implicit rewards are 0 but for rounding
-                accuracy = (implicit[0] > implicit[1]).float().mean()
-                assert close(metrics[len(found) - 1]["accuracy/train"], accuracy)
-            yield loss
-
-    train_by_hand(model.parameters(), losses(), [cosine(update, updates) for update in range(1, updates + 1)])
-    for row, expected in zip(metrics, found, strict=True):
-        for key in expected:
-            assert close(row[key], expected[key], 1e-4), key
-    assert close([row["learning_rate"] for row in metrics], [cosine(u, updates) for u in range(1, updates + 1)], 1e-9)
-    saved = AutoModelForCausalLM.from_pretrained(dpo_run.folder / "model")
-    assert_same_weights(saved.state_dict(), model.state_dict(), 5e-5)
+    data, pad = load_from_disk(str(short.preference_dataset)), padded_tokenizer(short.model).pad_token_id
+    reference, saved = (AutoModelForCausalLM.from_pretrained(x) for x in (short.model, dpo_run.folder / "model"))
 
     # implicit rewards and their accuracy on the reward model's evaluation splits
     table = {(row["data"], row["group"]): row for row in read_csv(dpo_run.folder / "eval/accuracy.csv")}
@@ -1116,7 +1062,7 @@ def test_detail_19_dpo(short, reward_run, dpo_run):
             assert close([float(row[f"{side}_reward"]) for row in pairs], own, 1e-4)
         accuracy = (expected[0] > expected[1]).float().mean()
         assert close(float(table[split, "overall"]["accuracy"]), accuracy)
-    assert close(metrics[-1]["eval/accuracy"], float(table["validation", "overall"]["accuracy"]))
+    assert close(dpo_run.metrics[-1]["eval/accuracy"], float(table["validation", "overall"]["accuracy"]))
 
 
 # ---- Details 20 to 25: PPO ---------------------------------------------------------------------------------
@@ -1183,54 +1129,6 @@ def test_detail_20_log_probabilities_of_the_policy_at_the_update_s_start_and_of_
             assert close(episode.found[name], padded), name
 
 
-def test_detail_20_training_by_hand(talker, reward_run, ppo_run):
-    """Four epochs of one step over the whole batch."""
-    policy, value, allowed = plain_policy(talker), PlainReward(reward_run.folder / "model").eval(), ppo_run.allowed
-    rates = [LEARNING_RATE * (1 - update / PPO_UPDATES) for update in range(PPO_UPDATES)]
-    found = []
-
-    def losses():
-        for update, episode in enumerate(ppo_run.episodes, 1):
-            lengths = [len(row) for row in episode.responses]
-            _, advantages, returns = advantages_by_hand(episode.found, lengths, penalised(ppo_run, episode))
-            old, old_values, own = episode.found["logprobs"], episode.found["values"], []
-            for epoch in range(4):
-                logprobs = token_logprobs(policy, allowed, episode.queries, episode.responses, 0.7)
-                values = values_by_hand(value, episode)
-                given = given_to_the_loss(ppo_run, update, epoch)  # new log-probabilities are at the same temperature
-                policy_sum, value_sum, clipped, ratios = 0.0, 0.0, 0, []
-                for i, length in enumerate(lengths):
-                    assert close(given[i].logprobs[:length], logprobs[i].detach(), 1e-3)
-                    ratio = (logprobs[i] - old[i, :length]).exp()
-                    advantage = torch.tensor(advantages[i])
-                    worse = torch.max(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
-                    clipped += (worse > -advantage * ratio).sum().item()
-                    ratios += ratio.tolist()
-                    policy_sum = policy_sum + worse.sum()
-                    target, before = torch.tensor(returns[i]), old_values[i, : len(returns[i])]
-                    near = before + (values[i] - before).clamp(-0.2, 0.2)
-                    value_sum = value_sum + 0.5 * torch.max((values[i] - target) ** 2, (near - target) ** 2).sum()
-                policy_loss = policy_sum / sum(lengths)
-                value_loss = value_sum / sum(len(row) for row in returns)
-                kl = statistics.fmean(math.log(ratio) ** 2 / 2 for ratio in ratios)
-                squares = statistics.fmean(ratio**2 for ratio in ratios)
-                log = policy_loss.item(), value_loss.item(), clipped / sum(lengths), kl, statistics.fmean(ratios)
-                own.append((*log, squares))
-                yield policy_loss + 0.1 * value_loss
-            *log, squares = [statistics.fmean(column) for column in zip(*own, strict=True)]
-            found.append([*log, squares - log[-1] ** 2])
-
-    train_by_hand([*policy.parameters(), *value.parameters()], losses(), [rate for rate in rates for _ in range(4)])
-    keys = ("loss/policy", "loss/value", "policy/clip_fraction", "policy/approx_kl", "policy/ratio")
-    keys += ("policy/ratio_variance",)
-    assert close([[row[key] for key in keys] for row in ppo_run.metrics], found, 1e-4)
-    assert max(row[2] for row in found) > 0.01 and ppo_run.metrics[0]["value/clip_fraction"] > 0.01  # clips are at work
-    saved = plain_policy(ppo_run.folder / "model")
-    assert_same_weights(saved.state_dict(), policy.state_dict(), 1e-4)
-    saved = PlainReward(ppo_run.folder / "value_model")
-    assert_same_weights(saved.state_dict(), value.state_dict(), 1e-4)
-
-
 def test_detail_20_validation_score_on_a_fixed_batch(short, talker, reward_run, ppo_run):
     """Here at updates 2 and 3, sampled at temperature 0.01."""
     allowed, eos, pad = ppo_run.allowed, ppo_run.tokenizer.eos_token_id, ppo_run.tokenizer.pad_token_id
@@ -1294,16 +1192,6 @@ def test_detail_20_first_ratios_that_are_not_1(short, talker, reward_run, tmp_pa
     [row] = run_ppo(short, talker, reward_run, tmp_path / "run", **changes).metrics
     largest = max(shift for shift in shifts.values() if shift < 1)
     assert math.isclose(row["policy/first_ratio_deviation"], 1 - math.exp(-largest), abs_tol=1e-5)
-
-
-def test_detail_20_every_pass_of_every_update_has_its_own_mini_batches(whitened_run):
-    first = []
-    for update in (1, 2):
-        for epoch in range(4):
-            rows = list(given_to_the_loss(whitened_run, update, epoch))  # in the order of the steps
-            assert sorted(rows) == list(range(PPO_BATCH))
-            first.append(frozenset(rows[: PPO_BATCH // 2]))
-    assert len(set(first)) == 8
 
 
 def test_detail_21_queries_without_replacement(short, ppo_run):

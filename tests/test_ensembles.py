@@ -370,30 +370,6 @@ def test_members_are_standardised_by_their_scores_of_the_sft_policys_samples(set
     assert line["objective/score_without_penalty"] == pytest.approx(statistics.fmean(worths), rel=1e-4)
 
 
-def test_the_value_model_starts_from_sft_with_a_head_of_zeros(setting, standard, monkeypatch):
-    first, second = standard.seen[:2]
-    assert (first["values"] == 0).all() and second["values"].abs().max() > 1e-3  # a head of zeros learns
-    with monkeypatch.context() as patch:
-        models = []
-        patch.setattr(ppo, "prepare", lambda accelerator, model, args: models.append(model) or ppo.fail("far enough"))
-        error(replace(standard.args, output_dir="runs/none"))
-    body = models[0].value_model.model.base_model.state_dict()
-    expected = AutoModel.from_pretrained(setting.sft).state_dict()
-    assert all(torch.equal(body[name][: len(x)], x) for name, x in expected.items()) and len(body) == len(expected)
-
-
-def test_a_value_model_from_a_reward_model_has_its_scale(setting, standard):
-    """Its value where the score lies is the standardised score of the first member."""
-    args = replace(standard.args, value_start="reward", output_dir=f"{standard.folder}_reward", total_episodes=BATCH)
-    with pytest.MonkeyPatch.context() as patch:
-        seen = watch(patch)
-        run(args)
-    ended = (seen[0]["values"] != 0).sum(1).tolist()
-    found = zip(seen[0]["values"], seen[0]["scores"], ended, strict=True)
-    rows = [(row[n - 1].item(), scores[0].item()) for row, scores, n in found if n < LENGTH]
-    assert rows and [value for value, _ in rows] == pytest.approx([x for _, x in rows], rel=1e-3, abs=1e-4)
-
-
 def test_a_resumed_run_keeps_the_scale_of_its_members(standard, monkeypatch):
     args = replace(standard.args, output_dir=f"{standard.folder}_stopped", save_every=1)
     write_metrics = ppo.write_metrics
