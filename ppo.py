@@ -276,7 +276,7 @@ def main(args: Args):
     policy = load_policy(sft_folder, tokenizer).to(device)  # now, so host memory holds one model at a time
     value_model = load_reward_model(reward_folder, tokenizer).to(device)  # Detail 22: all weights, the head included
     check_head(policy, sft_folder)
-    check_positions(reward_model, reward_folder, [train, validation], "query_token", pad_id, args.response_length)
+    check_positions(reward_model.model, reward_folder, [train, validation], "query_token", pad_id, args.response_length)
     check_positions(policy, sft_folder, [train, validation], "query_token", pad_id, args.response_length)
     banned = banned_ids(policy, tokenizer).to(device)
     unwrapped_model = PolicyAndValue(policy, value_model)  # without DDP or DeepSpeed, for passes without gradient

@@ -189,7 +189,7 @@ def main(args: Args):
     reward_model = new_reward_model(sft_folder, tokenizer)
     compared = [train] + [data[split] for split in data if split == "validation" or args.run_eval]
     check_pairs(reward_model.model.to(accelerator.device), sft_folder, compared, pad_id)
-    check_positions(reward_model, sft_folder, [references], "query_reference_response_token", pad_id)
+    check_positions(reward_model.model, sft_folder, [references], "query_reference_response_token", pad_id)
     reward_model.model.score.bias.requires_grad_(False)  # cancels in the loss; set by Detail 15 below
     model, optimizer = prepare(accelerator, reward_model, args)
     # register state of your own here: accelerator.register_for_checkpointing(it). --resume restores its tensors on the

@@ -339,7 +339,7 @@ def main(args: Args):
     value_model.to(device)
     check_head(policy, sft_folder)
     for folder, reward_model in zip(reward_folders, reward_models, strict=True):
-        check_positions(reward_model, folder, [train, validation], "query_token", pad_id, args.response_length)
+        check_positions(reward_model.model, folder, [train, validation], "query_token", pad_id, args.response_length)
     check_positions(policy, sft_folder, [train, validation], "query_token", pad_id, args.response_length)
     banned = banned_ids(policy, tokenizer).to(device)
     scales = {}

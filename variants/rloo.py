@@ -229,7 +229,7 @@ def main(args: Args):
     ref_policy = frozen_model(accelerator, load_policy(sft_folder, tokenizer), args.offload)
     policy = load_policy(sft_folder, tokenizer).to(device)  # now, so host memory holds one model at a time
     check_head(policy, sft_folder)
-    check_positions(reward_model, reward_folder, [train, validation], "query_token", pad_id, args.response_length)
+    check_positions(reward_model.model, reward_folder, [train, validation], "query_token", pad_id, args.response_length)
     check_positions(policy, sft_folder, [train, validation], "query_token", pad_id, args.response_length)
     banned = banned_ids(policy, tokenizer).to(device)
     unwrapped_model = PolicyLogits(policy)  # without DDP or DeepSpeed, for passes without gradient

@@ -1,0 +1,323 @@
+"""Models and tokenizers that are not Pythia's: what their attention does in a row of their own, our rows do, or the
+model is refused before anything is written."""
+
+import json
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from conftest import close, make_reward_model, script
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    FalconConfig,
+    Gemma3TextConfig,
+    GPT2Config,
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+)
+
+import dpo
+import ppo
+import reward
+import sft
+import tldr_dataset
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+LLAMA = SIZES | {"num_key_value_heads": 1}
+PAIRS = [reward, dpo, script("llama2/reward.py"), script("variants/simpo.py")]
+CONFIGS = {
+    "mistral": lambda n: MistralConfig(**LLAMA, vocab_size=n, sliding_window=20),
+    "gemma3": lambda n: Gemma3TextConfig(
+        **LLAMA, vocab_size=n, sliding_window=20, head_dim=16, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "gpt2": lambda n: GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=n, n_positions=64),
+    "falcon": lambda n: FalconConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=n, alibi=True
+    ),
+    "lfm2": lambda n: Lfm2Config(**LLAMA, vocab_size=n, layer_types=["conv", "full_attention"]),
+    "llama": lambda n: LlamaConfig(**LLAMA, vocab_size=n),
+    "opt": lambda n: OPTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, ffn_dim=64, vocab_size=n),
+}
+
+
+def make_model(name: str, tokenizer, folder) -> str:
+    """A random model whose vocabulary is exactly the tokenizer's, with weights so large that every token matters."""
+    config = CONFIGS[name](len(tokenizer))
+    config.eos_token_id = config.bos_token_id = tokenizer.eos_token_id
+    config.pad_token_id = None
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data *= 4 if parameter.ndim > 1 else 1
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def models(world, tmp_path_factory):
+    """{name: checkpoint folder}, made when asked for."""
+    root, tokenizer = tmp_path_factory.mktemp("models"), AutoTokenizer.from_pretrained(world.tokenizer)
+
+    class Made(dict):
+        def __missing__(self, name):
+            self[name] = make_model(name, tokenizer, root / name)
+            return self[name]
+
+    return Made()
+
+
+# ---- pairs in one row -------------------------------------------------------------------------------------------
+
+QUERIES = [list(range(20, 60)), list(range(90, 112)), [9, 8, 7]]
+RESPONSES = {"chosen": [[61, 62, 0], [*range(200, 211), 0], [5, 0]]}
+RESPONSES["rejected"] = [[*range(70, 90), 0], [99, 0], [*range(300, 317), 0]]
+
+
+def pairs_of(pad_id: int) -> dict:
+    """The pairs above as pair_rows makes them."""
+    width = max(map(len, QUERIES))
+    pairs = {"query": torch.tensor([[pad_id] * (width - len(row)) + row for row in QUERIES])}
+    for side, rows in RESPONSES.items():
+        width = max(map(len, rows))
+        pairs[side] = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows])
+        pairs[f"{side}_start"] = torch.zeros(len(rows), dtype=torch.long)
+    return pairs
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt2", "llama", "opt"])
+@pytest.mark.parametrize("module", PAIRS, ids=lambda module: module.__name__)
+def test_a_pair_in_one_row_has_the_numbers_of_two_rows(models, name, module):
+    """Sliding windows of 20, and GPT-2's 64 positions, fewer than a padded pair takes (78) but not than a response
+    with its query does."""
+    tokenizer = sft.load_tokenizer(models[name])
+    pad_id = tokenizer.pad_token_id
+    is_reward = hasattr(module, "new_reward_model")
+    if is_reward:
+        model = module.new_reward_model(models[name], tokenizer).eval()
+    else:
+        model = module.load_policy(models[name], tokenizer).eval()
+    with torch.no_grad():
+        found = (module.pair_rewards if is_reward else module.pair_logprobs)(model, pairs_of(pad_id), pad_id)
+        for side, numbers in zip(RESPONSES, found, strict=False):
+            for query, response, number in zip(QUERIES, RESPONSES[side], numbers, strict=True):
+                row = torch.tensor([query + response])
+                if is_reward:
+                    expected = model.model.score(model.model.base_model(row).last_hidden_state)[0, -1, 0]
+                else:
+                    logprobs = model(row).logits[0].double().log_softmax(1)
+                    expected = sum(logprobs[len(query) + i - 1, token] for i, token in enumerate(response))
+                assert close(number, expected, 1e-4)
+        module.check_pairs(model.model if is_reward else model, "here", [short_pairs(40)], pad_id)
+
+
+def short_pairs(width: int) -> list[dict]:
+    return [{f"query_{side}_token": torch.zeros(width) for side in ("chosen", "rejected")}]
+
+
+@pytest.mark.parametrize("name", ["falcon", "lfm2"])
+@pytest.mark.parametrize("module", PAIRS, ids=lambda module: module.__name__)
+def test_a_model_that_sees_more_than_its_mask_is_refused(models, name, module):
+    """Falcon's ALiBi counts columns, and LFM2's convolutions take the columns before, whatever the mask says."""
+    tokenizer = sft.load_tokenizer(models[name])
+    model = sft.load_policy(models[name], tokenizer).eval()
+    with pytest.raises(SystemExit, match="^error: here: (Falcon|Lfm2)ForCausalLM cannot take a pair in one row"):
+        module.check_pairs(model, "here", [short_pairs(60)], tokenizer.pad_token_id)
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ppo"])
+def test_a_row_longer_than_the_models_positions_is_refused_before_the_run_folder(world, models, tmp_path, stage):
+    """GPT-2 of 64 positions, and posts of more."""
+    base = models["gpt2"]
+    arguments = {"model": base, "dataset": str(world.dataset), "output_dir": str(tmp_path / "run")}
+    if stage != "sft":
+        arguments["sft_model_path"] = base
+    if stage == "ppo":
+        arguments["reward_model_path"] = str(make_reward_model(base, tmp_path / "reward"))
+    if stage in ("reward", "dpo"):
+        arguments["preference_dataset"] = str(world.preference_dataset)
+    if stage == "dpo":
+        del arguments["dataset"]
+    module = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}[stage]
+    AcceleratorState._reset_state(True)
+    with pytest.raises(SystemExit, match=r"^error: .*token takes \d+ positions.*; GPT2\w+ has 64\."):
+        module.main(module.Args(batch_size=8, total_episodes=8, **arguments))
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_that_just_fit_the_models_positions_are_taken(models):
+    tokenizer = sft.load_tokenizer(models["gpt2"])
+    model = sft.load_policy(models["gpt2"], tokenizer)
+    pad_id = tokenizer.pad_token_id
+
+    class Rows(list):
+        def select_columns(self, column):
+            return self
+
+        def iter(self, size):
+            yield {key: torch.stack([row[key] for row in self]) for key in self[0]}
+
+    def rows(*lengths):
+        return Rows({"x": torch.tensor([1] * n + [pad_id] * (80 - n))} for n in lengths)
+
+    sft.check_positions(model, "here", [rows(3, 54), rows(64)], "x", pad_id)
+    sft.check_positions(model, "here", [rows(48)], "x", pad_id, sampled=16)
+    for lengths, sampled in (((3, 65), 0), ((48,), 17)):
+        with pytest.raises(SystemExit, match="GPT2LMHeadModel has 64"):
+            sft.check_positions(model, "here", [rows(*lengths)], "x", pad_id, sampled)
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "opt"])
+def test_a_vocabulary_without_a_row_for_pad_gets_one(models, tmp_path, name):
+    """In these the embedding's padding_idx is the config's pad id, which has no row before the embeddings grow."""
+    tokenizer = sft.load_tokenizer(models[name])
+    folder = make_reward_model(models[name], tmp_path / "reward")
+    model = ppo.load_reward_model(str(folder), tokenizer).model
+    assert model.get_input_embeddings().num_embeddings == len(tokenizer) == tokenizer.pad_token_id + 1
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    before, after = load_file(f"{models[name]}/model.safetensors"), model.base_model.state_dict()
+    kept = next(value for key, value in before.items() if key.endswith("embed_tokens.weight"))
+    grown = next(value for key, value in after.items() if key.endswith("embed_tokens.weight"))
+    assert torch.equal(grown[: len(kept)], kept)
+
+
+def test_weights_come_from_model_safetensors_or_from_what_its_index_names(models, tmp_path):
+    tokenizer = sft.load_tokenizer(models["llama"])
+    whole = make_reward_model(models["llama"], tmp_path / "whole")
+    rows = torch.tensor([[5, 6, 7, 8]])
+
+    def score(folder) -> float:
+        with torch.no_grad():
+            return ppo.load_reward_model(str(folder), tokenizer)(rows)[0, -1].item()
+
+    weights = load_file(whole / "model.safetensors")
+    expected = score(whole)
+    for stray in ("a.safetensors", "model-00001-of-00002.safetensors", "z.safetensors"):
+        save_file({key: torch.zeros_like(value) for key, value in weights.items()}, whole / stray)
+    assert score(whole) == expected
+    parts = shutil.copytree(whole, tmp_path / "parts")
+    (parts / "model.safetensors").unlink()
+    names = {key: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, key in enumerate(weights)}
+    for file in set(names.values()):
+        save_file({key: value for key, value in weights.items() if names[key] == file}, parts / file)
+    (parts / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert score(parts) == expected
+
+
+@pytest.mark.parametrize("path", ["j@lab/a", "a@main", "a b/c"])
+def test_a_path_that_exists_is_a_path_whatever_it_holds(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / path).mkdir(parents=True)
+    args = sft.Args(model=path, output_dir="runs/sft/{model}/{seed}")
+    sft.fill_templates(args)
+    assert args.output_dir == f"runs/sft/{path.split('/')[-1]}/44413"
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [("me/a@main", "a"), ("1b", "1b"), ("~/x/b", "b"), (".", "here"), ("../here/", "here")]
+)
+def test_the_name_of_a_run(model, name, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    args = sft.Args(model=model, output_dir="~/{model}")
+    sft.fill_templates(args)
+    assert args.output_dir == f"{tmp_path}/{name}"
+    assert args.model == model.replace("~", str(tmp_path))
+
+
+# ---- tokenizers -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def metaspace():
+    """A tokenizer that puts a space before every text, as Llama 2's does."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special)
+    made.train_from_iterator(["SUBREDDIT: r/x\n\nTITLE: t\n\nPOST: p\n\nTL;DR: my dog ran"] * 9, trainer)
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **tokens)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def test_a_responses_tokens_are_those_behind_its_query(metaspace):
+    post = {"id": "1", "subreddit": "x", "title": "t", "post": "p", "summary": "my dog"}
+    row = tldr_dataset.process_sft_row(post, metaspace, tldr_dataset.Args())
+    lengths = [row[f"{name}_token_len"] for name in ("query", "reference_response", "query_reference_response")]
+    query = row["query_token"][-lengths[0] :]
+    response = row["reference_response_token"][: lengths[1]]
+    assert query + response == row["query_reference_response_token"][: lengths[2]]
+    assert response == metaspace.convert_tokens_to_ids(["▁my", "▁dog", "</s>"])
+    alone = tldr_dataset.encode(metaspace, " my dog")
+    assert alone != response[:-1]  # this tokenizer's answer for the response by itself has one space more
+    widths = {key: len(value) for key, value in row.items() if key.endswith("_token")}
+    assert tldr_dataset.find_damage(row, metaspace, widths) == {"damage": ""}
+    wrong = row | {"reference_response_token": [*response[1:], *[metaspace.pad_token_id] * (54 - lengths[1])]}
+    assert "reference_response_token" in tldr_dataset.find_damage(wrong, metaspace, widths)["damage"]
+
+
+@pytest.fixture(scope="module")
+def beginning(world, tmp_path_factory) -> SimpleNamespace:
+    """The world's tokenizer with a BOS that it adds to every text."""
+    from tokenizers.processors import TemplateProcessing
+
+    folder = tmp_path_factory.mktemp("bos") / "me@lab"  # no revision
+    tokenizer = AutoTokenizer.from_pretrained(world.tokenizer)
+    tokenizer.add_special_tokens({"bos_token": "<|bos|>"})
+    template = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_bos_that_is_left_out_is_told(world, beginning, tmp_path, capsys):
+    arguments = {"sft_dataset": str(world.raw / "posts"), "preference_dataset": str(world.raw / "comparisons")}
+    said = {}
+    for tokenizer in (world.tokenizer, beginning):
+        output = tmp_path / tokenizer.name
+        tldr_dataset.main(tldr_dataset.Args(**arguments, tokenizer=str(tokenizer), output_dir=str(output)))
+        said[tokenizer] = capsys.readouterr().out
+    assert "no row here has it" not in said[world.tokenizer]
+    assert said[beginning].splitlines()[0].endswith("adds <|bos|> to a text; no row here has it")
+    rows = tldr_dataset.load_from_disk(str(tmp_path / beginning.name / "sft"))["train"]
+    bos = AutoTokenizer.from_pretrained(beginning).bos_token_id
+    assert all(bos not in row["query_reference_response_token"] for row in rows)
+
+
+def test_a_terminal_of_another_encoding_shows_other_characters(world, tmp_path, monkeypatch):
+    """stdout as under PYTHONIOENCODING=latin-1: a table of samples has characters that it cannot encode."""
+    import io
+    import runpy
+
+    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", out)
+    command = ["ppo.py", "--model", "nano", "--sft-model-path", world.model, "--dataset", world.dataset]
+    command += ["--reward-model-path", make_reward_model(world.model, tmp_path / "reward"), "--eval-rows", 2]
+    command += ["--batch-size", 4, "--total-episodes", 4, "--sample-every", 1, "--response-length", 4]
+    monkeypatch.setattr(sys, "argv", [*map(str, command), "--output-dir", str(tmp_path / "run")])
+    show = ppo.Table.add_row
+    monkeypatch.setattr(ppo.Table, "add_row", lambda table, *cells: show(table, "€ 狗", *cells[1:]))
+    AcceleratorState._reset_state(True)
+    runpy.run_path(str(sft.Path(ppo.__file__)), run_name="__main__")
+    out.flush()
+    assert b"? ?" in out.buffer.getvalue() and (tmp_path / "run" / "model").exists()
