@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = {
     "rloo": ("ppo.py", 180),
     "grpo": ("ppo.py", 200),
-    "online_dpo": ("ppo.py", 230),
+    "online_dpo": ("ppo.py", 260),
     "ppo_function": ("ppo.py", 100),
     "simpo": ("dpo.py", 90),
 }
@@ -135,6 +135,35 @@ def test_a_pair_is_the_best_and_the_worst():
         of_all = torch.tensor(rows)[permuted]
         for i, prompt in enumerate([5, 2, 0, 3, 1, 4]):
             assert prompt == 1 or of_all[i].tolist() == pairs[prompt].tolist() or not untied[prompt]
+
+
+@pytest.mark.parametrize("labels", ["hard", "soft"])
+def test_where_online_dpo_ends(labels):
+    """The exact expected step over all pairs that a policy over five responses samples, with the logits as weights, is
+    repeated. Hard labels end at the best response alone, soft ones at the optimum of score - beta KL."""
+    beta, scores = 0.5, torch.tensor([0.0, 2.0, 1.0, 0.5, 1.0], dtype=torch.float64)
+    reference = torch.tensor([0.3, 0.15, 0.25, 0.2, 0.1], dtype=torch.float64).log()
+    both = torch.cartesian_prod(torch.arange(5), torch.arange(5))  # (25, 2) responses
+    pairs, untied = online_dpo.best_and_worst(scores[both].flatten(), 2)
+    chosen, rejected = both.flatten()[pairs].T
+    flip = online_dpo.flip_probability(torch.cat([scores[chosen], scores[rejected]]), labels)
+    logits, kls = reference.clone().requires_grad_(), []
+    for _ in range(1_000):
+        logprobs = logits.log_softmax(0)
+        kls.append((logprobs.exp() * (logprobs - reference)).sum().item())
+        of_policy = [logprobs[chosen], logprobs[rejected], reference[chosen], reference[rejected]]
+        probabilities = logprobs.detach().exp()[both].prod(1) * untied
+        losses = online_dpo.dpo_loss(*of_policy, beta, "sigmoid", flip)
+        [gradient] = torch.autograd.grad((losses * probabilities).sum() / probabilities.sum(), logits)
+        logits = (logits - 10 * gradient).detach().requires_grad_()
+    optimum = [0.3, 0.15 * math.exp(4), 0.25 * math.exp(2), 0.2 * math.exp(1), 0.1 * math.exp(2)]
+    optimum = [x / sum(optimum) for x in optimum]
+    kl = sum(x * math.log(x / y) for x, y in zip(optimum, [0.3, 0.15, 0.25, 0.2, 0.1], strict=True))
+    print(f"KL {kls[-1]:.6f}; of the optimum {kl:.6f}, of the best response alone {-math.log(0.15):.6f}")
+    if labels == "hard":
+        assert kls == sorted(kls) and 0 < -math.log(0.15) - kls[-1] < 1e-4
+    else:
+        assert abs(kls[-1] - kl) < 1e-9 and close(logits.detach().softmax(0), optimum, 1e-9)
 
 
 # ---- the gradient, over all sequences of a small world ---------------------------------------------------------------
@@ -480,12 +509,13 @@ def test_grpos_loss_is_over_whole_mini_batches(start, tmp_path, monkeypatch, nor
         assert close(lines[update]["loss/kl"], kls, 1e-5)
 
 
-@pytest.mark.parametrize("samples", [2, 3])
-def test_online_dpos_loss_is_over_the_untied_pairs(start, tmp_path, monkeypatch, samples):
+@pytest.mark.parametrize(("samples", "labels"), [(2, "soft"), (3, "hard")])
+def test_online_dpos_loss_is_over_the_untied_pairs(start, tmp_path, monkeypatch, samples, labels):
     """Of each prompt best and worst; a mean over all untied pairs of a mini-batch, which are whole in micro-batches."""
     passes, batches = record(monkeypatch, online_dpo, "forward_passes"), record(monkeypatch, online_dpo, "pair_batches")
     losses = record(monkeypatch, online_dpo, "dpo_loss")
-    lines = run(start, tmp_path / "run", online_dpo, samples_per_prompt=samples, num_mini_batches=2)
+    settings = {"samples_per_prompt": samples, "num_mini_batches": 2, "labels": labels}
+    lines = run(start, tmp_path / "run", online_dpo, **settings)
     prompts, some_tied, calls = BATCH // samples, False, iter(losses)
     for update, call in enumerate(passes):
         batch, outputs = call.args[3], call.result
@@ -516,7 +546,9 @@ def test_online_dpos_loss_is_over_the_untied_pairs(start, tmp_path, monkeypatch,
                         assert close(chosen[i].item(), sampled, 1e-4)
                     h = chosen[i].item() - ref_sums[best] - (rejected[i].item() - ref_sums[worst])
                     weight = (scores[best] > scores[worst]) / count
-                    found["loss/policy"] += weight * math.log1p(math.exp(-0.1 * h)) / 2
+                    p = 1 / (1 + math.exp(scores[worst] - scores[best])) if labels == "soft" else 1.0
+                    loss = p * math.log1p(math.exp(-0.1 * h)) + (1 - p) * math.log1p(math.exp(0.1 * h))
+                    found["loss/policy"] += weight * loss / 2
                     found["logprobs/chosen"] += weight * chosen[i].item() / 2
                     found["rewards/rejected"] += weight * 0.1 * (rejected[i].item() - ref_sums[worst].item()) / 2
         assert sorted(seen) == list(range(prompts))
@@ -545,12 +577,26 @@ def batch_pad(batch: dict) -> int:
     )
 
 
-def test_no_preference_is_no_step(start, tmp_path):
-    """A reward model that says the same of everything, or no EOS at all: the policy stays as it was."""
+@pytest.mark.parametrize("module", [rloo, grpo, online_dpo])
+def test_no_preference_is_no_step(start, tmp_path, module):
+    """A reward model that says the same of everything: nothing is learnt from it, online DPO makes no step, and an
+    update has the metrics of every other update."""
     constant = make_constant(Path(start.args["reward_model_path"]), tmp_path / "constant")
-    lines = run(start, tmp_path / "run", online_dpo, reward_model_path=str(constant), penalty_reward_value=None)
-    assert [line["objective/tied_pairs"] for line in lines] == [1, 1, 1]
-    assert [line["grad_norm"] for line in lines] == [0, 0, 0] and lines[2]["objective/kl"] == 0
+    settings = {"kl_coef": 0.0} if module is not online_dpo else {}
+    settings |= {"reward_model_path": str(constant), "penalty_reward_value": None, "total_episodes": 2 * BATCH}
+    lines = run(start, tmp_path / "run", module, **settings)
+    assert [line["grad_norm"] for line in lines] == [0, 0]
+    if module is online_dpo:
+        assert [line["objective/tied_pairs"] for line in lines] == [1, 1] and lines[1]["objective/kl"] == 0
+    [other] = run(start, tmp_path / "other", module, total_episodes=BATCH)
+    assert other["grad_norm"] > 0 and list(other) == list(lines[-1])
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+
+
+def test_soft_labels_are_not_ipos(start, tmp_path):
+    with pytest.raises(SystemExit, match="--labels soft needs --loss-type sigmoid"):
+        run(start, tmp_path / "run", online_dpo, labels="soft", loss_type="ipo")
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_function_is_given_posts_and_summaries(start, tmp_path, monkeypatch):

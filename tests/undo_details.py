@@ -714,6 +714,19 @@ test_variants.py::test_online_dpos variants/online_dpo.py: what follows EOS is s
 test_variants.py::test_online_dpos variants/online_dpo.py: the prompts in turn
 - .repeat_interleave(k, 0)
 + .repeat(k, 1)
+test_variants.py::test_where_online variants/online_dpo.py: soft labels the wrong way round
+- torch.sigmoid(rejected - chosen)
++ torch.sigmoid(chosen - rejected)
+test_variants.py::test_online_dpos variants/online_dpo.py: hard labels whatever the flag
+- args.loss_type, flip)
++ args.loss_type)
+test_variants.py::test_online_dpos variants/online_dpo.py: soft labels from the scores before the penalty
+- batch["scores"] = scores
++ batch["scores"] = batch["raw_scores"]
+test_variants.py::test_no_preference variants/online_dpo.py: fewer metrics where there is no step
+- logs = {name: torch.zeros((), device=device) for name in names}
++ from collections import defaultdict
++         logs = defaultdict(float)
 test_variants.py::test_no_preference variants/online_dpo.py: a step without a preference
 - if count == 0:
 + if count < 0:
