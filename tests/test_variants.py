@@ -37,7 +37,7 @@ rloo, grpo, online_dpo, ppo_function, simpo = (
 ROOT = Path(__file__).resolve().parents[1]
 LINES = {
     "rloo": ("ppo.py", 180),
-    "grpo": ("ppo.py", 200),
+    "grpo": ("ppo.py", 210),
     "online_dpo": ("ppo.py", 260),
     "ppo_function": ("ppo.py", 100),
     "simpo": ("dpo.py", 90),
@@ -235,7 +235,8 @@ def test_the_ratio_is_the_responses_and_clipped():
 
 
 def grpo_args(**changes) -> SimpleNamespace:
-    return SimpleNamespace(**{"cliprange": 0.2, "cliprange_high": 0.2, "kl_estimator": "k3", "kl_coef": 0.0} | changes)
+    defaults = {"cliprange": 0.2, "cliprange_high": 0.2, "kl_estimator": "k3", "kl_coef": 0.0, "ratio": "token"}
+    return SimpleNamespace(**defaults | changes)
 
 
 def grpo_mb(logprobs, sequences, old, ref_logprobs, advantages, weights) -> dict:
@@ -335,6 +336,43 @@ def test_grpos_ratio_is_a_tokens_and_clipped_on_both_sides():
     assert sums["policy/clip_fraction"] == 2 and close(sums["policy/ratio"].detach(), 2 * (up + down), 1e-5)
     [gradient] = torch.autograd.grad(loss, logprobs)
     assert close(gradient, [[0, 0.5 * -2 * down, 0], [0.25 * 3 * up, 0, 0]], 1e-5)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+def test_gspos_ratio_is_one_for_a_response(kl_coef):
+    """exp of the mean log-ratio over the tokens of a response, one clipped from above and one from below; of k3_ratio
+    the ratio stays each token's own."""
+    logprobs = torch.tensor([[-1.0, -2.0, -5.0], [-1.0, -0.5, -2.0], [-1.0, -0.5, -2.0]], dtype=torch.float64)
+    logprobs.requires_grad_()
+    old = torch.tensor([[-1.3, -1.9, 0.0], [-0.6, -0.2, -2.1], [-0.6, -0.2, -2.1]], dtype=torch.float64)
+    ref = torch.tensor([[-1.2, -1.8, 0.0], [-0.9, -0.4, -1.9], [-0.8, -0.3, -2.2]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, False], [True] * 3, [True] * 3])
+    advantages, weights = [2.0, -1.0, 1.5], [0.5, 0.25, 0.125]
+    mb = {"logprobs": old, "ref_logprobs": ref, "response_mask": mask}
+    mb |= {"advantages": torch.tensor(advantages)[:, None] * mask, "token_weights": torch.tensor(weights)}
+    settings = {"cliprange_high": 0.08, "kl_coef": kl_coef, "kl_estimator": "k3_ratio", "ratio": "response"}
+    loss, sums = grpo.grpo_loss(logprobs, mb, grpo_args(cliprange=0.1, **settings))
+    ratios = [math.exp((0.3 - 0.1) / 2), math.exp((-0.4 - 0.3 + 0.1) / 3)]  # 1.105, 0.819 twice
+    surrogates = [2 * 2 * -1.08, 3 * 0.9, 3 * -1.5 * ratios[1]]
+    total, kls, gradient = 0.0, 0.0, []
+    for row in range(3):
+        total += weights[row] * surrogates[row]
+        moves = 1.5 * ratios[1] / 3 * 3 if row == 2 else 0  # a clipped response has no gradient
+        gradient.append([])
+        for t in range(3):
+            if not mask[row, t]:
+                gradient[row].append(0)
+                continue
+            new, d = logprobs[row, t].item(), (logprobs[row, t] - ref[row, t]).item()
+            k3_ratio = math.exp(new - old[row, t].item()) * (math.exp(-d) - 1 + d)
+            slope = k3_ratio + math.exp(new - old[row, t].item()) * (1 - math.exp(-d))
+            kls += k3_ratio
+            total += weights[row] * kl_coef * k3_ratio
+            gradient[row].append(weights[row] * (-moves + kl_coef * slope))
+    assert close(loss.detach(), total, 1e-9) and close(sums["loss/kl"].detach(), kls, 1e-9)
+    assert sums["policy/clip_fraction"] == 5
+    [found] = torch.autograd.grad(loss, logprobs)
+    assert close(found, gradient, 1e-9)
 
 
 def test_simpo_is_a_margin_between_means():
@@ -460,7 +498,8 @@ def test_grpos_loss_is_over_whole_mini_batches(start, tmp_path, monkeypatch, nor
     """Two mini-batches in micro-batches of 5: each one's loss is what plain Python makes of all its tokens."""
     passes, losses = record(monkeypatch, grpo, "forward_passes"), record(monkeypatch, grpo, "grpo_loss")
     settings = {"samples_per_prompt": K, "num_mini_batches": 2, "kl_coef": 0.3, "length_norm": norm}
-    lines = run(start, tmp_path / "run", grpo, **settings)
+    lines = run(start, tmp_path / "run", grpo, cliprange=0.02, **settings)  # from above as well
+    assert all(line["policy/clip_fraction"] > 0 for line in lines)
     assert [line["policy/first_ratio_deviation"] for line in lines] == [0, 0, 0]
     assert lines[0]["objective/kl"] == 0 and lines[2]["objective/kl"] > 1e-3 and lines[2]["loss/kl"] > 1e-4
     assert len(losses) == 3 * 2 * 3  # updates, mini-batches, micro-batches
@@ -492,7 +531,7 @@ def test_grpos_loss_is_over_whole_mini_batches(start, tmp_path, monkeypatch, nor
                     for t in range(length):
                         ratio = math.exp(logprobs[i, t] - outputs["logprobs"][row, t])
                         d = (logprobs[i, t] - outputs["ref_logprobs"][row, t]).item()
-                        limited = min(max(ratio, 0.8), 1.2)
+                        limited = min(max(ratio, 0.98), 1.02)
                         kl = math.exp(-d) - 1 + d
                         loss = max(-advantage * ratio, -advantage * limited) + 0.3 * kl
                         weight = {

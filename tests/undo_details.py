@@ -669,6 +669,18 @@ test_variants.py::test_dr_grpos_gradient variants/grpo.py: a sum over all respon
 test_variants.py::test_grpos_ratio variants/grpo.py: one clip range for both sides
 - 1 + args.cliprange_high
 + 1 + args.cliprange
+test_variants.py::test_grpos_loss variants/grpo.py: the upper clip range does not follow the lower one
+- args.cliprange_high = args.cliprange
++ args.cliprange_high = 0.2
+test_variants.py::test_gspos variants/grpo.py: the ratio of a whole response
+- (logratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp()
++ logratio.sum(1, keepdim=True).exp()
+test_variants.py::test_gspos variants/grpo.py: a mean over the width, not the tokens
+- (logratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp()
++ logratio.mean(1, keepdim=True).exp()
+test_variants.py::test_gspos variants/grpo.py: the response's ratio in k3_ratio
+- penalty = kl_estimate(d, ratio, args.kl_estimator)
++ penalty = kl_estimate(d, surrogate_ratio, args.kl_estimator)
 test_variants.py::test_grpos_loss variants/grpo.py: each micro-batch has normalisers of its own
 -                     loss, sums = grpo_loss(logprobs, mb, args)
 +                     weights = weigh_tokens(mb["lengths"], args.length_norm, args.response_length)
