@@ -480,6 +480,20 @@ def test_a_run_has_its_groups_together(start, tmp_path, monkeypatch):
         assert math.isclose(lines[update]["objective/group_sd"], spread, rel_tol=1e-4)
 
 
+def test_the_first_ratio_is_a_responses(start, tmp_path, monkeypatch):
+    """Old log-probabilities that are off by 0.01 a token: by 0.01 x length of the longest response."""
+    original, lengths = rloo.forward_passes, []
+
+    def shifted(*args):
+        outputs, batch = original(*args), args[3]
+        lengths.append(batch["lengths"].max().item())
+        return outputs | {"logprobs": outputs["logprobs"] - 0.01 * batch["response_mask"]}
+
+    monkeypatch.setattr(rloo, "forward_passes", shifted)
+    [line] = run(start, tmp_path / "run", total_episodes=BATCH)
+    assert lengths[0] > 1 and close(line["policy/first_ratio_deviation"], math.exp(0.01 * lengths[0]) - 1, 1e-5)
+
+
 def test_more_than_one_step_takes_the_ratio(start, tmp_path):
     lines = run(start, tmp_path / "run", samples_per_prompt=2, num_ppo_epochs=2, num_mini_batches=2)
     assert [line["policy/first_ratio_deviation"] for line in lines] == [0, 0, 0]

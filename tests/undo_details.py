@@ -618,6 +618,9 @@ test_variants.py::test_the_gradient variants/rloo.py: what follows EOS is traine
 test_variants.py::test_the_ratio variants/rloo.py: the ratio is not clipped
 - ratio.clamp(1 - cliprange, 1 + cliprange)
 + ratio
+test_variants.py::test_the_first_ratio variants/rloo.py: the first ratio is a token's
+- deviations.append((logratio.sum(1).exp() - 1).abs().max())
++ deviations.append((logratio.exp() - 1).abs().max())
 test_variants.py::test_a_run variants/rloo.py: the KL is not in the return
 - returns = scores - args.kl_coef * kl.sum(1)
 + returns = scores
