@@ -39,7 +39,7 @@ LINES = {
     "rloo": ("ppo.py", 180),
     "grpo": ("ppo.py", 210),
     "online_dpo": ("ppo.py", 260),
-    "ppo_function": ("ppo.py", 100),
+    "ppo_function": ("ppo.py", 115),
     "simpo": ("dpo.py", 90),
 }
 SEED, BATCH, K, LENGTH = 3, 24, 4, 6
@@ -398,6 +398,7 @@ def start(world, tmp_path_factory) -> SimpleNamespace:
 
 
 FUNCTIONS = """
+import functools
 def of_lists(posts, summaries):
     return [len(post) % 7 / 7 - len(summary) / 100 for post, summary in zip(posts, summaries)]
 def of_one(post: str, summary: str) -> float:
@@ -412,6 +413,24 @@ def none(posts, summaries):
     return [None if "{post}" in post else 1 for post in posts]
 def too_few(posts, summaries):
     return of_lists(posts, summaries)[:-1]
+class Judge:
+    def __call__(self, posts, summaries):
+        return of_lists(posts, summaries)
+class JudgeOfOne:
+    def __call__(self, post: str, summary: "str"):
+        return of_one(post, summary)
+an_object = Judge()
+an_object_of_one = JudgeOfOne()
+a_partial = functools.partial(lambda scale, posts, summaries: of_lists(posts, summaries), 1.0)
+a_partial_of_one = functools.partial(of_one)
+an_alias = lambda *texts: of_lists(*texts)
+no_function = 3
+def of_three(posts, summaries, references):
+    return of_lists(posts, summaries)
+def of_summaries(summaries):
+    return of_lists(summaries, summaries)
+def without_annotations(post, summary):
+    return len(post) % 7 / 7 - len(summary) / 100
 """
 
 
@@ -682,9 +701,45 @@ def test_the_function_is_given_posts_and_summaries(start, tmp_path, monkeypatch)
     assert '"num_labels"' not in (tmp_path / "one" / "value_model" / "config.json").read_text()
 
 
+@pytest.mark.parametrize("name", "an_object an_object_of_one a_partial a_partial_of_one an_alias".split())
+def test_any_callable_is_a_reward_function(tmp_path, name):
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    function = ppo_function.load_reward_function(f"{tmp_path}/mine.py:{name}")
+    assert close(function(["a post", "another"], ["", "long"]), [6 / 7, -0.04], 1e-12)
+
+
+def test_a_function_without_a_signature_is_taken(tmp_path):
+    (tmp_path / "mine.py").write_text("score = zip")  # of C; inspect.signature(zip) is an error
+    assert ppo_function.load_reward_function(f"{tmp_path}/mine.py:score") is zip
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("of_three", "missing a required argument: 'references'"),
+        ("of_summaries", "too many"),
+        ("no_function", "3 is not"),
+    ],
+)
+def test_a_wrong_signature_is_told_the_right_one(tmp_path, name, message):
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    with pytest.raises(SystemExit, match=rf"{message}.*; it is called as f\(posts, summaries\)"):
+        ppo_function.load_reward_function(f"{tmp_path}/mine.py:{name}")
+
+
+def test_the_value_model_leaves_the_policys_config_alone(start):
+    tokenizer = ppo_function.load_tokenizer(start.args["sft_model_path"])
+    policy = ppo_function.load_policy(start.args["sft_model_path"], tokenizer)
+    before = policy.config.to_json_string()
+    value_model = ppo_function.new_value_model(policy, 7).model
+    assert policy.config.to_json_string() == before
+    assert (value_model.config.num_labels, value_model.config.pad_token_id) == (1, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("without_annotations", "no score for update 1, episode 0, .*f\\(post: str, summary: str\\)"),
         ("raises", "no score for update 1, episode 7, post '{post}.*cannot score this"),
         ("nan", "nan for update 1, episode 7, post '{post}"),
         ("none", "no score for update 1, episode 7, post '{post}"),

@@ -757,6 +757,15 @@ test_variants.py::test_the_function variants/ppo_function.py: posts in another o
 test_variants.py::test_the_function variants/ppo_function.py: no penalty after the function
 - scores.where(has_eos, args.penalty_reward_value)
 + scores
+test_variants.py::test_the_value_model variants/ppo_function.py: one config for policy and value model
+- config = deepcopy(policy.config)
++ config = policy.config
+test_variants.py::test_any_callable variants/ppo_function.py: annotations of functions alone
+- parameters = inspect.signature(function).parameters
++ parameters = {x: inspect.Parameter(x, 1, annotation=y) for x, y in function.__annotations__.items()}
+test_variants.py::test_a_wrong_signature variants/ppo_function.py: any signature is taken
+- inspect.signature(function).bind([], [])
++ pass
 test_variants.py::test_a_function variants/ppo_function.py: NaN is taken
 - if not isfinite(score):
 + if False:
