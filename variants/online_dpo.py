@@ -14,8 +14,9 @@ no ties. A tied pair (two responses without EOS, say) has weight 0 and is counte
 
 --labels decides where training ends, because every update samples new pairs from the policy:
 
-    hard  the response with the larger score is always the chosen one, as published. The loss never stops widening the
+    hard  the response with the larger score is always the chosen one, as published. DPO's loss never stops widening the
           margin, so the policy goes to the response of the highest score alone, whatever beta is: beta sets the pace.
+          (IPO's loss aims at a margin of 1 / (2 beta) in every pair.)
     soft  the expected loss under Bradley-Terry labels: with p = sigma(score of chosen - score of rejected), p times the
           loss plus (1 - p) times the loss of the flipped pair. It settles at the policy that maximises score - beta KL,
           pi_ref x exp(score / beta), normalised.
