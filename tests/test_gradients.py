@@ -488,8 +488,8 @@ def log_ratios(logs: dict, ratios: torch.Tensor, is_clipped: torch.Tensor, count
 
 
 GRPO = [
-    {"length_norm": "response", "kl_estimator": "k3", "scale_by_std": True},
-    {"length_norm": "tokens", "kl_estimator": "k2", "scale_by_std": False},
+    {"length_norm": "response", "kl_estimator": "k3", "scale_by_std": True, "cliprange_high": 0.15},
+    {"length_norm": "tokens", "kl_estimator": "k2", "scale_by_std": False, "ratio": "response"},
     {"length_norm": "constant", "kl_estimator": "k3_ratio", "scale_by_std": True},
 ]
 
@@ -498,7 +498,7 @@ GRPO = [
 def test_grpo(start, record_property, options):
     k = 3
     settings = {"reward_model_path": start.reward, "samples_per_prompt": k, "kl_coef": KL_COEF}
-    settings |= {"cliprange": 0.1, "cliprange_high": 0.15}
+    settings |= {"cliprange": 0.1}
     run = on_policy(start, "variants/grpo.py", options["length_norm"], **settings, **options)
     score = score_by(plain(start.reward, with_head=True))
 
@@ -515,16 +515,21 @@ def test_grpo(start, record_property, options):
             tenths = statistics.quantiles(deviations, n=10, method="inclusive")
             for mini_batch in mini_batches(run, update, episodes):
                 logs = defaultdict(float, rollout_logs(run, episodes))
+                del logs["objective/rlhf_reward"]  # GRPO's KL is in its loss
                 logs["objective/group_sd"] = statistics.fmean(deviations)
                 logs["objective/group_sd_10"], logs["objective/group_sd_90"] = tenths[0], tenths[-1]
                 tokens = sum(len(episode.response) for episode in mini_batch)
                 for episode in mini_batch:
                     logprobs = logprobs_by(run, run.policy, episode)
                     ratio = (logprobs - episode.logprobs).exp()
+                    surrogate_ratio = ratio
+                    if run.ratio == "response":
+                        surrogate_ratio = (logprobs - episode.logprobs).mean().exp().expand(len(logprobs))
                     d = logprobs - episode.ref_logprobs
                     k3 = (-d).exp() - 1 + d
                     kl = {"k3": k3, "k2": d**2 / 2, "k3_ratio": k3 * ratio}[run.kl_estimator]
-                    losses, is_clipped = surrogate(episode.advantage, ratio, 0.9, 1.15)
+                    high = 1 + (options.get("cliprange_high") or 0.1)
+                    losses, is_clipped = surrogate(episode.advantage, surrogate_ratio, 0.9, high)
                     length = {"response": len(episode.response), "tokens": tokens / BATCH * 2, "constant": LENGTH}
                     loss = (losses.sum() + KL_COEF * kl.sum()) / length[run.length_norm] / (BATCH // 2)
                     loss.backward()
@@ -571,10 +576,13 @@ def test_rloo(start, record_property, passes):
     hold(run, {"policy.": run.policy}, by_hand(), record_property)
 
 
-@pytest.mark.parametrize(("loss_type", "k"), [("sigmoid", 2), ("ipo", 3)])
-def test_online_dpo(start, record_property, loss_type, k):
+@pytest.mark.parametrize(
+    ("loss_type", "labels", "k"), [("sigmoid", "hard", 2), ("sigmoid", "soft", 2), ("ipo", "hard", 3)]
+)
+def test_online_dpo(start, record_property, loss_type, labels, k):
     settings = {"reward_model_path": start.reward, "samples_per_prompt": k, "beta": KL_COEF, "loss_type": loss_type}
-    run = on_policy(start, "variants/online_dpo.py", loss_type, **settings, micro_batch_size=8 - 2 * k)
+    name = f"{loss_type}, {labels}"
+    run = on_policy(start, "variants/online_dpo.py", name, **settings, labels=labels, micro_batch_size=8 - 2 * k)
     run.micro_batches = 2  # of 2 pairs and 1, or of 1 each
     score = score_by(plain(start.reward, with_head=True))
     ties = []
@@ -592,7 +600,11 @@ def test_online_dpo(start, record_property, loss_type, k):
                 for pair in untied:
                     logprobs = [logprobs_by(run, run.policy, x).sum() for x in pair]
                     chosen, rejected = (x - y.ref_logprobs.sum() for x, y in zip(logprobs, pair, strict=True))
-                    loss = -logsigmoid(KL_COEF * (chosen - rejected))
+                    better = 1.0
+                    if labels == "soft":
+                        better = 1 / (1 + math.exp(pair[1].score - pair[0].score))
+                    margin = KL_COEF * (chosen - rejected)
+                    loss = -better * logsigmoid(margin) - (1 - better) * logsigmoid(-margin)
                     if loss_type == "ipo":
                         loss = (chosen - rejected - 1 / 0.6) ** 2
                     (loss / len(untied)).backward()

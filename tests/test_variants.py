@@ -37,9 +37,9 @@ rloo, grpo, online_dpo, ppo_function, simpo = (
 ROOT = Path(__file__).resolve().parents[1]
 LINES = {
     "rloo": ("ppo.py", 180),
-    "grpo": ("ppo.py", 200),
-    "online_dpo": ("ppo.py", 230),
-    "ppo_function": ("ppo.py", 100),
+    "grpo": ("ppo.py", 210),
+    "online_dpo": ("ppo.py", 260),
+    "ppo_function": ("ppo.py", 115),
     "simpo": ("dpo.py", 90),
 }
 SEED, BATCH, K, LENGTH = 3, 24, 4, 6
@@ -137,6 +137,35 @@ def test_a_pair_is_the_best_and_the_worst():
             assert prompt == 1 or of_all[i].tolist() == pairs[prompt].tolist() or not untied[prompt]
 
 
+@pytest.mark.parametrize("labels", ["hard", "soft"])
+def test_where_online_dpo_ends(labels):
+    """The exact expected step over all pairs that a policy over five responses samples, with the logits as weights, is
+    repeated. Hard labels end at the best response alone, soft ones at the optimum of score - beta KL."""
+    beta, scores = 0.5, torch.tensor([0.0, 2.0, 1.0, 0.5, 1.0], dtype=torch.float64)
+    reference = torch.tensor([0.3, 0.15, 0.25, 0.2, 0.1], dtype=torch.float64).log()
+    both = torch.cartesian_prod(torch.arange(5), torch.arange(5))  # (25, 2) responses
+    pairs, untied = online_dpo.best_and_worst(scores[both].flatten(), 2)
+    chosen, rejected = both.flatten()[pairs].T
+    flip = online_dpo.flip_probability(torch.cat([scores[chosen], scores[rejected]]), labels)
+    logits, kls = reference.clone().requires_grad_(), []
+    for _ in range(1_000):
+        logprobs = logits.log_softmax(0)
+        kls.append((logprobs.exp() * (logprobs - reference)).sum().item())
+        of_policy = [logprobs[chosen], logprobs[rejected], reference[chosen], reference[rejected]]
+        probabilities = logprobs.detach().exp()[both].prod(1) * untied
+        losses = online_dpo.dpo_loss(*of_policy, beta, "sigmoid", flip)
+        [gradient] = torch.autograd.grad((losses * probabilities).sum() / probabilities.sum(), logits)
+        logits = (logits - 10 * gradient).detach().requires_grad_()
+    optimum = [0.3, 0.15 * math.exp(4), 0.25 * math.exp(2), 0.2 * math.exp(1), 0.1 * math.exp(2)]
+    optimum = [x / sum(optimum) for x in optimum]
+    kl = sum(x * math.log(x / y) for x, y in zip(optimum, [0.3, 0.15, 0.25, 0.2, 0.1], strict=True))
+    print(f"KL {kls[-1]:.6f}; of the optimum {kl:.6f}, of the best response alone {-math.log(0.15):.6f}")
+    if labels == "hard":
+        assert kls == sorted(kls) and 0 < -math.log(0.15) - kls[-1] < 1e-4
+    else:
+        assert abs(kls[-1] - kl) < 1e-9 and close(logits.detach().softmax(0), optimum, 1e-9)
+
+
 # ---- the gradient, over all sequences of a small world ---------------------------------------------------------------
 
 END = 2  # of tokens 0, 1 and EOS, two at most
@@ -206,7 +235,8 @@ def test_the_ratio_is_the_responses_and_clipped():
 
 
 def grpo_args(**changes) -> SimpleNamespace:
-    return SimpleNamespace(**{"cliprange": 0.2, "cliprange_high": 0.2, "kl_estimator": "k3", "kl_coef": 0.0} | changes)
+    defaults = {"cliprange": 0.2, "cliprange_high": 0.2, "kl_estimator": "k3", "kl_coef": 0.0, "ratio": "token"}
+    return SimpleNamespace(**defaults | changes)
 
 
 def grpo_mb(logprobs, sequences, old, ref_logprobs, advantages, weights) -> dict:
@@ -308,6 +338,43 @@ def test_grpos_ratio_is_a_tokens_and_clipped_on_both_sides():
     assert close(gradient, [[0, 0.5 * -2 * down, 0], [0.25 * 3 * up, 0, 0]], 1e-5)
 
 
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+def test_gspos_ratio_is_one_for_a_response(kl_coef):
+    """exp of the mean log-ratio over the tokens of a response, one clipped from above and one from below; of k3_ratio
+    the ratio stays each token's own."""
+    logprobs = torch.tensor([[-1.0, -2.0, -5.0], [-1.0, -0.5, -2.0], [-1.0, -0.5, -2.0]], dtype=torch.float64)
+    logprobs.requires_grad_()
+    old = torch.tensor([[-1.3, -1.9, 0.0], [-0.6, -0.2, -2.1], [-0.6, -0.2, -2.1]], dtype=torch.float64)
+    ref = torch.tensor([[-1.2, -1.8, 0.0], [-0.9, -0.4, -1.9], [-0.8, -0.3, -2.2]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, False], [True] * 3, [True] * 3])
+    advantages, weights = [2.0, -1.0, 1.5], [0.5, 0.25, 0.125]
+    mb = {"logprobs": old, "ref_logprobs": ref, "response_mask": mask}
+    mb |= {"advantages": torch.tensor(advantages)[:, None] * mask, "token_weights": torch.tensor(weights)}
+    settings = {"cliprange_high": 0.08, "kl_coef": kl_coef, "kl_estimator": "k3_ratio", "ratio": "response"}
+    loss, sums = grpo.grpo_loss(logprobs, mb, grpo_args(cliprange=0.1, **settings))
+    ratios = [math.exp((0.3 - 0.1) / 2), math.exp((-0.4 - 0.3 + 0.1) / 3)]  # 1.105, 0.819 twice
+    surrogates = [2 * 2 * -1.08, 3 * 0.9, 3 * -1.5 * ratios[1]]
+    total, kls, gradient = 0.0, 0.0, []
+    for row in range(3):
+        total += weights[row] * surrogates[row]
+        moves = 1.5 * ratios[1] / 3 * 3 if row == 2 else 0  # a clipped response has no gradient
+        gradient.append([])
+        for t in range(3):
+            if not mask[row, t]:
+                gradient[row].append(0)
+                continue
+            new, d = logprobs[row, t].item(), (logprobs[row, t] - ref[row, t]).item()
+            k3_ratio = math.exp(new - old[row, t].item()) * (math.exp(-d) - 1 + d)
+            slope = k3_ratio + math.exp(new - old[row, t].item()) * (1 - math.exp(-d))
+            kls += k3_ratio
+            total += weights[row] * kl_coef * k3_ratio
+            gradient[row].append(weights[row] * (-moves + kl_coef * slope))
+    assert close(loss.detach(), total, 1e-9) and close(sums["loss/kl"].detach(), kls, 1e-9)
+    assert sums["policy/clip_fraction"] == 5
+    [found] = torch.autograd.grad(loss, logprobs)
+    assert close(found, gradient, 1e-9)
+
+
 def test_simpo_is_a_margin_between_means():
     chosen, rejected = [-0.5, -2.0], [-0.7, -1.0]
     expected = [math.log1p(math.exp(-(2.5 * (c - r) - 0.8))) for c, r in zip(chosen, rejected, strict=True)]
@@ -331,6 +398,7 @@ def start(world, tmp_path_factory) -> SimpleNamespace:
 
 
 FUNCTIONS = """
+import functools
 def of_lists(posts, summaries):
     return [len(post) % 7 / 7 - len(summary) / 100 for post, summary in zip(posts, summaries)]
 def of_one(post: str, summary: str) -> float:
@@ -345,6 +413,24 @@ def none(posts, summaries):
     return [None if "{post}" in post else 1 for post in posts]
 def too_few(posts, summaries):
     return of_lists(posts, summaries)[:-1]
+class Judge:
+    def __call__(self, posts, summaries):
+        return of_lists(posts, summaries)
+class JudgeOfOne:
+    def __call__(self, post: str, summary: "str"):
+        return of_one(post, summary)
+an_object = Judge()
+an_object_of_one = JudgeOfOne()
+a_partial = functools.partial(lambda scale, posts, summaries: of_lists(posts, summaries), 1.0)
+a_partial_of_one = functools.partial(of_one)
+an_alias = lambda *texts: of_lists(*texts)
+no_function = 3
+def of_three(posts, summaries, references):
+    return of_lists(posts, summaries)
+def of_summaries(summaries):
+    return of_lists(summaries, summaries)
+def without_annotations(post, summary):
+    return len(post) % 7 / 7 - len(summary) / 100
 """
 
 
@@ -382,6 +468,20 @@ def scores_of(module, start, batch: dict) -> list[float]:
     return [score if eos in response else -1.0 for score, response in rows]
 
 
+def test_the_first_ratio_is_a_responses(start, tmp_path, monkeypatch):
+    """Old log-probabilities that are off by 0.01 a token: by 0.01 x length of the longest response."""
+    original, lengths = rloo.forward_passes, []
+
+    def shifted(*args):
+        outputs, batch = original(*args), args[3]
+        lengths.append(batch["lengths"].max().item())
+        return outputs | {"logprobs": outputs["logprobs"] - 0.01 * batch["response_mask"]}
+
+    monkeypatch.setattr(rloo, "forward_passes", shifted)
+    [line] = run(start, tmp_path / "run", total_episodes=BATCH)
+    assert lengths[0] > 1 and close(line["policy/first_ratio_deviation"], math.exp(0.01 * lengths[0]) - 1, 1e-5)
+
+
 @pytest.mark.parametrize("module", [rloo, grpo, ppo_function])
 def test_the_ratio_begins_at_1_in_bfloat16(start, tmp_path, module):
     lines = run(start, tmp_path / "run", module, mixed_precision="bf16", num_ppo_epochs=2, num_mini_batches=2)
@@ -389,12 +489,26 @@ def test_the_ratio_begins_at_1_in_bfloat16(start, tmp_path, module):
     assert all(line["policy/ratio_variance"] > 0 for line in lines)
 
 
-def test_no_preference_is_no_step(start, tmp_path):
-    """A reward model that says the same of everything, or no EOS at all: the policy stays as it was."""
+@pytest.mark.parametrize("module", [rloo, grpo, online_dpo])
+def test_no_preference_is_no_step(start, tmp_path, module):
+    """A reward model that says the same of everything: nothing is learnt from it, online DPO makes no step, and an
+    update has the metrics of every other update."""
     constant = make_constant(Path(start.args["reward_model_path"]), tmp_path / "constant")
-    lines = run(start, tmp_path / "run", online_dpo, reward_model_path=str(constant), penalty_reward_value=None)
-    assert [line["objective/tied_pairs"] for line in lines] == [1, 1, 1]
-    assert [line["grad_norm"] for line in lines] == [0, 0, 0] and lines[2]["objective/kl"] == 0
+    settings = {"kl_coef": 0.0} if module is not online_dpo else {}
+    settings |= {"reward_model_path": str(constant), "penalty_reward_value": None, "total_episodes": 2 * BATCH}
+    lines = run(start, tmp_path / "run", module, **settings)
+    assert [line["grad_norm"] for line in lines] == [0, 0]
+    if module is online_dpo:
+        assert [line["objective/tied_pairs"] for line in lines] == [1, 1] and lines[1]["objective/kl"] == 0
+    [other] = run(start, tmp_path / "other", module, total_episodes=BATCH)
+    assert other["grad_norm"] > 0 and list(other) == list(lines[-1])
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+
+
+def test_soft_labels_are_not_ipos(start, tmp_path):
+    with pytest.raises(SystemExit, match="--labels soft needs --loss-type sigmoid"):
+        run(start, tmp_path / "run", online_dpo, labels="soft", loss_type="ipo")
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_function_is_given_posts_and_summaries(start, tmp_path, monkeypatch):
@@ -427,9 +541,45 @@ def test_the_function_is_given_posts_and_summaries(start, tmp_path, monkeypatch)
     assert '"num_labels"' not in (tmp_path / "one" / "value_model" / "config.json").read_text()
 
 
+@pytest.mark.parametrize("name", "an_object an_object_of_one a_partial a_partial_of_one an_alias".split())
+def test_any_callable_is_a_reward_function(tmp_path, name):
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    function = ppo_function.load_reward_function(f"{tmp_path}/mine.py:{name}")
+    assert close(function(["a post", "another"], ["", "long"]), [6 / 7, -0.04], 1e-12)
+
+
+def test_a_function_without_a_signature_is_taken(tmp_path):
+    (tmp_path / "mine.py").write_text("score = zip")  # of C; inspect.signature(zip) is an error
+    assert ppo_function.load_reward_function(f"{tmp_path}/mine.py:score") is zip
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("of_three", "missing a required argument: 'references'"),
+        ("of_summaries", "too many"),
+        ("no_function", "3 is not"),
+    ],
+)
+def test_a_wrong_signature_is_told_the_right_one(tmp_path, name, message):
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    with pytest.raises(SystemExit, match=rf"{message}.*; it is called as f\(posts, summaries\)"):
+        ppo_function.load_reward_function(f"{tmp_path}/mine.py:{name}")
+
+
+def test_the_value_model_leaves_the_policys_config_alone(start):
+    tokenizer = ppo_function.load_tokenizer(start.args["sft_model_path"])
+    policy = ppo_function.load_policy(start.args["sft_model_path"], tokenizer)
+    before = policy.config.to_json_string()
+    value_model = ppo_function.new_value_model(policy, 7).model
+    assert policy.config.to_json_string() == before
+    assert (value_model.config.num_labels, value_model.config.pad_token_id) == (1, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("without_annotations", "no score for update 1, episode 0, .*f\\(post: str, summary: str\\)"),
         ("raises", "no score for update 1, episode 7, post '{post}.*cannot score this"),
         ("nan", "nan for update 1, episode 7, post '{post}"),
         ("none", "no score for update 1, episode 7, post '{post}"),

@@ -614,6 +614,9 @@ test_variants.py::test_the_gradient variants/rloo.py: what follows EOS is traine
 test_variants.py::test_the_ratio variants/rloo.py: the ratio is not clipped
 - ratio.clamp(1 - cliprange, 1 + cliprange)
 + ratio
+test_variants.py::test_the_first_ratio variants/rloo.py: the first ratio is a token's
+- deviations.append((logratio.sum(1).exp() - 1).abs().max())
++ deviations.append((logratio.exp() - 1).abs().max())
 test_gradients.py::test_rloo variants/rloo.py: the KL is not in the return
 - returns = scores - args.kl_coef * kl.sum(1)
 + returns = scores
@@ -665,6 +668,18 @@ test_variants.py::test_dr_grpos_gradient variants/grpo.py: a sum over all respon
 test_variants.py::test_grpos_ratio variants/grpo.py: one clip range for both sides
 - 1 + args.cliprange_high
 + 1 + args.cliprange
+test_gradients.py::test_grpo variants/grpo.py: the upper clip range does not follow the lower one
+- args.cliprange_high = args.cliprange
++ args.cliprange_high = 0.2
+test_variants.py::test_gspos variants/grpo.py: the ratio of a whole response
+- (logratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp()
++ logratio.sum(1, keepdim=True).exp()
+test_variants.py::test_gspos variants/grpo.py: a mean over the width, not the tokens
+- (logratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp()
++ logratio.mean(1, keepdim=True).exp()
+test_variants.py::test_gspos variants/grpo.py: the response's ratio in k3_ratio
+- penalty = kl_estimate(d, ratio, args.kl_estimator)
++ penalty = kl_estimate(d, surrogate_ratio, args.kl_estimator)
 test_gradients.py::test_grpo variants/grpo.py: each micro-batch has normalisers of its own
 -                     loss, sums = grpo_loss(logprobs, mb, args)
 +                     weights = weigh_tokens(mb["lengths"], args.length_norm, args.response_length)
@@ -710,6 +725,19 @@ test_gradients.py::test_online_dpo variants/online_dpo.py: what follows EOS is s
 test_gradients.py::test_online_dpo variants/online_dpo.py: the prompts in turn
 - .repeat_interleave(k, 0)
 + .repeat(k, 1)
+test_variants.py::test_where_online variants/online_dpo.py: soft labels the wrong way round
+- torch.sigmoid(rejected - chosen)
++ torch.sigmoid(chosen - rejected)
+test_gradients.py::test_online_dpo variants/online_dpo.py: hard labels whatever the flag
+- args.loss_type, flip)
++ args.loss_type)
+test_gradients.py::test_online_dpo variants/online_dpo.py: soft labels from the scores before the penalty
+- batch["scores"] = scores
++ batch["scores"] = batch["raw_scores"]
+test_variants.py::test_no_preference variants/online_dpo.py: fewer metrics where there is no step
+- logs = {name: torch.zeros((), device=device) for name in names}
++ from collections import defaultdict
++         logs = defaultdict(float)
 test_variants.py::test_no_preference variants/online_dpo.py: a step without a preference
 - if count == 0:
 + if count < 0:
@@ -725,6 +753,15 @@ test_variants.py::test_the_function variants/ppo_function.py: posts in another o
 test_variants.py::test_the_function variants/ppo_function.py: no penalty after the function
 - scores.where(has_eos, args.penalty_reward_value)
 + scores
+test_variants.py::test_the_value_model variants/ppo_function.py: one config for policy and value model
+- config = deepcopy(policy.config)
++ config = policy.config
+test_variants.py::test_any_callable variants/ppo_function.py: annotations of functions alone
+- parameters = inspect.signature(function).parameters
++ parameters = {x: inspect.Parameter(x, 1, annotation=y) for x, y in function.__annotations__.items()}
+test_variants.py::test_a_wrong_signature variants/ppo_function.py: any signature is taken
+- inspect.signature(function).bind([], [])
++ pass
 test_variants.py::test_a_function variants/ppo_function.py: NaN is taken
 - if not isfinite(score):
 + if False:

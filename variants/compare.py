@@ -7,7 +7,7 @@ Each run folder has eval/samples_validation.csv (../eval/samples.py: temperature
 against the reference summary and words, and the paired difference of the truths to the SFT policy's, with a bootstrap
 interval of 95 % over the posts. The KL to the SFT model is of one more sample a post, at temperature 0.7 as in
 training: mean over posts of the sum of log pi - log pi_sft over a response's tokens, and its standard error. Seconds
-are of training, as the run logged them.
+are of training, as the run logged them, and of DPO's pass of the reference over all pairs before it.
 """
 
 import csv
@@ -93,7 +93,8 @@ def compare(args: Args) -> list[dict]:
         row["win_rate"] = fmean(judge(*one) for one in told)
         row["words"] = fmean(len(re.findall(r"\w+", summary)) for _, summary, _ in told)
         row |= {"kl": kl.mean().item(), "kl_error": (kl.std() / len(kl) ** 0.5).item()}
-        row |= {"episodes": metrics[-1]["episode"], "seconds": metrics[-1]["time/total"]}
+        seconds = metrics[0].get("time/reference", 0.0) + metrics[-1]["time/total"]  # only DPO's has the first
+        row |= {"episodes": metrics[-1]["episode"], "seconds": seconds}
         table.append(row)
     return table
 

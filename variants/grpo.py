@@ -1,5 +1,6 @@
-"""GRPO (Shao et al. 2024, "DeepSeekMath", section 4.1) and, by flags, Dr. GRPO (Liu et al. 2025) and DAPO's loss (Yu et
-al. 2025): a copy of ../ppo.py without value model. What differs: `git diff --no-index ppo.py variants/grpo.py`.
+"""GRPO (Shao et al. 2024, "DeepSeekMath", section 4.1) and, by flags, Dr. GRPO (Liu et al. 2025), DAPO's loss (Yu et
+al. 2025) and GSPO (Zheng et al. 2025): a copy of ../ppo.py without value model. What differs:
+`git diff --no-index ppo.py variants/grpo.py`.
 
 One process, after `bash quickstart/run.sh --fast` and the first commands of sft.py and reward.py:
 
@@ -9,6 +10,7 @@ One process, after `bash quickstart/run.sh --fast` and the first commands of sft
 N processes:    torchrun --nproc_per_node 8 variants/grpo.py --model 1b --seed 44413
 Dr. GRPO:       ... --no-scale-by-std --length-norm constant --kl-coef 0
 DAPO's loss:    ... --length-norm tokens --cliprange-high 0.28 --kl-coef 0
+GSPO:           ... --ratio response --cliprange 3e-4 --cliprange-high 4e-4 --num-mini-batches 4
 
 Each prompt has --samples-per-prompt k responses. The advantage of all tokens of a response is its score minus the mean
 of its prompt's k scores, divided by their standard deviation. The loss of a token is the clipped surrogate + beta x an
@@ -20,6 +22,10 @@ estimate of the KL to the reference from d = log pi - log pi_ref of that token:
 
 Each gradient is for the states that were sampled: no form of this loss sees that an earlier token changes the later
 states. The KL in ppo.py's and rloo.py's return does.
+
+The metric loss/policy starts at about 0, which is no fault: before an update's first step every ratio is 1 and the
+advantages of a prompt add to 0, so with the default flags only beta x the KL is left. The gradient is not 0. Follow
+objective/score and objective/kl instead.
 
 Starts from the SFT model (policy and reference) and the reward model of the same name and seed. The run folder (default
 runs/grpo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), metrics.jsonl, args.json,
@@ -38,7 +44,9 @@ A prompt's k episodes follow each other. Deviations from others, each on purpose
 - Every normaliser is a count of the whole mini-batch or a constant, whatever the processes and micro-batches.
 - `constant` divides by --response-length, not by the longest response of a batch.
 - k3's d is log pi - log pi_ref with pi on top: the other way round its value is chi^2 - KL.
-- The learning rate is linear to 0, as in ppo.py; the paper's is constant.
+- `tokens` divides by the tokens of the whole mini-batch, so a prompt with longer responses counts more. DAPO's equation
+  8 divides by the tokens of a prompt's group and takes the mean over prompts.
+- The learning rate is linear to 0, as in ppo.py; DeepSeekMath names 1e-6 and no schedule.
 - A response without EOS has score -1 (Detail 23) and is trained on; DAPO's filter leaves it out.
 - Total episodes and batch size count responses, k to a prompt.
 - Sampling, padding, temperature and old log-probabilities are ppo.py's.
@@ -118,7 +126,7 @@ class Args:
     num_mini_batches: int = 1
     """optimiser steps per pass (table 7, N_mb)"""
     learning_rate: float = 1e-6
-    """learning rate of the first update, linear to 0 (DeepSeekMath, section 4.2)"""
+    """learning rate of the first update, linear to 0 as in ppo.py (1e-6: DeepSeekMath, section 4.2)"""
     adam_eps: float = 1e-5
     """AdamW's epsilon (table 7)"""
     weight_decay: float = 0.01
@@ -134,16 +142,18 @@ class Args:
     scale_by_std: bool = True
     """divide a group's advantages by its standard deviation; Dr. GRPO does not"""
     length_norm: Literal["response", "tokens", "constant"] = "response"
-    """loss: a mean over each response, then over responses (DeepSeekMath); over all tokens (DAPO); a sum over each
-    response / --response-length, then a mean over responses (Dr. GRPO)"""
+    """loss: a mean over each response, then over responses (DeepSeekMath); over all tokens of the mini-batch (DAPO, but
+    there of a prompt's group); a sum over each response / --response-length, then a mean over responses (Dr. GRPO)"""
     kl_estimator: Literal["k3", "k2", "k3_ratio"] = "k3"
     """estimate of the KL in the loss (k3: DeepSeekMath, equation 4)"""
     kl_coef: float = 0.04
     """beta, the weight of the KL in the loss (DeepSeekMath, section 4.2)"""
     cliprange: float = 0.2
     """clipping of the policy ratio from below (table 7)"""
-    cliprange_high: float = 0.2
-    """and from above (DAPO: 0.28)"""
+    cliprange_high: float | None = None
+    """and from above (DAPO: 0.28); default: --cliprange"""
+    ratio: Literal["token", "response"] = "token"
+    """probability ratio of the surrogate: each token's own, or the geometric mean over a response's tokens (GSPO)"""
 
     sample_every: int = 50
     """updates between printed tables of samples; 0: none"""
@@ -208,8 +218,11 @@ def grpo_loss(logprobs: torch.Tensor, mb: dict, args) -> tuple[torch.Tensor, dic
     mask = mb["response_mask"]
     logratio = (logprobs - mb["logprobs"]).masked_fill(~mask, 0.0)  # before exp: huge where a [PAD] is
     ratio = logratio.exp()
-    unclipped = -mb["advantages"] * ratio
-    clipped = -mb["advantages"] * ratio.clamp(1 - args.cliprange, 1 + args.cliprange_high)
+    surrogate_ratio = ratio
+    if args.ratio == "response":  # (b, 1): one for all tokens (GSPO, equation 5)
+        surrogate_ratio = (logratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp()
+    unclipped = -mb["advantages"] * surrogate_ratio
+    clipped = -mb["advantages"] * surrogate_ratio.clamp(1 - args.cliprange, 1 + args.cliprange_high)
     d = (logprobs - mb["ref_logprobs"]).masked_fill(~mask, 0.0)
     penalty = kl_estimate(d, ratio, args.kl_estimator)
     losses = torch.max(unclipped, clipped) + args.kl_coef * penalty
@@ -251,6 +264,8 @@ def main(args: Args):
     rank = accelerator.process_index
     world = accelerator.num_processes
     num_updates = fill_sizes(args, world)
+    if args.cliprange_high is None:
+        args.cliprange_high = args.cliprange
     k = args.samples_per_prompt
     if k < 2 or args.batch_size % k:
         fail(f"--batch-size {args.batch_size} must be a multiple of --samples-per-prompt {k}, which is 2 or more")
@@ -359,7 +374,6 @@ def main(args: Args):
             "response/length": batch["lengths"].float().mean(),
             "response/eos_rate": has_eos.float().mean(),
             "objective/entropy": batch["entropy"].sum(1).mean(),
-            "objective/rlhf_reward": (scores - args.kl_coef * kl.sum(1)).mean(),
             "objective/group_sd": group_sd.mean(),
             "objective/group_sd_10": group_sd.quantile(0.1),
             "objective/group_sd_90": group_sd.quantile(0.9),

@@ -11,7 +11,18 @@ N processes:    torchrun --nproc_per_node 8 variants/online_dpo.py --model 1b --
 Each prompt has --samples-per-prompt k responses, two by default. Its pair is the one that the reward model scores
 highest against the one that it scores lowest. The loss is DPO's, a mean over the pairs of the whole mini-batch that are
 no ties. A tied pair (two responses without EOS, say) has weight 0 and is counted; where all are tied there is no step.
-The KL to the reference is not in the scores: the loss's beta stands for it.
+
+--labels decides where training ends, because every update samples new pairs from the policy:
+
+    hard  the response with the larger score is always the chosen one, as published. DPO's loss never stops widening the
+          margin, so the policy goes to the response of the highest score alone, whatever beta is: beta sets the pace.
+          (IPO's loss aims at a margin of 1 / (2 beta) in every pair.)
+    soft  the expected loss under Bradley-Terry labels: with p = sigma(score of chosen - score of rejected), p times the
+          loss plus (1 - p) times the loss of the flipped pair. It settles at the policy that maximises score - beta KL,
+          pi_ref x exp(score / beta), normalised.
+
+Iterated exactly over five responses in tests/test_variants.py, the KL to the reference goes to 1.897 with hard labels,
+which is -log pi_ref of the best response, and to 0.859 with soft ones, which is that of the optimum.
 
 Starts from the SFT model (policy and reference) and the reward model of the same name and seed. The run folder (default
 runs/online_dpo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), metrics.jsonl, args.json,
@@ -43,7 +54,6 @@ import struct
 import sys
 import time
 import warnings
-from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -121,7 +131,10 @@ class Args:
     penalty_reward_value: float | None = -1.0
     """score of a response without EOS (Detail 23); None: the one that it has"""
     beta: float = 0.1
-    """scale of the implicit reward, the strength of the KL penalty it stands for (async_rlhf's online DPO on TL;DR)"""
+    """scale of the implicit reward; with soft labels the weight of the KL (0.1: async_rlhf's online DPO on TL;DR)"""
+    labels: Literal["hard", "soft"] = "hard"
+    """hard: the larger score is chosen (Guo et al. 2024), which ends at the best response alone; soft: Bradley-Terry
+    probabilities of the two scores, which end at the optimum of score - beta KL"""
     loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
     """DPO's loss, or the squared loss of IPO (both in Guo et al. 2024)"""
 
@@ -161,6 +174,13 @@ def best_and_worst(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Te
     first_rows = torch.arange(0, len(scores), k, device=scores.device)
     pairs = torch.stack([first_rows + groups.argmax(1), first_rows + groups.argmin(1)], 1)
     return pairs, scores[pairs[:, 0]] > scores[pairs[:, 1]]
+
+
+def flip_probability(scores: torch.Tensor, labels: str) -> torch.Tensor:
+    """The probability (n,) that the label of a pair prefers the rejected response, from the scores (2n,) of n chosen,
+    then of the n rejected responses: sigma(rejected - chosen) for soft labels, 0 for hard ones."""
+    chosen, rejected = scores.chunk(2)
+    return torch.sigmoid(rejected - chosen) if labels == "soft" else torch.zeros_like(chosen)
 
 
 def dpo_loss(
@@ -209,6 +229,8 @@ def main(args: Args):
     rank = accelerator.process_index
     world = accelerator.num_processes
     num_updates = fill_sizes(args, world)
+    if args.labels == "soft" and args.loss_type == "ipo":
+        fail("--labels soft needs --loss-type sigmoid: IPO's loss takes no label probabilities")
     k = args.samples_per_prompt
     if k < 2 or args.batch_size % (k * args.num_mini_batches * world):
         per_prompt = f"--samples-per-prompt {k}, which is 2 or more"
@@ -269,6 +291,7 @@ def main(args: Args):
         kl = batch["logprobs"] - batch["ref_logprobs"]  # (B, R)
 
         # ---- 4. pairs ----------------------------------------------------------------------------
+        batch["scores"] = scores
         batch["ref_sums"] = batch["ref_logprobs"].sum(1)  # (B,)
         pairs, untied = best_and_worst(scores, k)  # (P, 2), (P,)
         rollout_seconds = time.time() - update_start
@@ -277,7 +300,9 @@ def main(args: Args):
         learning_rate = args.learning_rate * (1 - (update - 1) / num_updates)  # linear to 0 (table 7)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        logs = defaultdict(float)  # means over a mini-batch, summed over the optimiser steps
+        # means over a mini-batch, summed over the optimiser steps; 0 where no step is made
+        names = ("loss/policy", "logprobs/chosen", "logprobs/rejected", "rewards/chosen", "rewards/rejected")
+        logs = {name: torch.zeros((), device=device) for name in names}
         grad_norms = []
         for epoch in range(args.num_ppo_epochs):
             shuffled = permutation(len(pairs), args.seed + update, epoch).to(device)
@@ -296,7 +321,8 @@ def main(args: Args):
                     del logits  # the largest tensor of a step, which the backward pass does not need
                     chosen, rejected = logprobs.masked_fill(~mb["response_mask"], 0.0).sum(1).chunk(2)
                     ref = mb["ref_sums"].chunk(2)
-                    losses = dpo_loss(chosen, rejected, *ref, args.beta, args.loss_type)
+                    flip = flip_probability(mb["scores"], args.labels)
+                    losses = dpo_loss(chosen, rejected, *ref, args.beta, args.loss_type, flip)
                     loss = (losses * mb["weights"]).sum()
                     accelerator.backward(loss * world)  # x world: DDP and DeepSpeed average over devices
                     logs["loss/policy"] += loss.detach()
@@ -439,12 +465,14 @@ def make_batch(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> d
 
 def pair_batches(batch: dict, pairs: torch.Tensor, weights: torch.Tensor, size: int) -> list[dict]:
     """Whole pairs (p, 2) of rows of a batch, with their weights (p,), `size` rows at a time (or one pair): n chosen
-    responses, then the n rejected ones, queries (2n, Q), responses and response_mask (2n, W), ref_sums (2n,)."""
+    responses, then the n rejected ones, queries (2n, Q), responses and response_mask (2n, W), scores and ref_sums
+    (2n,)."""
     mbs = []
     for group in similar_lengths(batch["row_lengths"][pairs].amax(1), max(size // 2, 1)):
         rows = pairs[group].T.flatten()
         width = int(batch["lengths"][rows].max()) + 1
-        mb = {"weights": weights[group], "queries": batch["queries"][rows], "ref_sums": batch["ref_sums"][rows]}
+        mb = {"weights": weights[group]}
+        mb |= {key: batch[key][rows] for key in ("queries", "scores", "ref_sums")}
         mb |= {key: batch[key][rows, :width] for key in ("responses", "response_mask")}
         mbs.append(mb)
     return mbs

@@ -9,8 +9,9 @@ One process, after `bash quickstart/run.sh --fast` and sft.py's:
 N processes:    torchrun --nproc_per_node 8 variants/ppo_function.py --reward-function mine.py:score --model 1b
 
 The function takes two lists, posts (the column `query`) and summaries (decoded, without special tokens), and returns a
-number for each. One that has a plain `str` among its annotations takes one post and one summary. Each process calls it
-for its own share of the episodes. Whatever it returns, a response without EOS has score -1 (Detail 23).
+number for each. One with a parameter annotated as plain `str` takes one post and one summary. Any callable will do: a
+function, a functools.partial, an object with __call__. Each process calls it for its own share of the episodes.
+Whatever it returns, a response without EOS has score -1 (Detail 23).
 
 Starts from the SFT model of the same name and seed: policy, reference and, with a head of zeros, value model. The run
 folder (default runs/ppo_function/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint),
@@ -40,6 +41,7 @@ Details: README, "The 25 details". Deviations from the paper (P) and the authors
 """
 
 import hashlib
+import inspect
 import json
 import os
 import runpy
@@ -52,6 +54,7 @@ import time
 import warnings
 from collections import defaultdict
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from math import isfinite
@@ -86,6 +89,7 @@ MICRO_BATCH_SIZES = {"1b": 16, "2.8b": 8, "6.9b": 2}  # of Pythia's sizes: what 
 SAMPLE_BATCH_SIZES = {"1b": 256, "2.8b": 128, "6.9b": 64}  # 19 to 24 GB of keys and values
 TEMPERATURE_EPS = 1e-7  # added to a temperature before it divides, as in the authors' code
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+CALLED_AS = "it is called as f(posts, summaries), two lists, or with annotations as f(post: str, summary: str)"
 
 
 @dataclass
@@ -460,7 +464,7 @@ def function_scores(function, what: str, numbers, posts: list[str], responses, t
         scores = [float(score) for score in function(posts, summaries)]
     except Exception:
         for name, post, summary in zip(names, posts, summaries, strict=True):  # which one it was
-            with or_fail(f"{where}: no score for {name}"):
+            with or_fail(f"{where}: no score for {name}; {CALLED_AS}"):
                 [float(score) for score in function([post], [summary])]
         raise
     if len(scores) != len(names):
@@ -742,8 +746,9 @@ class RewardModel(nn.Module):
 
 def new_value_model(policy, pad_id: int) -> RewardModel:
     """A value model with the policy's weights and a head of zeros: every value is 0."""
-    model = AutoModelForSequenceClassification.from_config(policy.config, attn_implementation="sdpa")
-    model.config.update({"num_labels": 1, "pad_token_id": pad_id})
+    config = deepcopy(policy.config)
+    config.update({"num_labels": 1, "pad_token_id": pad_id})
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="sdpa")
     model.base_model.load_state_dict(policy.base_model.state_dict())
     model.score = ScalarHead(policy.get_input_embeddings().embedding_dim, 1)
     nn.init.zeros_(model.score.weight)
@@ -752,12 +757,19 @@ def new_value_model(policy, pad_id: int) -> RewardModel:
 
 
 def load_reward_function(value: str):
-    """The function of two lists that path.py:function names; one annotated with a plain `str` is made one of lists."""
+    """The function of two lists that path.py:function names; one with a parameter `: str` is made one of lists."""
     path, _, name = value.rpartition(":")
     with or_fail(f"--reward-function {value}: no function there"):
         function = runpy.run_path(path)[name]
-        annotations = function.__annotations__.values()
-    if str not in annotations and "str" not in annotations:
+    parameters = {}
+    try:
+        parameters = inspect.signature(function).parameters
+        inspect.signature(function).bind([], [])
+    except TypeError as error:  # it takes no two arguments, or cannot be called
+        fail(f"--reward-function {value}: {error}; {CALLED_AS}")
+    except ValueError:  # a function of C or C++ may tell no signature
+        pass
+    if not any(parameter.annotation in (str, "str") for parameter in parameters.values()):
         return function
     return lambda posts, summaries: [function(*pair) for pair in zip(posts, summaries, strict=True)]
 

@@ -1,4 +1,4 @@
-"""RLOO, REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, "Back to Basics", equations 6 to 8): a copy of
+"""RLOO, REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, "Back to Basics", section 2.3): a copy of
 ../ppo.py without value model and whitening. What differs: `git diff --no-index ppo.py variants/rloo.py`.
 
 One process, after `bash quickstart/run.sh --fast` and the first commands of sft.py and reward.py:
@@ -24,7 +24,13 @@ responses, T of query and response together, V vocabulary, D of a hidden state. 
     queries (B, Q) left-padded; responses (B, R) right-padded; lengths, row_lengths, raw_scores and advantages (B,)
     response_mask (B, R) through EOS: logprobs, ref_logprobs and entropy are 0 outside of it
 
-A prompt's k episodes follow each other. Deviations from others, each on purpose:
+A prompt's k episodes follow each other. Deviations from the paper (P, settings of its Appendix C for TL;DR) and from
+others, each on purpose:
+- P: the learning rate is 3e-6 and linear to 0, as in ppo.py; the paper's is 1e-6, constant after 3 % of warm-up.
+- P: an update is one step on 512 responses; the paper makes two steps on 256 each (here --num-mini-batches 2).
+- P: with more than one step an update, the ratio to the old policy corrects for the steps before and is clipped; the
+  paper's estimator has no ratio, and the paper finds that clipping is rarely active and not needed.
+- P: beta is 0.05, as in ppo.py, not 0.03.
 - -1 takes the place of the score of a response without EOS before the baseline (Detail 23; TRL subtracts a penalty).
 - The KL is in the return before the baseline is taken; OpenRLHF takes the baseline of the scores alone.
 - Log-probabilities are summed over a response; rlhf-book takes their mean, which is another estimator.
@@ -101,7 +107,7 @@ class Args:
     batch_size: int = 512
     """episodes per update over all devices (table 7)"""
     samples_per_prompt: int = 4
-    """k, responses to each prompt (Ahmadian et al. 2024)"""
+    """k, responses to each prompt (Ahmadian et al. 2024: 2 and 4)"""
     num_ppo_epochs: int = 1
     """passes over the batch per update (one: on-policy throughout)"""
     num_mini_batches: int = 1
@@ -156,7 +162,7 @@ class Args:
 
 def leave_one_out(returns: torch.Tensor, k: int) -> torch.Tensor:
     """Advantages (B,) of returns (B,) in groups of k that follow each other: each minus the mean of its group's others.
-    In float64, so that equal returns give exactly 0 (Ahmadian et al. 2024, equation 8)."""
+    In float64, so that equal returns give exactly 0 (Ahmadian et al. 2024, section 2.3)."""
     groups = returns.double().view(-1, k)
     others = (groups.sum(1, keepdim=True) - groups) / (k - 1)
     return (groups - others).flatten().to(returns)
@@ -300,8 +306,8 @@ def main(args: Args):
                     for key, value in sums.items():
                         logs[key] += value.detach() / len(mini_batch)
                     if before_first_step:  # the weights are those of the rollout, so every ratio should be 1
-                        ratio = (logprobs.detach() - mb["logprobs"]).exp()
-                        deviations.append((ratio - 1).abs()[mb["response_mask"]].max())
+                        logratio = (logprobs.detach() - mb["logprobs"]).masked_fill(~mb["response_mask"], 0.0)
+                        deviations.append((logratio.sum(1).exp() - 1).abs().max())
                 grad_norms.append(optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}"))
 
         # ---- 6. log, samples ---------------------------------------------------------------------
