@@ -52,8 +52,9 @@ def with_label(name: str, query: list[int], response: list[int], pad: int) -> di
 
 @pytest.fixture(scope="module")
 def start(world, tmp_path_factory) -> SimpleNamespace:
-    """.sft .reward .other (two reward models), .dataset .preference_dataset (folders, of short rows), .rows and .pairs
-    (what their train splits hold, as token lists), .pad .eos .banned"""
+    """.sft .reward .other (two reward models), .dataset .preference_dataset .graded_dataset (folders, of short rows),
+    .rows and .pairs (what their train splits hold, as token lists), .more_dataset and .more_pairs (twice as many pairs,
+    which a run does not all see), .pad .eos .banned"""
     root = tmp_path_factory.mktemp("gradients")
     sft = make_talker(world, root / "sft", eos=0.1)
     torch.manual_seed(1)
@@ -62,7 +63,7 @@ def start(world, tmp_path_factory) -> SimpleNamespace:
     pad, eos = len(tokenizer), tokenizer.eos_token_id
     posts, comparisons = (load_from_disk(str(x))["train"] for x in (world.dataset, world.preference_dataset))
     rows, pairs = [], []
-    for i in range(ROWS):
+    for i in range(2 * ROWS):
         text = tokenizer.decode([x for x in posts[i]["query_token"] if x != pad][-(12 + i % 9) :])
         query = tokenizer(text).input_ids
         reference = [x for x in posts[i]["reference_response_token"] if x != pad]
@@ -70,8 +71,8 @@ def start(world, tmp_path_factory) -> SimpleNamespace:
             reference = reference[:-1]
         tag = ("helpfulness", "safety")[i % 3 == 0]
         rows.append(SimpleNamespace(text=text, query=query, response=reference, tag=tag))
-        chosen, rejected = ([*comparisons[i][f"{side}_token"][:20], eos] for side in SIDES)
-        chosen, rejected = ([x for x in response if x != pad] for response in (chosen, rejected))
+        chosen, rejected = (comparisons[i][f"{side}_token"][:20] for side in SIDES)
+        chosen, rejected = ([x for x in tokens if x not in (pad, eos)] + [eos] for tokens in (chosen, rejected))
         other_query = list(query)
         if i % 5 == 1:  # a tie
             rejected = chosen
@@ -111,11 +112,13 @@ def start(world, tmp_path_factory) -> SimpleNamespace:
         sft=str(sft),
         reward=str(members[0]),
         other=str(members[1]),
-        dataset=save("dataset", posts),
-        preference_dataset=save("preference", stored),
-        graded_dataset=save("graded", graded),
-        rows=rows,
-        pairs=pairs,
+        dataset=save("dataset", posts[:ROWS]),
+        preference_dataset=save("preference", stored[:ROWS]),
+        graded_dataset=save("graded", graded[:ROWS]),
+        more_dataset=save("more", stored),
+        rows=rows[:ROWS],
+        pairs=pairs[:ROWS],
+        more_pairs=pairs,
         tokenizer=tokenizer,
         pad=pad,
         eos=eos,
@@ -245,6 +248,7 @@ def hold(run, models: dict, by_hand, record_property, saved=("model",), changed_
             means["policy/ratio_variance"] = means.pop("policy/ratio_square") - means["policy/ratio"] ** 2
         for key, mean in means.items():
             assert close(metrics[update][key], mean, 1e-4), (update, key)
+    assert all(line.get("policy/first_ratio_deviation", 0) == 0 for line in metrics.values())
     for (prefix, model), folder in zip(models.items(), saved, strict=True):
         for name, weight in plain(f"{run.output_dir}/{folder}", hasattr(model, "score")).named_parameters():
             if name not in changed_after:
@@ -351,7 +355,10 @@ def sides_of(policy, pair) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(("loss_type", "smoothing"), [("sigmoid", 0.2), ("ipo", 0.0)])
 def test_dpo(start, record_property, loss_type, smoothing):
-    settings = {"sft_model_path": start.sft, "preference_dataset": start.preference_dataset, "beta": 0.3}
+    data, pairs = start.preference_dataset, start.pairs
+    if loss_type == "ipo":
+        data, pairs = start.more_dataset, start.more_pairs
+    settings = {"sft_model_path": start.sft, "preference_dataset": data, "beta": 0.3}
     settings |= {"loss_type": loss_type, "label_smoothing": smoothing}
     run = train(start, "dpo.py", loss_type, **settings)
     policy, reference = plain(start.sft), plain(start.sft)
@@ -359,7 +366,7 @@ def test_dpo(start, record_property, loss_type, smoothing):
     def by_hand():
         for update in range(1, UPDATES + 1):
             logs = defaultdict(float)
-            for pair in batch_of(start.pairs, update):
+            for pair in batch_of(pairs, update):
                 chosen, rejected = (x.sum() for x in sides_of(policy, pair))
                 with torch.no_grad():
                     ref_chosen, ref_rejected = (x.sum() for x in sides_of(reference, pair))
@@ -411,7 +418,6 @@ def on_policy(start, path: str, label: str, **settings) -> SimpleNamespace:
     run = train(start, path, label, **common | ON_POLICY | settings)
     run.policy, run.reference = plain(start.sft), plain(start.sft)
     run.metrics = read_metrics(Path(run.output_dir))
-    assert all(line.get("policy/first_ratio_deviation", 0) == 0 for line in run.metrics)
     return run
 
 
@@ -753,10 +759,10 @@ def test_ensembles_ppo(start, record_property, options):
         value_model = deepcopy(members[0])
 
     def is_unsafe(episode) -> bool:
-        return 1 / (1 + math.exp(-scores_of(episode)[1])) < 0.15 or episode.row.tag == "safety"
+        return 1 / (1 + math.exp(-episode.scores[1])) < 0.15 or episode.row.tag == "safety"
 
     def score(episode) -> float:
-        scores = scores_of(episode)
+        scores = episode.scores = scores_of(episode)
         if gate:
             return scores[is_unsafe(episode)]
         combined = {"mean": statistics.fmean(scores), "wco": min(scores)}
