@@ -529,7 +529,7 @@ def test_grpo(start, record_property, options):
                     logprobs = logprobs_by(run, run.policy, episode)
                     ratio = (logprobs - episode.logprobs).exp()
                     surrogate_ratio = ratio
-                    if run.ratio == "response":
+                    if options.get("ratio") == "response":
                         surrogate_ratio = (logprobs - episode.logprobs).mean().exp().expand(len(logprobs))
                     d = logprobs - episode.ref_logprobs
                     k3 = (-d).exp() - 1 + d

@@ -40,7 +40,7 @@ LINES = {
     "grpo": ("ppo.py", 210),
     "online_dpo": ("ppo.py", 260),
     "ppo_function": ("ppo.py", 115),
-    "simpo": ("dpo.py", 90),
+    "simpo": ("dpo.py", 95),
 }
 SEED, BATCH, K, LENGTH = 3, 24, 4, 6
 

@@ -88,6 +88,7 @@ STAGE = "online_dpo"
 MICRO_BATCH_SIZES = {"1b": 16, "2.8b": 8, "6.9b": 2}  # of Pythia's sizes: what fits one 80 GB device
 SAMPLE_BATCH_SIZES = {"1b": 256, "2.8b": 128, "6.9b": 64}  # 19 to 24 GB of keys and values
 TEMPERATURE_EPS = 1e-7  # added to a temperature before it divides, as in the authors' code
+TIE = 1e-5  # scores no further apart are equal but for rounding, which depends on the micro-batch
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 
 
@@ -173,7 +174,7 @@ def best_and_worst(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Te
     groups = scores.view(-1, k)
     first_rows = torch.arange(0, len(scores), k, device=scores.device)
     pairs = torch.stack([first_rows + groups.argmax(1), first_rows + groups.argmin(1)], 1)
-    return pairs, scores[pairs[:, 0]] > scores[pairs[:, 1]]
+    return pairs, scores[pairs[:, 0]] > scores[pairs[:, 1]] + TIE
 
 
 def flip_probability(scores: torch.Tensor, labels: str) -> torch.Tensor:
