@@ -498,10 +498,12 @@ def read(args: Args, name: str) -> list[dict]:
 
 
 def write(args: Args, name: str, rows: list[dict]):
-    with Path(args.output_dir, f"{name}.csv").open("w", newline="") as file:
+    partial = Path(args.output_dir, f"{name}.tmp")  # renamed when complete: a kill loses no earlier row
+    with partial.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
+    os.replace(partial, partial.with_suffix(".csv"))
 
 
 def page(args: Args):

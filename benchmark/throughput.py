@@ -366,10 +366,12 @@ def write(args: Args, table: list[dict], name: str, title: str):
     rows = [row for row in rows if row["stage"] != args.stage] + table
     rows.sort(key=lambda row: list(ITEMS).index(row["stage"]))
     header = list(table[0])
-    with path.open("w", newline="") as file:
+    partial = path.with_suffix(".tmp")  # renamed when complete: a kill loses no row of other stages
+    with partial.open("w", newline="") as file:
         writer = csv.DictWriter(file, header, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+    os.replace(partial, path)
     lines = [title, "", "| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
     lines += ["| " + " | ".join(row[key] for key in header) + " |" for row in rows]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")

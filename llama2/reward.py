@@ -429,9 +429,7 @@ def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[dict, dict]:
     same_response = is_rejected[:, :, None] == is_rejected[:, None]  # (b, T, T)
     causal = t[:, None] >= t  # (T, T)
     mask = causal & (is_query[:, None] | same_response)
-    positions = (t - is_rejected * chosen_length).masked_fill(
-        tokens == pad_id, 0
-    )  # padding may lie behind the last one
+    positions = (t - is_rejected * chosen_length).masked_fill(tokens == pad_id, 0)  # padding has none
     inputs = {"input_ids": tokens, "attention_mask": mask[:, None], "position_ids": positions}
     query_end = query_length - 1  # (b, 1), the query's last token, which comes before either response
     columns = {}

@@ -22,7 +22,7 @@ import pandas
 import pytest
 import rm_report
 import torch
-from conftest import close, make_talker, read_csv, read_jsonl, record, write_jsonl
+from conftest import close, make_talker, read_csv, read_jsonl, record, script, write_jsonl
 from datasets import load_from_disk
 from safetensors.torch import load_file
 from torch.nn.functional import softplus
@@ -897,6 +897,14 @@ def test_detail_15_rewards_are_centred(short, reward_run):
         ("std", statistics.stdev(before.tolist())),
     ):
         assert close(reported[key], expected), key
+
+
+@pytest.mark.parametrize("path", ["reward.py", "dpo.py", "llama2/reward.py", "variants/simpo.py"])
+def test_detail_16_a_tie_is_no_hit(path):
+    """Rewards of equal responses, whose rounding depends on the micro-batch."""
+    rewards = [(1.0, 1.0), (1.0 + 3e-6, 1.0), (1.0, 1.0 + 3e-6), (1.0 + 1e-4, 1.0), (2.0, 1.0)]
+    pairs = [{"chosen_reward": chosen, "rejected_reward": rejected, "grade": "none"} for chosen, rejected in rewards]
+    assert script(path).accuracy_table("validation", pairs)[0]["accuracy"] == 2 / 5
 
 
 def test_detail_16_accuracy_by_group(short, reward_run):

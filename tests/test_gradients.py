@@ -289,11 +289,12 @@ def with_drawn_head(start, run):
 
 
 def log_pair(logs: dict, loss, chosen, rejected):
-    """Add a pair's loss and rewards to the means over a batch. Not its accuracy: of a tie rounding decides."""
+    """Add a pair's loss, rewards and accuracy, of which a tie has none, to the means over a batch."""
     logs["loss/train"] += loss.item() / BATCH
     logs["rewards/chosen"] += chosen.item() / BATCH
     logs["rewards/rejected"] += rejected.item() / BATCH
     logs["rewards/margin"] += (chosen - rejected).item() / BATCH
+    logs["accuracy/train"] += (chosen - rejected > 1e-5).item() / BATCH
 
 
 def test_reward(start, record_property):
@@ -378,7 +379,6 @@ def test_dpo(start, record_property, loss_type, smoothing):
                 log_pair(logs, loss, 0.3 * (chosen - ref_chosen), 0.3 * (rejected - ref_rejected))
                 logs["logprobs/chosen"] += chosen.item() / BATCH
                 logs["logprobs/rejected"] += rejected.item() / BATCH
-                logs["accuracy/train"] += (0.3 * h > 1e-5).item() / BATCH  # a tie is no hit
             yield update, cosine(update), logs
 
     hold(run, {"": policy}, by_hand(), record_property)

@@ -238,6 +238,46 @@ def test_killed_three_times_and_continued(endpoint, tmp_path, capsys):
     pandas.testing.assert_frame_equal(read(tmp_path / "judge_m.csv"), read(tmp_path / "whole" / "judge_m.csv"))
 
 
+def test_a_half_written_answer_costs_that_answer_alone(endpoint, tmp_path, capsys):
+    """Cut off by a kill, or two answers in one line, as an earlier version left them."""
+    args = judge.Args((str(write_samples(tmp_path / "samples_validation.csv", LENGTHS)),), "m", base_url=endpoint.url)
+    answers = tmp_path / "judge_m.jsonl"
+    judge.main(args)
+    whole = answers.read_bytes().splitlines(keepends=True)
+    expected = read(tmp_path / "judge_m.csv")
+    for damaged, lost in ((whole[:-1] + [whole[-1][:30]], 1), ([*whole[:5], whole[5][:40] + whole[6], *whole[7:]], 2)):
+        answers.write_bytes(b"".join(damaged))
+        endpoint.asked.clear()
+        capsys.readouterr()
+        judge.main(args)
+        assert f"{lost} of 40 questions to ask" in capsys.readouterr().out and sum(endpoint.asked.values()) == lost
+        pandas.testing.assert_frame_equal(read(tmp_path / "judge_m.csv"), expected)
+        judge.main(args)  # what was asked again is kept
+        assert "0 of 40 questions to ask" in capsys.readouterr().out
+
+
+def test_a_full_disk_is_one_message_and_keeps_what_was_paid(endpoint, tmp_path, monkeypatch):
+    args = judge.Args((str(write_samples(tmp_path / "samples_validation.csv", LENGTHS)),), "m", base_url=endpoint.url)
+    args.concurrency = 1
+    original, count = Path.open, iter(range(100))
+
+    def full(path, mode="r", **settings):
+        file = original(path, mode, **settings)
+        if mode == "a" and next(count) == 10:
+            file.write('{"key": "half a li')
+            file.close()
+            raise OSError(28, "No space left on device")
+        return file
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(SystemExit, match=r"^error: .*judge_m.jsonl: an answer could not be written; .*No space left"):
+        judge.main(args)
+    assert sum(endpoint.asked.values()) in (11, 12)  # no more is paid for
+    judge.main(args)
+    assert read(tmp_path / "judge_m.csv")["win"].notna().all()
+    assert sum(endpoint.asked.values()) in (41, 42)
+
+
 def test_one_run_against_another(tmp_path):
     ours = write_samples(tmp_path / "ppo" / "eval" / "samples_validation.csv", [(3, 9), (2, 9), (1, 9)])
     write_samples(tmp_path / "sft" / "eval" / "samples_validation.csv", [(1, 5), (2, 5), (3, 5)])

@@ -186,12 +186,13 @@ def test_files_of_every_kind_hold_the_same_rows(tmp_path):
     rows = [pair("a", rating=0.5), pair(("b\u2028", "c", "d"), rating=1.0)]
     kinds = {"a.jsonl": [json.dumps(row).encode() + b"\n" for row in rows], "b.json": [json.dumps(rows).encode()]}
     kinds["c.json"] = [b"\xef\xbb\xbf", *kinds["a.jsonl"]]  # JSON Lines by another name, with a byte order mark
+    kinds["e.json"] = [b"\xef\xbb\xbf", *kinds["b.json"]]
     for name, parts in kinds.items():
         (tmp_path / name).write_bytes(b"".join(parts))
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress(b"".join(parts)))
     pandas.DataFrame(rows).to_parquet(tmp_path / "d.parquet")
     files = preference_dataset.parse_source(f"n=pairs:{tmp_path}")["files"]
-    assert len(files) == 7
+    assert len(files) == 9
     for file in files:
         assert preference_dataset.count_rows(file) == 2
         assert [*preference_dataset.stream_rows(file)] == [(f"{file}, row {i}", row) for i, row in enumerate(rows, 1)]

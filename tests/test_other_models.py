@@ -77,7 +77,7 @@ def models(world, tmp_path_factory):
 # ---- pairs in one row -------------------------------------------------------------------------------------------
 
 QUERIES = [list(range(20, 60)), list(range(90, 112)), [9, 8, 7]]
-RESPONSES = {"chosen": [[61, 62, 0], [*range(200, 211), 0], [5, 0]]}
+RESPONSES = {"chosen": [[61, 62, *range(120, 138), 0], [*range(200, 211), 0], [5, 0]]}
 RESPONSES["rejected"] = [[*range(70, 90), 0], [99, 0], [*range(300, 317), 0]]
 
 
@@ -95,7 +95,7 @@ def pairs_of(pad_id: int) -> dict:
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt2", "llama", "opt"])
 @pytest.mark.parametrize("module", PAIRS, ids=lambda module: module.__name__)
 def test_a_pair_in_one_row_has_the_numbers_of_two_rows(models, name, module):
-    """Sliding windows of 20, and GPT-2's 64 positions, fewer than a padded pair takes (78) but not than a response
+    """Sliding windows of 20, and GPT-2's 64 positions, fewer than a padded pair takes (82) but not than a response
     with its query does."""
     tokenizer = sft.load_tokenizer(models[name])
     pad_id = tokenizer.pad_token_id

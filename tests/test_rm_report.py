@@ -8,7 +8,7 @@ import pandas
 import pytest
 import rm_report
 from conftest import write_csv
-from datasets import load_from_disk
+from datasets import Dataset, load_from_disk
 
 
 def pairs(differences: list[float]) -> list[dict]:
@@ -102,6 +102,18 @@ def test_nothing_there_is_an_error(tmp_path):
     with pytest.raises(SystemExit, match="not one run of xs has eval/pairs_validation.csv"):
         rm_report.main(rm_report.Args(("xs",), (1,), str(tmp_path), output=str(tmp_path / "rm")))
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_text_with_a_carriage_return_is_one_cell(world, tmp_path):
+    """Quoted, because Python's csv module quotes no lone carriage return before 3.11.9 and 3.12.3."""
+    data = load_from_disk(str(world.preference_dataset))
+    row = data["validation"][0] | {"chosen": " old Mac\rline end<|endoftext|>"}
+    Dataset.from_list([row], features=data["validation"].features).save_to_disk(tmp_path / "data" / "validation")
+    (tmp_path / "data" / "dataset_dict.json").write_text('{"splits": ["validation"]}')
+    file = tmp_path / "pairs.csv"
+    rm_report.main(rm_report.Args(preference_dataset=str(tmp_path / "data"), write_pairs=str(file)))
+    assert b',"old Mac\rline end",' in file.read_bytes()
+    assert pandas.read_csv(file)["response"].tolist() == ["old Mac\rline end"]
 
 
 def test_the_pairs_for_the_judge(world, tmp_path):

@@ -57,6 +57,22 @@ def made(world, tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(root=root, run=run_folder, reward=root / "scorer", flags=flags, before=before)
 
 
+def test_texts_that_rouge_cannot_read_are_told(made, world, tmp_path, capsys):
+    """rouge-score's tokens are Latin letters and digits: two equal texts without any have 0."""
+    data = load_from_disk(str(world.dataset))
+    texts = [" 我的狗跑了<|endoftext|>", " Собака бежит.<|endoftext|>", " my dog ran<|endoftext|>"]
+    rows = [row | {"reference_response": text} for row, text in zip(data["validation"].take(3), texts, strict=True)]
+    few = Dataset.from_list(rows, features=data["validation"].features)
+    DatasetDict(train=few, validation=few).save_to_disk(tmp_path / "data")
+    arguments = {"dataset": str(tmp_path / "data"), "output_dir": str(tmp_path / "out"), "splits": ("validation",)}
+    run(made.run, **arguments)
+    [told] = [line for line in capsys.readouterr().out.splitlines() if "rouge-score" in line]
+    assert told.startswith("validation: 2 of 3 references have no Latin letter or digit")
+    assert samples.RougeScorer(["rouge1"]).score(texts[0][:-13], texts[0][:-13])["rouge1"].fmeasure == 0
+    run(made.run, **arguments | {"dataset": str(world.dataset), "output_dir": str(tmp_path / "other")})
+    assert "rouge-score" not in capsys.readouterr().out
+
+
 # ---- the numbers ----------------------------------------------------------------------------------------------------
 
 

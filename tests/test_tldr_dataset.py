@@ -96,7 +96,7 @@ def folder(tmp_path):
 def arguments(folder: Path, **changes) -> Args:
     paths = {"sft_dataset": folder / "posts", "preference_dataset": folder / "comparisons"}
     paths |= {"tokenizer": folder / "tokenizer", "output_dir": folder / "out"}
-    return Args(**{name: str(path) for name, path in paths.items()}, **changes)
+    return Args(**{name: str(path) for name, path in paths.items()} | changes)
 
 
 # ---- Detail 2: queries -----------------------------------------------------------------------------
@@ -237,6 +237,55 @@ def test_bad_input_names_file_row_and_field(folder, case):
         main(arguments(folder))
     assert re.match(f"error: {re.escape(str(path))}, {message}", error.value.code), error.value.code
     assert sorted(folder.iterdir()) == before  # neither output nor temporary folder is left
+
+
+# ---- what is there and what is not ----------------------------------------------------------------------
+
+
+def test_an_absent_train_split_is_left_out(folder):
+    for file in (folder / "posts/train.jsonl", folder / "comparisons/train.jsonl"):
+        file.unlink()
+    main(arguments(folder))
+    assert load_from_disk(folder / "out/sft").keys() == {"validation"}
+    assert load_from_disk(folder / "out/preference").keys() == {"validation", "validation_cnndm"}
+    assert len(read_csv(folder / "out/statistics/lengths.csv")) == 3 + 2 * 5
+
+
+@pytest.mark.parametrize("kind", ["symlink", "dangling symlink", "empty folder", "here", "spaces", "@", "~"])
+def test_an_output_folder_of_any_kind(folder, kind, monkeypatch):
+    """What it is stays what it is, and nothing but the data is in it and beside it."""
+    monkeypatch.setattr(tldr_dataset, "write_statistics", lambda args, data, at: (at / "statistics").mkdir())
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(folder))
+    paths = {"here": ".", "spaces": "out of here", "@": "me@lab/out@1", "~": "~/new/out"}
+    output = Path(paths.get(kind, "out"))
+    where = folder / "elsewhere"
+    if kind == "here":
+        output = where
+        where.mkdir()
+        monkeypatch.chdir(where)
+    if kind == "empty folder":
+        output.mkdir()
+    if "symlink" in kind:
+        output.symlink_to(where)
+    if kind == "symlink":
+        where.mkdir()
+    before = {path.name for path in folder.iterdir()} | {"elsewhere"}
+    main(arguments(folder, output_dir="." if kind == "here" else str(output)))
+    output = output.expanduser()
+    assert {path.name for path in output.iterdir()} == {"sft", "preference", "statistics"}
+    assert load_from_disk(output / "sft")["train"]["id"][:] == [f"t{i}" for i in range(6)]
+    assert output.is_symlink() == ("symlink" in kind)
+    made = {path.name for path in folder.iterdir()} - before
+    assert len(made) <= 1 and not any("tmp-" in str(path) for path in folder.rglob("*"))
+
+
+def test_an_error_leaves_an_empty_output_folder_empty(folder):
+    (folder / "out").mkdir()
+    write_jsonl(folder / "posts/train.jsonl", [sft_row(summary=" ")])
+    with pytest.raises(SystemExit):
+        main(arguments(folder))
+    assert list((folder / "out").iterdir()) == []
 
 
 # ---- several processes -----------------------------------------------------------------------------------

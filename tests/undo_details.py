@@ -107,15 +107,12 @@ PATCHES = r"""
 04 tldr_dataset.py: 169 tokens
 - max_rm_response_length_cnndm: int = 155
 + max_rm_response_length_cnndm: int = 169
-04 tldr_dataset.py: longer rows are cut
-- return tokens + [pad_id] * (width - len(tokens))
-+ return (tokens + [pad_id] * (width - len(tokens)))[:width]
 04 tldr_dataset.py: longer rows are let through
 - if length > getattr(args, flag):
 + if length > 10**6:
 04 tldr_dataset.py: the length that the first long row needs, not that of all
-- needed[flag] = max(needed.get(flag, row), row)
-+ needed.setdefault(flag, row)
+- longest = max(range(len(lengths)), key=lengths.__getitem__)
++ longest = next((i for i, n in enumerate(lengths) if n > getattr(args, flag)), 0)
 04 tldr_dataset.py: the limit is reported as the maximum
 - "max": lengths.max()
 + "max": limit
@@ -1106,6 +1103,101 @@ test_gradients.py::test_online_dpo variants/online_dpo.py: --loss-type has no ef
 test_gradients.py::test_online_dpo variants/online_dpo.py: every pass has the mini-batches of the first
 - permutation(len(pairs), args.seed + update, epoch)
 + permutation(len(pairs), args.seed + update, 0)
+test_faults.py::test_resume_refuses sft.py: --resume takes whatever it is given
+- if key not in MAY_CHANGE]
++ if False]
+test_faults.py::test_resume_refuses sft.py: another learning rate on --resume
+- MAY_CHANGE |= {"save_every",
++ MAY_CHANGE |= {"learning_rate", "save_every",
+test_faults.py::test_resume_takes sft.py: no other micro-batch on --resume
+- MAY_CHANGE = {"micro_batch_size", 
++ MAY_CHANGE = {
+test_faults.py::test_resume_leaves sft.py: --resume trains an ended run
+- if args.resume and (folder / "model").exists():
++ if False:
+test_faults.py::test_resume_leaves sft.py: --resume of an ended run is an error
+- raise SystemExit(0)
++ raise SystemExit(1)
+test_faults.py::test_no_run sft.py: a folder without args.json is no run
+- ("args.json", "checkpoints", "model")
++ ("args.json",)
+test_faults.py::test_accumulation sft.py: accelerate's accumulation is not looked at
+- if steps != 1:
++ if steps < 0:
+test_invariance.py::test_a_kill_between ppo.py: the value model comes last
+-     save_model(accelerator, args, "value_model", value_model.model, tokenizer)
+-     save_model(accelerator, args, "model", policy, tokenizer)
++     save_model(accelerator, args, "model", policy, tokenizer)
++     save_model(accelerator, args, "value_model", value_model.model, tokenizer)
+test_other_models.py::test_a_pair_in_one_row reward.py dpo.py llama2/reward.py variants/simpo.py: windows are widened
+- if window is None:
++ if True:
+test_other_models.py::test_a_pair_in_one_row reward.py dpo.py llama2/reward.py variants/simpo.py: one token further
+- (distances < window)
++ (distances <= window)
+test_other_models.py::test_a_pair_in_one_row reward.py dpo.py llama2/reward.py variants/simpo.py: windows of full layers
+- {"full_attention": mask,
++ {"full_attention": windowed,
+test_other_models.py::test_a_pair_in_one_row reward.py dpo.py llama2/reward.py variants/simpo.py: padding counts on
+- .masked_fill(tokens == pad_id, 0)
++ 
+test_other_models.py::test_a_model_that reward.py dpo.py llama2/reward.py variants/simpo.py: no model is refused
+- if not difference < 1e-3:
++ if False:
+test_other_models.py::test_a_row_longer sft.py reward.py dpo.py ppo.py: positions are not looked at
+- if longest + sampled > positions:
++ if False:
+test_other_models.py::test_rows_that sft.py: the sampled tokens need no positions
+- if longest + sampled > positions:
++ if longest > positions:
+test_other_models.py::test_a_vocabulary reward.py: the pad id before its row
+- config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
++ config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
++         config.pad_token_id = tokenizer.pad_token_id
+test_other_models.py::test_weights_come ppo.py: every file of weights
+- if Path(path, "model.safetensors").exists():
+-         return [Path(path, "model.safetensors")]
++ if True:
++         return sorted(Path(path).glob("*.safetensors"))
+test_other_models.py::test_a_path_that sft.py: an @ in a path begins a revision
+- local = Path(model).exists()
++ local = False
+test_other_models.py::test_the_name sft.py: ~ is a name
+- setattr(args, key, os.path.expanduser(value))
++ setattr(args, key, value)
+test_other_models.py::test_a_responses_tokens tldr_dataset.py: the response by itself
+- tokens = [token for token in label if token != pad_id]
++ tokens = encode(tokenizer, response) + [eos_id]
+test_other_models.py::test_a_bos tldr_dataset.py: a BOS is left out in silence
+- if added:
++ if False:
+test_other_models.py::test_a_terminal ppo.py: a terminal that cannot show a character ends the run
+- sys.stdout.reconfigure(errors="replace")
++ sys.stdout.reconfigure(errors="strict")
+16 reward.py dpo.py llama2/reward.py variants/simpo.py: rounding decides a tie
+- frame["rejected_reward"] + TIE
++ frame["rejected_reward"]
+test_gradients.py::test_reward reward.py: rounding decides a tie in training
+- (chosen > rejected + TIE)
++ (chosen > rejected)
+test_gradients.py::test_simpo variants/simpo.py: rounding decides a tie in training
+- rejected_reward + TIE
++ rejected_reward
+test_tldr_dataset.py::test_an_output tldr_dataset.py: renamed onto what is there
+- if not target.exists():
++ if True:
+test_tldr_dataset.py::test_an_output tldr_dataset.py: a symlink is replaced
+- target = output_dir.resolve()
++ target = output_dir
+test_judge.py::test_a_half eval/judge.py: the half of an answer stays
+- opened.truncate(opened.tell() - len(rest))
++ pass
+test_llama2_dataset.py::test_files_of llama2/preference_dataset.py: a byte order mark hides an array
+- .removeprefix(codecs.BOM_UTF8)
++ 
+test_rm_report.py::test_a_text eval/rm_report.py: texts are not quoted
+- , quoting=csv.QUOTE_NONNUMERIC
++ 
 """
 
 
