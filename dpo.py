@@ -200,6 +200,8 @@ def main(args: Args):
     tokenizer = load_tokenizer(sft_folder)
     if load_tokenizer(policy_folder).get_vocab() != tokenizer.get_vocab():
         fail(f"--policy-path {policy_folder}: a model of another tokenizer than {sft_folder}")
+    if args.label_smoothing and args.loss_type == "ipo":
+        fail(f"--label-smoothing {args.label_smoothing} has no effect on --loss-type ipo: leave it at 0")
     pad_id = tokenizer.pad_token_id
     data = load_splits("--preference-dataset", args.preference_dataset, PREFERENCE_COLUMNS, tokenizer)
     if "weight" in data["train"].column_names and data["train"].unique("weight") != [1.0]:

@@ -21,7 +21,11 @@ Terms: a query is a post (or a CNN/DM article) in its template. A response is a 
 `info` is the post of a raw pair. `where` names the file and the row of a raw row, for messages.
 
 Deliberate deviations from the paper and its code:
-- A row over its width ends the run with an error; the authors' code cut such a row silently, EOS included.
+- Rows over their width end the run with an error that names the widths that all rows need; the authors' code cut such
+  rows silently, EOS included.
+- A response's tokens are those behind the query in the joined row. With Pythia's tokenizer they are what the response
+  by itself has, as in the authors' code; a tokenizer that puts a space before every text (Llama 2's) differs there.
+- Nothing is added to a text. If the tokenizer would add a BOS, a line says that no row has it.
 - The response label hides the tokens that query and query+response share, not the first `query_token_len` ones:
   after CNN/DM queries (they end in a newline, which the join drops) the latter also hides a token of the response.
 - Text that happens to spell `<|endoftext|>` or `[PAD]` is tokenised as plain text: only our own EOS ends a response.

@@ -61,6 +61,14 @@ def released(model: str, seed: int) -> str:
     fail(f"the paper released no reward model of size {model} and seed {seed}")
 
 
+def weight_files(path: str) -> list[Path]:
+    """The safetensors files of a checkpoint folder: model.safetensors, or else those that its index names."""
+    if Path(path, "model.safetensors").exists():
+        return [Path(path, "model.safetensors")]
+    index = json.loads(Path(path, "model.safetensors.index.json").read_text())
+    return [Path(path, name) for name in sorted(set(index["weight_map"].values()))]
+
+
 def convert(folder: str, output: Path):
     """Write the reward model in `folder` as an AutoModelForSequenceClassification with one label, in float32, whose
     head has a bias, with its tokenizer."""
@@ -70,10 +78,12 @@ def convert(folder: str, output: Path):
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     model.score = nn.Linear(model.score.weight.shape[1], 1)
     state, base = {}, model.base_model_prefix
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        state |= load_file(file)
-    for file in [] if state else sorted(Path(folder).glob("pytorch_model*.bin")):  # as the paper's were released
-        state |= torch.load(file, map_location="cpu", weights_only=True)  # numbers, never code
+    if list(Path(folder).glob("model.safetensors*")):
+        for file in weight_files(folder):
+            state |= load_file(file)
+    else:
+        for file in sorted(Path(folder).glob("pytorch_model*.bin")):  # as the paper's were released
+            state |= torch.load(file, map_location="cpu", weights_only=True)  # numbers, never code
     state = {key.replace("lm_backbone.", f"{base}.").replace("scalar_head.", "score."): state[key] for key in state}
     state["score.bias"] = state["score.bias"] - settings.get("bias", 0.0)
     missing = model.load_state_dict(state, strict=False).missing_keys

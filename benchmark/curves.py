@@ -128,7 +128,7 @@ def main(args: Args):
         for row in summary(stage, folder, metrics[stage, seed]):
             numbers = [f"{row[key]:.4g}" if key in row else "" for key in ("from", "to")]
             lines.append(f"| {stage} | {seed} | {row['quantity']} | {' | '.join(numbers)} | {row.get('note', '')} |")
-    Path(f"{args.output}.md").write_text("\n".join(lines) + "\n")
+    Path(f"{args.output}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 
 

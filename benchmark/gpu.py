@@ -529,7 +529,7 @@ def page(args: Args):
     text += "\nShare of the bandwidth: weights, keys and values that a step reads, by its time and the copy's rate.\n"
     if failures(args):
         text += "\n## Failed\n\n" + "".join(f"- {line}\n" for line in failures(args))
-    Path(args.output_dir, "page.md").write_text(text)
+    Path(args.output_dir, "page.md").write_text(text, encoding="utf-8")
 
 
 def main(args: Args):

@@ -677,12 +677,12 @@ More GPUs help only within a run, where the limits above hold.
 def main(args: Args):
     if args.table:
         text = "# Memory and time by the arithmetic of benchmark/plan.py: nothing here was run on a GPU\n\n" + table()
-        Path(args.output_dir, "plan.md").write_text(text)
+        Path(args.output_dir, "plan.md").write_text(text, encoding="utf-8")
         print(text)
         return
     if args.scale:
         text = scale()
-        Path(args.output_dir, "scale.md").write_text(text)
+        Path(args.output_dir, "scale.md").write_text(text, encoding="utf-8")
         print(text)
         return
     if args.stage is None:

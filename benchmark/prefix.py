@@ -117,7 +117,7 @@ def main(args: Args):
     lines += [f"float32; median of {args.runs} runs in turn.", ""]
     lines += [f"| {' | '.join(rows[0])} |", "|" + " --- |" * len(rows[0])]
     lines += [f"| {' | '.join(map(str, row.values()))} |" for row in rows]
-    Path(args.output_dir, "prefix.md").write_text("\n".join(lines) + "\n")
+    Path(args.output_dir, "prefix.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

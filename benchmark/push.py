@@ -104,7 +104,8 @@ def main(args: Args):
             fail(f"{run}: no {name} there; name the folder of a run that has ended")
     settings = json.loads((run / "args.json").read_text())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    stage, name = settings["stage"], Path(settings["model"].partition("@")[0]).name
+    stage, model = settings["stage"], settings["model"]
+    name = Path(model if Path(model).exists() else model.partition("@")[0]).name
     name = f"{stage}__{name}__{settings['seed']}"
     revision = args.hub_revision or name
     tables = {path.stem: pandas.read_csv(path).to_dict("records") for path in sorted(run.glob("eval/*.csv"))}

@@ -374,7 +374,7 @@ def write(args: Args, table: list[dict], name: str, title: str):
     os.replace(partial, path)
     lines = [title, "", "| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
     lines += ["| " + " | ".join(row[key] for key in header) + " |" for row in rows]
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def scaling(args: Args, work: Path):

@@ -167,7 +167,9 @@ def instruction_features() -> Features:
 def extended_base(path: str):
     """Model and tokenizer of --base with a token for each turn, and embeddings where it has no rows for them. They are
     no special tokens: decoding keeps them, as it does a prompt's text."""
-    name, _, revision = path.partition("@")
+    name, revision = path, ""
+    if not Path(path).exists():  # a path may hold an @
+        name, _, revision = path.partition("@")
     settings = {"revision": revision or "main", "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **settings)

@@ -590,7 +590,7 @@ def main(args: Args):
     for title, rows in (("Missing", problems), ("Runs that are not there", missing)):
         if rows:
             text += f"## {title}\n\n" + "".join(f"- {row}\n" for row in rows) + "\n"
-    (Path(args.output_dir) / "figures.md").write_text(text.rstrip() + "\n")
+    (Path(args.output_dir) / "figures.md").write_text(text.rstrip() + "\n", encoding="utf-8")
     print(text)
 
 

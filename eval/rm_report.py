@@ -186,7 +186,7 @@ def main(args: Args):
         rows = [{"model": m, "seed": s, "pairs": n, "agreement": share} for (m, s), (n, share) in found.items()]
         pandas.DataFrame(rows).to_csv(f"{args.output}_agreement.csv", index=False)
         text += "\n## Agreement with the judge (Detail 17; figure 7, left)\n\n" + markdown(rows)
-    Path(f"{args.output}.md").write_text(text)
+    Path(f"{args.output}.md").write_text(text, encoding="utf-8")
     print(text)
 
 

@@ -832,7 +832,9 @@ class RateColumn(ProgressColumn):
 def extended_base(path: str):
     """Model and tokenizer of --base with a token for each turn, and embeddings where it has no rows for them. They are
     no special tokens: decoding keeps them, as it does a prompt's text."""
-    name, _, revision = path.partition("@")
+    name, revision = path, ""
+    if not Path(path).exists():  # a path may hold an @
+        name, _, revision = path.partition("@")
     settings = {"revision": revision or "main", "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **settings)
@@ -881,7 +883,9 @@ def main(args: Args):
     shares = parse_mix(args.mix, names)
     path = Path(args.base) / "model"
     base = str(path) if (path / "config.json").exists() else args.base  # a run folder
-    name, _, revision = base.partition("@")
+    name, revision = base, ""
+    if not Path(base).exists():  # a path may hold an @
+        name, _, revision = base.partition("@")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
     except Exception as error:  # of many kinds: no such folder, no such repository, Hub out of reach

@@ -262,3 +262,9 @@ def test_a_folder_that_holds_a_run(stage_args, tmp_path, stage):
     with pytest.raises(SystemExit, match=f"^error: {tmp_path / 'held'} already holds a run: .*--output-dir.*--resume"):
         STAGES[stage].main(args)
     assert [path.name for path in (tmp_path / "held").iterdir()] == ["args.json"]
+
+
+def test_label_smoothing_is_not_ipos(stage_args):
+    expect(
+        "dpo", stage_args("dpo", loss_type="ipo", label_smoothing=0.1), "--label-smoothing 0.1 has no effect on --loss"
+    )
