@@ -265,6 +265,5 @@ def test_a_folder_that_holds_a_run(stage_args, tmp_path, stage):
 
 
 def test_label_smoothing_is_not_ipos(stage_args):
-    expect(
-        "dpo", stage_args("dpo", loss_type="ipo", label_smoothing=0.1), "--label-smoothing 0.1 has no effect on --loss"
-    )
+    args = stage_args("dpo", loss_type="ipo", label_smoothing=0.1)
+    expect("dpo", args, "--label-smoothing 0.1 has no effect on --loss-type ipo")
