@@ -123,7 +123,7 @@ def test_a_pair_is_the_best_and_the_worst():
     for k in (2, 3, 5):
         scores = torch.randn(6 * k, generator=torch.Generator().manual_seed(k))
         scores[k : 2 * k] = -1.0  # of responses without EOS, say: a tie
-        scores[2 * k + 1] = scores[2 * k]
+        scores[2 * k + 1] = scores[2 * k] + 3e-6  # a tie but for rounding
         pairs, untied = online_dpo.best_and_worst(scores, k)
         assert pairs.shape == (6, 2) and untied.tolist() == [True, False] + [k > 2] + [True] * 3
         for prompt, (best, worst) in enumerate(pairs.tolist()):
