@@ -1,0 +1,296 @@
+"""Tables and curves of benchmark/pretrained.md from the runs of benchmark/pretrained.sh.
+
+    python benchmark/pretrained.py --runs runs/pretrained/NAME --data data/pretrained/NAME/tldr
+    python benchmark/pretrained.py       # only prints and draws what is in --output
+
+Writes to --output: policies.csv (a row a policy), pairs.csv (reward model and DPO on the validation pairs),
+calibration.csv, curves.csv, invented.csv (what each policy makes of benchmark/invented_posts.jsonl) and curves.png. ROUGE is
+that of the validation posts at temperature 0.01. Intervals are 95 %: bootstrap over posts, Wilson for shares of pairs.
+The KL to the SFT model is of one more sample a post at the training temperature (variants/compare.py). A copied word is
+a word of the summary that the shortened post has too; a copied 4-gram, four words in a row.
+"""
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, median
+
+import pandas
+import tyro
+from accelerate import Accelerator
+from datasets import load_from_disk
+from matplotlib.figure import Figure
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT), str(ROOT / "eval"), str(ROOT / "quickstart"), str(ROOT / "variants")]
+
+from compare import kl_to_sft  # noqa: E402
+from report import bootstrap_interval, markdown_table  # noqa: E402
+from rm_report import calibration  # noqa: E402
+
+import ppo  # noqa: E402
+
+POLICIES = {"zero_shot": "as shipped", "sft": "SFT", "dpo": "DPO", "ppo": "PPO", "rloo": "RLOO"}
+CURVES = {  # stage -> metrics that curves.csv keeps
+    "sft": ["loss/train", "eval/loss"],
+    "reward": ["loss/train", "accuracy/train"],
+    "dpo": ["loss/train", "accuracy/train"],
+    "ppo": ["objective/score", "objective/kl", "response/length", "response/eos_rate"],
+    "rloo": ["objective/score", "objective/kl", "response/length", "response/eos_rate"],
+}
+PANELS = {
+    "objective/score": "score",
+    "objective/kl": "KL to SFT, nats a response",
+    "response/length": "tokens a response",
+}
+PANELS |= {"response/eos_rate": "share that ends with EOS"}
+
+
+@dataclass
+class Args:
+    runs: Path | None = None
+    """folder with sft, reward, dpo, ppo, rloo and samples"""
+    data: Path | None = None
+    """folder of tldr_dataset.py that they were trained on"""
+    output: Path = ROOT / "benchmark" / "results" / "pretrained"
+    """folder of the tables and the picture"""
+
+
+def wilson(hits: float, n: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of `hits` in n independent trials."""
+    z, share = 1.96, hits / n
+    centre, width = share + z * z / (2 * n), z * sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return (centre - width) / (1 + z * z / n), (centre + width) / (1 + z * z / n)
+
+
+def words(text: str) -> list[str]:
+    """Words of a text in lower case, without punctuation."""
+    return re.findall(r"\w+", text.lower())
+
+
+def copied(summary: str, source: str, n: int) -> float | None:
+    """Share of the summary's n-grams of words that the source has too; None if it has none."""
+    grams, known = (
+        [tuple(text[i : i + n]) for i in range(len(text) - n + 1)] for text in map(words, (summary, source))
+    )
+    return fmean(gram in set(known) for gram in grams) if grams else None
+
+
+def kept_share(row: dict) -> float:
+    """Share of a post's characters that are left in its query (Detail 2)."""
+    return 1 - (len(f"{row['post']}") - len(row["query"].split("\nPOST: ", 1)[1].removesuffix("\n\nTL;DR:"))) / len(
+        row["post"]
+    )
+
+
+# ---- from the runs ---------------------------------------------------------------------------------------------------
+
+
+def metrics_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def policy_row(args: Args, stage: str, accelerator, sft, tokenizer, posts) -> dict:
+    """Means over the validation posts of one policy's samples, and what its training took."""
+    rows = pandas.read_csv(
+        args.runs / "samples" / "tldr" / stage / "eval" / "samples_validation.csv", keep_default_na=False
+    )
+    sources = [query.split("\nPOST: ", 1)[1] for query in rows["query"]]
+    row = {"policy": stage, "posts": len(rows)}
+    for metric in ("rouge1", "rougeL", "score"):
+        row[metric] = rows[metric].mean()
+        row[f"{metric}_low"], row[f"{metric}_high"] = bootstrap_interval(list(rows[metric]), 2_000)
+    row["words"] = fmean(len(words(text)) for text in rows["response"])
+    for n in (1, 4):
+        shares = [copied(text, source, n) for text, source in zip(rows["response"], sources, strict=True)]
+        row[f"copied_{n}"] = fmean(share for share in shares if share is not None)
+    row["eos_rate"] = rows["has_eos"].mean()
+    if stage not in ("zero_shot", "sft"):
+        policy = ppo.load_policy(ppo.checkpoint_folder("--runs", str(args.runs / stage)), tokenizer)
+        with accelerator.autocast():
+            kl = kl_to_sft(accelerator, policy, sft, tokenizer, posts["query_token"][:])
+        row |= {"kl": kl.mean().item(), "kl_error": (kl.std() / len(kl) ** 0.5).item()}
+    if stage != "zero_shot":
+        metrics = metrics_of(args.runs / stage)
+        updates = [line["time/update"] for line in metrics if "time/update" in line]
+        row |= {"items": metrics[-1]["episode"], "updates": len(updates), "seconds_an_update": median(updates)}
+    return row
+
+
+def pair_rows(args: Args) -> tuple[list[dict], list[dict]]:
+    """Agreement of reward model and DPO with the validation pairs by who judged them, beside two rules of thumb, and
+    the reward model's calibration."""
+    pairs = load_from_disk(args.data / "preference")["validation"]
+    longer = [len(words(a)) - len(words(b)) for a, b in zip(pairs["chosen"], pairs["rejected"], strict=True)]
+    hits = {"the longer summary": [0.5 if gap == 0 else float(gap > 0) for gap in longer]}
+    hits["the policy's, not the reference"] = [float(policy != "ref") for policy in pairs["chosen_policy"]]
+    for stage, name in (("reward", "reward model"), ("dpo", "DPO, implicit")):
+        rewards = pandas.read_csv(args.runs / stage / "eval" / "pairs_validation.csv")
+        gaps = (rewards["chosen_reward"] - rewards["rejected_reward"]).to_numpy()
+        hits[name] = list((gaps > 0).astype(float))
+        if stage == "reward":
+            bins, error = calibration(gaps, 5)
+    table = []
+    for split, judge in (("valid2", "a language model"), ("valid1", "people")):
+        rows = [i for i, name in enumerate(pairs["split"]) if name == split]
+        for name, values in hits.items():
+            if split == "valid1" and name.startswith("the policy"):
+                continue  # these pairs name no policy
+            right = sum(values[i] for i in rows)
+            low, high = wilson(right, len(rows))
+            table.append(
+                {
+                    "judged by": judge,
+                    "pairs": len(rows),
+                    "rule": name,
+                    "agreement": right / len(rows),
+                    "low": low,
+                    "high": high,
+                }
+            )
+    return table, [row | {"error": error} for row in bins]
+
+
+def collect(args: Args):
+    """Write every table of --output."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    precision = json.loads((args.runs / "sft" / "args.json").read_text())["mixed_precision"]
+    accelerator = Accelerator(mixed_precision=precision or "no")
+    folder = ppo.checkpoint_folder("--runs", str(args.runs / "sft"))
+    tokenizer = ppo.load_tokenizer(folder)
+    sft = ppo.load_policy(folder, tokenizer)
+    posts = load_from_disk(args.data / "sft").with_format("torch", ["query_token"], output_all_columns=True)[
+        "validation"
+    ]
+    shares = sorted(kept_share(row) for row in posts)
+    table = [policy_row(args, stage, accelerator, sft, tokenizer, posts) for stage in POLICIES]
+    table = [
+        row | {"kept_median": median(shares), "kept_whole": fmean(share == 1 for share in shares)} for row in table
+    ]
+    pairs, bins = pair_rows(args)
+    curves = [
+        {
+            "stage": stage,
+            "update": line["update"],
+            "episode": line.get("episode", 0),
+            "metric": metric,
+            "value": line[metric],
+        }
+        for stage, metrics in CURVES.items()
+        for line in metrics_of(args.runs / stage)
+        for metric in metrics
+        if metric in line
+    ]
+    invented = {}
+    for stage in POLICIES:
+        rows = pandas.read_csv(
+            args.runs / "samples" / "invented" / stage / "eval" / "samples_validation.csv", keep_default_na=False
+        )
+        for row in rows.to_dict("records"):
+            invented.setdefault(row["id"], {"id": row["id"], "reference": row["reference"]})[stage] = row["response"]
+    tables = {
+        "policies": table,
+        "pairs": pairs,
+        "calibration": bins,
+        "curves": curves,
+        "invented": list(invented.values()),
+    }
+    for name, rows in tables.items():
+        pandas.DataFrame(rows).to_csv(args.output / f"{name}.csv", index=False, float_format="%.6g")
+
+
+# ---- from the tables -------------------------------------------------------------------------------------------------
+
+
+def interval(row, name: str, digits: int = 3) -> str:
+    low, high = (f"{row[key]:.{digits}f}" for key in (f"{name}_low", f"{name}_high"))
+    return f"{row[name]:.{digits}f} ({low} to {high})"
+
+
+def print_tables(folder: Path):
+    """The page's tables in Markdown."""
+    policies = pandas.read_csv(folder / "policies.csv")
+    kept, whole = policies["kept_median"][0], policies["kept_whole"][0]
+    print(f"Of a post's text {kept:.2f} is kept in the median; {whole:.2f} of the posts are whole.\n")
+    rows = []
+    for _, row in policies.iterrows():
+        known = pandas.notna(row["kl"])
+        cells = [POLICIES[row["policy"]], interval(row, "rouge1"), interval(row, "rougeL"), f"{row['words']:.1f}"]
+        cells += [f"{row['copied_1']:.2f}", f"{row['copied_4']:.2f}", f"{row['eos_rate']:.2f}"]
+        cells += [f"{row['kl']:.2f} ± {row['kl_error']:.2f}" if known else "", interval(row, "score", 2)]
+        rows.append([*cells, f"{row['updates'] * row['seconds_an_update']:.0f}" if row["items"] > 0 else ""])
+    header = [
+        "",
+        "ROUGE-1",
+        "ROUGE-L",
+        "words",
+        "copied words",
+        "copied 4-grams",
+        "EOS",
+        "KL to SFT",
+        "score",
+        "seconds",
+    ]
+    print(markdown_table(header, rows))
+    pairs = pandas.read_csv(folder / "pairs.csv")
+    rows = [
+        [r["judged by"], r["pairs"], r["rule"], f"{r['agreement']:.2f} ({r['low']:.2f} to {r['high']:.2f})"]
+        for _, r in pairs.iterrows()
+    ]
+    print(markdown_table(["judged by", "pairs", "who decides", "agreement"], rows))
+    bins = pandas.read_csv(folder / "calibration.csv")
+    rows = [[r["pairs"], f"{r['from']:.2f} to {r['to']:.2f}", r["chance"], r["accuracy"]] for _, r in bins.iterrows()]
+    print(markdown_table(["pairs", "score difference", "chance that it gives", "accuracy"], rows))
+    print(f"Expected calibration error {bins['error'][0]:.3f}.\n")
+    for _, row in pandas.read_csv(folder / "invented.csv", keep_default_na=False).iterrows():
+        print(
+            markdown_table(
+                [row["id"], ""], [["reference", row["reference"]], *([POLICIES[s], row[s]] for s in POLICIES)]
+            )
+        )
+
+
+def draw(folder: Path):
+    """curves.png: the loss of SFT, the reward model's accuracy in training, and PPO and RLOO over their episodes."""
+    curves = pandas.read_csv(folder / "curves.csv")
+    figure = Figure(figsize=(13, 6.5))
+    axes = figure.subplots(2, 3).flat
+    axis = next(axes)
+    for metric, style, label in (("loss/train", "-", "training batch"), ("eval/loss", "o", "validation")):
+        rows = curves[(curves["stage"] == "sft") & (curves["metric"] == metric)]
+        axis.plot(rows["episode"], rows["value"], style, label=label)
+    axis.set_title("SFT: nats a token")
+    axis = next(axes)
+    for stage, label in (("reward", "reward model"), ("dpo", "DPO")):
+        rows = curves[(curves["stage"] == stage) & (curves["metric"] == "accuracy/train")]
+        axis.plot(rows["episode"], rows["value"].rolling(8, min_periods=1).mean(), label=label)
+    axis.axhline(0.5, color="grey", linewidth=0.8)
+    axis.set_title("training pairs decided right (mean of eight batches)")
+    for metric, title in PANELS.items():
+        axis = next(axes)
+        for stage in ("ppo", "rloo"):
+            rows = curves[(curves["stage"] == stage) & (curves["metric"] == metric)]
+            axis.plot(rows["episode"], rows["value"], "o-", markersize=3, label=stage.upper())
+        axis.set_title(title)
+    for axis in figure.axes:
+        axis.set_xlabel("posts, pairs or responses")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(folder / "curves.png", dpi=80)
+    Image.open(folder / "curves.png").quantize(64).save(folder / "curves.png")
+
+
+def main(args: Args):
+    if args.runs:
+        collect(args)
+    print_tables(args.output)
+    draw(args.output)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
