@@ -4,7 +4,7 @@
     python benchmark/pretrained.py       # only prints and draws what is in --output
 
 Writes to --output: policies.csv (a row a policy), pairs.csv (reward model and DPO on the validation pairs),
-calibration.csv, curves.csv, invented.csv (what each policy makes of benchmark/invented_posts.jsonl) and curves.png. ROUGE is
+calibration.csv, curves.csv, invented.csv (what each makes of benchmark/invented_posts.jsonl) and curves.png. ROUGE is
 that of the validation posts at temperature 0.01. Intervals are 95 %: bootstrap over posts, Wilson for shares of pairs.
 The KL to the SFT model is of one more sample a post at the training temperature (variants/compare.py). A copied word is
 a word of the summary that the shortened post has too; a copied 4-gram, four words in a row.
