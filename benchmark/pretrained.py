@@ -80,11 +80,9 @@ def copied(summary: str, source: str, n: int) -> float | None:
     return fmean(gram in set(known) for gram in grams) if grams else None
 
 
-def kept_share(row: dict) -> float:
-    """Share of a post's characters that are left in its query (Detail 2)."""
-    return 1 - (len(f"{row['post']}") - len(row["query"].split("\nPOST: ", 1)[1].removesuffix("\n\nTL;DR:"))) / len(
-        row["post"]
-    )
+def source_of(query: str) -> str:
+    """What a query keeps of its post."""
+    return query.split("\nPOST: ", 1)[1].removesuffix("\n\nTL;DR:")
 
 
 # ---- from the runs ---------------------------------------------------------------------------------------------------
@@ -99,7 +97,7 @@ def policy_row(args: Args, stage: str, accelerator, sft, tokenizer, posts) -> di
     rows = pandas.read_csv(
         args.runs / "samples" / "tldr" / stage / "eval" / "samples_validation.csv", keep_default_na=False
     )
-    sources = [query.split("\nPOST: ", 1)[1] for query in rows["query"]]
+    sources = [source_of(query) for query in rows["query"]]
     row = {"policy": stage, "posts": len(rows)}
     for metric in ("rouge1", "rougeL", "score"):
         row[metric] = rows[metric].mean()
@@ -166,7 +164,7 @@ def collect(args: Args):
     posts = load_from_disk(args.data / "sft").with_format("torch", ["query_token"], output_all_columns=True)[
         "validation"
     ]
-    shares = sorted(kept_share(row) for row in posts)
+    shares = [len(source_of(row["query"])) / len(row["post"]) for row in posts]
     table = [policy_row(args, stage, accelerator, sft, tokenizer, posts) for stage in POLICIES]
     table = [
         row | {"kept_median": median(shares), "kept_whole": fmean(share == 1 for share in shares)} for row in table
