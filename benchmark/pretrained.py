@@ -67,7 +67,7 @@ def wilson(hits: float, n: int) -> tuple[float, float]:
     return (centre - width) / (1 + z * z / n), (centre + width) / (1 + z * z / n)
 
 
-def words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
     """Words of a text in lower case, without punctuation."""
     return re.findall(r"\w+", text.lower())
 
@@ -75,7 +75,7 @@ def words(text: str) -> list[str]:
 def copied(summary: str, source: str, n: int) -> float | None:
     """Share of the summary's n-grams of words that the source has too; None if it has none."""
     grams, known = (
-        [tuple(text[i : i + n]) for i in range(len(text) - n + 1)] for text in map(words, (summary, source))
+        [tuple(text[i : i + n]) for i in range(len(text) - n + 1)] for text in map(words_of, (summary, source))
     )
     return fmean(gram in set(known) for gram in grams) if grams else None
 
@@ -102,7 +102,7 @@ def policy_row(args: Args, stage: str, accelerator, sft, tokenizer, posts) -> di
     for metric in ("rouge1", "rougeL", "score"):
         row[metric] = rows[metric].mean()
         row[f"{metric}_low"], row[f"{metric}_high"] = bootstrap_interval(list(rows[metric]), 2_000)
-    row["words"] = fmean(len(words(text)) for text in rows["response"])
+    row["words"] = fmean(len(words_of(text)) for text in rows["response"])
     for n in (1, 4):
         shares = [copied(text, source, n) for text, source in zip(rows["response"], sources, strict=True)]
         row[f"copied_{n}"] = fmean(share for share in shares if share is not None)
@@ -119,11 +119,11 @@ def policy_row(args: Args, stage: str, accelerator, sft, tokenizer, posts) -> di
     return row
 
 
-def pair_rows(args: Args) -> tuple[list[dict], list[dict]]:
+def agreement_rows(args: Args) -> tuple[list[dict], list[dict]]:
     """Agreement of reward model and DPO with the validation pairs by who judged them, beside two rules of thumb, and
     the reward model's calibration."""
     pairs = load_from_disk(args.data / "preference")["validation"]
-    longer = [len(words(a)) - len(words(b)) for a, b in zip(pairs["chosen"], pairs["rejected"], strict=True)]
+    longer = [len(words_of(a)) - len(words_of(b)) for a, b in zip(pairs["chosen"], pairs["rejected"], strict=True)]
     hits = {"the longer summary": [0.5 if gap == 0 else float(gap > 0) for gap in longer]}
     hits["the policy's, not the reference"] = [float(policy != "ref") for policy in pairs["chosen_policy"]]
     for stage, name in (("reward", "reward model"), ("dpo", "DPO, implicit")):
@@ -169,7 +169,7 @@ def collect(args: Args):
     table = [
         row | {"kept_median": median(shares), "kept_whole": fmean(share == 1 for share in shares)} for row in table
     ]
-    pairs, bins = pair_rows(args)
+    pairs, bins = agreement_rows(args)
     curves = [
         {
             "stage": stage,
@@ -204,12 +204,12 @@ def collect(args: Args):
 # ---- from the tables -------------------------------------------------------------------------------------------------
 
 
-def interval(row, name: str, digits: int = 3) -> str:
+def with_interval(row, name: str, digits: int = 3) -> str:
     low, high = (f"{row[key]:.{digits}f}" for key in (f"{name}_low", f"{name}_high"))
     return f"{row[name]:.{digits}f} ({low} to {high})"
 
 
-def print_tables(folder: Path):
+def print_page(folder: Path):
     """The page's tables in Markdown."""
     policies = pandas.read_csv(folder / "policies.csv")
     kept, whole = policies["kept_median"][0], policies["kept_whole"][0]
@@ -217,9 +217,14 @@ def print_tables(folder: Path):
     rows = []
     for _, row in policies.iterrows():
         known = pandas.notna(row["kl"])
-        cells = [POLICIES[row["policy"]], interval(row, "rouge1"), interval(row, "rougeL"), f"{row['words']:.1f}"]
+        cells = [
+            POLICIES[row["policy"]],
+            with_interval(row, "rouge1"),
+            with_interval(row, "rougeL"),
+            f"{row['words']:.1f}",
+        ]
         cells += [f"{row['copied_1']:.2f}", f"{row['copied_4']:.2f}", f"{row['eos_rate']:.2f}"]
-        cells += [f"{row['kl']:.2f} ± {row['kl_error']:.2f}" if known else "", interval(row, "score", 2)]
+        cells += [f"{row['kl']:.2f} ± {row['kl_error']:.2f}" if known else "", with_interval(row, "score", 2)]
         rows.append([*cells, f"{row['updates'] * row['seconds_an_update']:.0f}" if row["items"] > 0 else ""])
     header = [
         "",
@@ -252,7 +257,7 @@ def print_tables(folder: Path):
         )
 
 
-def draw(folder: Path):
+def draw_runs(folder: Path):
     """curves.png: the loss of SFT, the reward model's accuracy in training, and PPO and RLOO over their episodes."""
     curves = pandas.read_csv(folder / "curves.csv")
     figure = Figure(figsize=(13, 6.5))
@@ -286,8 +291,8 @@ def draw(folder: Path):
 def main(args: Args):
     if args.runs:
         collect(args)
-    print_tables(args.output)
-    draw(args.output)
+    print_page(args.output)
+    draw_runs(args.output)
 
 
 if __name__ == "__main__":

@@ -221,14 +221,11 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
 
 def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
     """Whether a row's query is the tokens that the tokenizer makes of its text, and the rest end in its EOS."""
-    for key in keys:
-        tokens = [token for token in row[key] if token != tokenizer.pad_token_id]
-        if key == "query_token":
-            if tokens != tokenizer(row["query"], add_special_tokens=False).input_ids:
-                return False
-        elif tokens[-1:] != [tokenizer.eos_token_id]:
-            return False
-    return True
+    tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
+    query = tokens.pop("query_token", None)
+    if query is not None and query != tokenizer(row["query"], add_special_tokens=False).input_ids:
+        return False
+    return all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())
 
 
 def without_dropout(config):

@@ -7,7 +7,6 @@ python -m pytest -m long tests/test_deepspeed.py     (last output: benchmark/res
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import yaml
 from accelerate.state import AcceleratorState
 from conftest import free_port
 from kill_runs import STAGES, left_behind, metrics
-from test_faults import cut_short, toy, toy_args, zeros
+from test_faults import toy, toy_args
 
 import sft
 
@@ -72,18 +71,13 @@ def test_zero2_in_bfloat16_resumes_to_the_same_end(tmp_path, record_property):
 
 @pytest.mark.long
 def test_the_plumbing_under_zero2(tmp_path):
-    """Torn checkpoints are named by either process, gradients are summed in float32, and no other launch continues."""
+    """Gradients are summed in float32, and no other launch continues."""
     args = toy_args(tmp_path / "run", mixed_precision="bf16")
     code, output = launch(tmp_path, [("toy", args)])
     assert code == 0, output[-6000:]
     assert output.count("norm 1.5\n") == 2
-    assert output.count("checkpoints/update_000006 cannot be loaded: [") == len(DAMAGES), output[-6000:]
-    assert output.count("checkpoints/update_000004 is loaded") == len(DAMAGES)
-    for damage in DAMAGES:
-        for rank in (0, 1):
-            assert f"rank {rank}: {damage}: [5, 6], True\n" in output, output[-6000:]
     assert kill_runs.finish(kill_runs.fork(f"{args.output_dir}.log", lambda: toy(replace(args, resume=True)))) == 1
-    assert "no checkpoint in" in Path(f"{args.output_dir}.log").read_text()
+    assert "update_000006 cannot be loaded" in Path(f"{args.output_dir}.log").read_text()
 
 
 @pytest.mark.long
@@ -95,30 +89,6 @@ def test_zero3_is_refused(tmp_path):
 
 
 # ---- inside the two processes -----------------------------------------------------------------------------------
-
-
-DAMAGES = ["weights cut short", "weights missing", "optimiser zeros", "optimiser missing"]  # of rank 1, the optimiser
-
-
-def under_zero2(args):
-    """The toy whole, then from damaged checkpoints; then the sum of micro-batches' gradients."""
-    folder, rank = Path(args.output_dir), int(os.environ["RANK"])
-    assert toy(args) == [1, 2, 3, 4, 5, 6]
-    torch.distributed.barrier()
-    lines = metrics(folder)
-    if rank == 0:
-        shutil.copytree(folder / "checkpoints", folder / "good")
-    for damage in DAMAGES:
-        if rank == 0:
-            shutil.rmtree(folder / "checkpoints")
-            shutil.copytree(folder / "good", folder / "checkpoints")
-            files = sorted((folder / "checkpoints" / "update_000006" / "pytorch_model").iterdir())
-            own = [x for x in files if ("optim" in x.name) == damage.startswith("optim")]
-            {"short": cut_short, "zeros": zeros, "missing": Path.unlink}[damage.split()[-1]](own[-1])
-        torch.distributed.barrier()
-        done = toy(replace(args, resume=True))
-        print(f"rank {rank}: {damage}: {done}, {metrics(folder) == lines}\n", end="", flush=True)
-        torch.distributed.barrier()
 
 
 def summed_in_float32(args):
@@ -139,7 +109,7 @@ def do(what: str, arguments: dict):
     if stage == "toy":
         args = sft.Args(**arguments)
         summed_in_float32(args)
-        under_zero2(args)
+        toy(args)
     elif stage == "prepare":
         args = sft.Args(**arguments)
         sft.prepare(sft.make_accelerator(args), torch.nn.Linear(8, 8), args)

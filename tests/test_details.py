@@ -700,7 +700,7 @@ def test_detail_07_no_dropout(world, gpt2, tmp_path):
 def test_detail_09_sft_training(short, sft_run):
     """Table 3, and one pass; test_gradients.py holds the training itself against numbers by hand."""
     args = sft.Args()
-    assert (args.adam_eps, args.learning_rate, args.batch_size, args.num_train_epochs) == (1e-5, 3e-6, 128, 1)
+    assert (sft.ADAM_EPS, args.learning_rate, args.batch_size, args.num_train_epochs) == (1e-5, 3e-6, 128, 1)
     data = load_from_disk(str(short.dataset))["train"]
     updates = len(data) // BATCH
     metrics = [row for row in read_jsonl(sft_run.folder / "metrics.jsonl") if row["update"]]
@@ -711,7 +711,7 @@ def test_detail_09_sft_training(short, sft_run):
 
 def test_detail_10_reward_training(short, reward_run, reward_by_hand):
     args = reward.Args()
-    assert (args.adam_eps, args.learning_rate, args.batch_size, args.num_train_epochs) == (1e-5, 3e-6, 64, 1)
+    assert (reward.ADAM_EPS, args.learning_rate, args.batch_size, args.num_train_epochs) == (1e-5, 3e-6, 64, 1)
     pairs = len(load_from_disk(str(short.preference_dataset))["train"])
     updates = pairs // BATCH
     metrics = reward_run.metrics
@@ -1044,7 +1044,7 @@ def summed_logprobs(model, rows: list[dict], side: str, pad: int) -> torch.Tenso
 def test_detail_19_dpo(short, reward_run, dpo_run):
     """Table 6, the data order and the evaluation; test_gradients.py holds the training against numbers by hand."""
     args = dpo.Args()
-    assert (args.adam_eps, args.learning_rate, args.batch_size, args.num_train_epochs) == (1e-5, 3e-6, 64, 1)
+    assert (dpo.ADAM_EPS, args.learning_rate, args.batch_size, args.num_train_epochs) == (1e-5, 3e-6, 64, 1)
     assert args.beta == 0.05
     assert dpo_run.orders == [sum(reward_run.orders, [])] and len(reward_run.orders) == 5  # the reward model's order
     data, pad = load_from_disk(str(short.preference_dataset)), padded_tokenizer(short.model).pad_token_id
@@ -1108,9 +1108,9 @@ def test_detail_20_table_7(ppo_run):
     args = vars(ppo.Args())
     table_7 = {"total_episodes": 1_000_000, "batch_size": 512, "num_mini_batches": 1, "num_ppo_epochs": 4}
     table_7 |= {"kl_coef": 0.05, "gamma": 1.0, "lam": 0.95, "cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1}
-    table_7 |= {"temperature": 0.7, "learning_rate": 3e-6, "adam_eps": 1e-5, "response_length": 53}
+    table_7 |= {"temperature": 0.7, "learning_rate": 3e-6, "response_length": 53}
     table_7 |= {"penalty_reward_value": -1.0, "whiten_rewards": False}
-    assert {key: args[key] for key in table_7} == table_7
+    assert {key: args[key] for key in table_7} == table_7 and ppo.ADAM_EPS == 1e-5
     assert args["total_episodes"] // args["batch_size"] == 1953
     rates = [LEARNING_RATE * (1 - update / PPO_UPDATES) for update in range(PPO_UPDATES)]
     assert close([row["learning_rate"] for row in ppo_run.metrics], rates, 1e-9)

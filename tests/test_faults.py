@@ -159,49 +159,22 @@ DAMAGES = {  # what happens to a checkpoint
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_torn_checkpoint_is_named_and_the_one_before_taken(stopped, tmp_path, whole, capsys, damage):
+def test_a_torn_checkpoint_is_named_and_nothing_changes(stopped, tmp_path, whole, damage):
     folder = tmp_path / "run"
     shutil.copytree(stopped, folder)
     DAMAGES[damage](newest(folder))
-    assert toy(toy_args(folder, resume=True)) == [3, 4, 5, 6]
-    output = capsys.readouterr().out
-    assert f"--resume: {folder}/checkpoints/update_000004 cannot be loaded: [" in output
-    assert f"--resume: {folder}/checkpoints/update_000002 is loaded" in output
-    assert end_of(folder) == whole
-
-
-def test_where_no_checkpoint_can_be_loaded_the_run_ends(stopped, tmp_path, whole, capsys):
-    folder = tmp_path / "run"
-    shutil.copytree(stopped, folder)
-    for checkpoint in (folder / "checkpoints").iterdir():
-        cut_short(checkpoint / "optimizer.bin")  # by then the weights have been loaded: no beginning
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(SystemExit, match="^error: --resume: no checkpoint in .* can be loaded"):
+    before = contents(folder)
+    with pytest.raises(SystemExit, match="^error: --resume: .*update_000004 cannot be loaded"):
         toy(toy_args(folder, resume=True))
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    assert capsys.readouterr().out.count("cannot be loaded") == 2
-    shutil.rmtree(folder / "checkpoints")  # as the message says
-    assert toy(toy_args(folder, resume=True)) == [1, 2, 3, 4, 5, 6] and end_of(folder) == whole
+    assert contents(folder) == before
+    shutil.rmtree(newest(folder))  # as the message says
+    assert toy(toy_args(folder, resume=True)) == [3, 4, 5, 6] and end_of(folder) == whole
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(0, [6]), (1, [6]), (3, [4, 5, 6])])
-def test_the_newest_checkpoints_are_kept(tmp_path, keep, kept):
-    toy(toy_args(tmp_path / "run", save_every=1, keep_checkpoints=keep))
+def test_the_two_newest_checkpoints_are_kept(tmp_path):
+    toy(toy_args(tmp_path / "run", save_every=1))
     found = sorted(x.name for x in (tmp_path / "run" / "checkpoints").iterdir())
-    assert found == [f"update_{update:06d}" for update in kept]
-
-
-def test_the_rotation_never_leaves_only_a_torn_checkpoint(stopped, tmp_path, whole):
-    """Of two checkpoints the newer is torn. The first that the resumed run writes is the older of three by name, and
-    the only one beside that which it came from that loads."""
-    folder = tmp_path / "run"
-    shutil.copytree(stopped, folder)
-    zeros(folder / "checkpoints" / "update_000004" / "model.safetensors")
-    args = toy_args(folder, resume=True, save_every=1, keep_checkpoints=1)
-    with pytest.raises(ZeroDivisionError):
-        toy(args, lambda update: 1 / 0 if update == 4 else None)
-    assert [x.name for x in sorted((folder / "checkpoints").iterdir())] == ["update_000003", "update_000004"]
-    assert toy(replace(args, save_every=2)) == [4, 5, 6] and end_of(folder) == whole
+    assert found == ["update_000005", "update_000006"]
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -230,7 +203,7 @@ def test_no_run_is_overwritten(halfway, left):
 @pytest.mark.parametrize(
     "changes",
     [{"seed": 8}, {"batch_size": 4}, {"total_episodes": 480}, {"learning_rate": 0.2}, {"max_grad_norm": 0.5}]
-    + [{"loss_on": "response"}, {"dataset": "moved"}, {"adam_eps": 1e-3, "weight_decay": 0.5}],
+    + [{"loss_on": "response"}, {"dataset": "moved"}],
 )
 def test_resume_refuses_what_would_change_an_update(halfway, changes):
     before, settings = contents(halfway), json.loads((halfway / "args.json").read_text())
@@ -242,7 +215,7 @@ def test_resume_refuses_what_would_change_an_update(halfway, changes):
 
 
 def test_resume_takes_and_prints_what_changes_no_update(halfway, whole, capsys):
-    changes = {"micro_batch_size": 4, "save_every": 3, "keep_checkpoints": 5, "eval_every": 2}
+    changes = {"micro_batch_size": 4, "save_every": 3, "eval_every": 2}
     old = json.loads((halfway / "args.json").read_text())
     assert toy(toy_args(halfway, resume=True, **changes)) == [5, 6] and end_of(halfway) == whole
     [said] = [line for line in capsys.readouterr().out.splitlines() if ", changed: " in line]
@@ -273,11 +246,10 @@ def test_resume_without_a_checkpoint_starts_anew_and_says_so(halfway, whole, cap
     assert f"--resume: {halfway} has no checkpoint, so the run starts anew" in capsys.readouterr().out
 
 
-def test_accumulation_by_accelerate_is_refused(tmp_path, monkeypatch):
+def test_accumulation_by_accelerate_divides_no_loss(tmp_path, whole, monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    with pytest.raises(SystemExit, match="^error: ACCELERATE_GRADIENT_ACCUMULATION_STEPS.* asks for 4 "):
-        toy(toy_args(tmp_path / "run"))
-    assert not (tmp_path / "run").exists()
+    toy(toy_args(tmp_path / "run"))
+    assert end_of(tmp_path / "run") == whole
 
 
 # ---- full disk --------------------------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ BATCH, UPDATES, SEED = 12, 3, 5
 ROWS = 20  # training rows, so that the second update takes rows of the first pass and of the next
 LEARNING_RATE = 2e-4
 # micro-batches of 5 divide neither 12 nor 6 rows; some of the gradients are clipped
-OPTIMISER = {"learning_rate": LEARNING_RATE, "adam_eps": 2e-5, "weight_decay": 0.03, "max_grad_norm": 5.0}
-OPTIMISER |= {"micro_batch_size": 5}
+OPTIMISER = {"learning_rate": LEARNING_RATE, "max_grad_norm": 5.0, "micro_batch_size": 5}
+ADAM_EPS, WEIGHT_DECAY = 2e-5, 0.03  # not the defaults: both have to arrive
 SIZES = {"seed": SEED, "model": "nano", "batch_size": BATCH, "total_episodes": UPDATES * BATCH + 1}
 SIDES = ("chosen", "rejected")
 GRADES = {"significantly": 1, "better": 2 / 3, "slightly": 1 / 3, "negligibly": 0, "none": 0}
@@ -172,6 +172,8 @@ def train(start, path: str, label: str, **settings) -> SimpleNamespace:
             return optimizer_step(accelerator, model, optimizer, max_grad_norm, where)
 
         patch.setattr(module, "optimizer_step", recorded)
+        patch.setattr(module, "ADAM_EPS", ADAM_EPS)
+        patch.setattr(module, "WEIGHT_DECAY", WEIGHT_DECAY)
         module.main(module.Args(**settings))
     run = SimpleNamespace(**settings, name=name, steps=steps, start=start)
     run.micro_batches = math.ceil(BATCH / settings.get("num_mini_batches", 1) / run.micro_batch_size)
@@ -211,7 +213,7 @@ def hold(run, models: dict, by_hand, record_property, saved=("model",), changed_
     changed_after were changed after the training."""
     parameters = {prefix + name: p for prefix, model in models.items() for name, p in model.named_parameters()}
     weights = {name: weight.clone() for name, weight in run.steps[0].weights.items()}
-    optimizer = torch.optim.AdamW(weights.values(), eps=run.adam_eps, weight_decay=run.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(weights.values(), eps=ADAM_EPS, weight_decay=WEIGHT_DECAY, fused=True)
     worst, clipped, logged = (0.0, ""), 0, defaultdict(lambda: defaultdict(list))
     for number, step in enumerate(run.steps, 1):
         run.now = step

@@ -159,8 +159,8 @@ PATCHES = r"""
 + if "drop" in key and "att" not in key and
 
 09 sft.py: epsilon 1e-8 by default
-- adam_eps: float = 1e-5
-+ adam_eps: float = 1e-8
+- ADAM_EPS = 1e-5
++ ADAM_EPS = 1e-8
 09 sft.py: learning rate 1e-5
 - learning_rate: float = 3e-6
 + learning_rate: float = 1e-5
@@ -178,11 +178,8 @@ test_gradients.py::test_sft sft.py: Adam with L2 in place of AdamW
 + torch.optim.Adam(
 
 10 reward.py: epsilon 1e-8 by default
-- adam_eps: float = 1e-5
-+ adam_eps: float = 1e-8
-10 reward.py: epsilon 1e-8
-- lr=args.learning_rate, eps=args.adam_eps
-+ lr=args.learning_rate, eps=1e-8
+- ADAM_EPS = 1e-5
++ ADAM_EPS = 1e-8
 10 reward.py: learning rate 1e-5
 - learning_rate: float = 3e-6
 + learning_rate: float = 1e-5
@@ -389,8 +386,8 @@ test_gradients.py::test_dpo dpo.py: a micro-batch has the reference's part of th
 + table = []
 +         for split in ["validation"]:
 test_gradients.py::test_dpo dpo.py: epsilon 1e-8
-- lr=args.learning_rate, eps=args.adam_eps
-+ lr=args.learning_rate, eps=1e-8
+- "eps": ADAM_EPS
++ "eps": 1e-8
 19 dpo.py: batches of 32
 -     batch_size: int = 64
 +     batch_size: int = 32
@@ -461,8 +458,8 @@ test_gradients.py::test_ppo ppo.py: ratios are not clipped
 - tokenizer, args, 0.01)
 + tokenizer, args, args.temperature)
 test_gradients.py::test_ppo ppo.py: epsilon 1e-8
-- lr=args.learning_rate, eps=args.adam_eps
-+ lr=args.learning_rate, eps=1e-8
+- "eps": ADAM_EPS
++ "eps": 1e-8
 
 20 ppo.py: the same sampling noise in every update
 - noise_keys(args.seed, update, episodes[share])
@@ -843,8 +840,8 @@ test_stages.py::test_registered ppo.py: what an edit registered is not in the ch
 - accelerator.save_state(str(partial))
 + (accelerator._custom_objects.clear(), accelerator.save_state(str(partial)))
 test_stages.py::test_registered ppo.py: the newest checkpoint is not the one that is loaded
-- sorted(folder.glob("checkpoints/update_??????"), reverse=True)
-+ sorted(folder.glob("checkpoints/update_??????"))
+- sorted(folder.glob("checkpoints/update_??????"))
++ sorted(folder.glob("checkpoints/update_??????"), reverse=True)
 test_stages.py::test_registered ppo.py: the metrics begin anew
 - write_whole(accelerator, folder / "metrics.jsonl", metrics)
 + write_whole(accelerator, folder / "metrics.jsonl", "")
@@ -865,8 +862,8 @@ test_bad_input.py::test_data_like sft.py: ids of one column are looked at
 - for key in keys)
 + for key in keys[:1])
 test_bad_input.py::test_data_like ppo.py: rows need no EOS
-- elif tokens[-1:] != [tokenizer.eos_token_id]:
-+ elif False:
+- return all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())
++ return True
 test_bad_input.py::test_data_like sft.py: the train split alone is looked at
 - for split, rows in data.items():
 + for split, rows in [*data.items()][:1]:
@@ -965,9 +962,9 @@ test_ensembles_figures.py::test_claims_of_a_hand_made_study ensembles/figures.py
 - many = pick([run for run in here if run.bases > 1]
 + many = pick([run for run in here if run.bases]
 
-test_gradients.py::test_sft sft.py: --adam-eps has no effect
-- lr=args.learning_rate, eps=args.adam_eps
-+ lr=args.learning_rate, eps=1e-5
+test_gradients.py::test_sft sft.py: the weights decay by a hundredth whatever WEIGHT_DECAY says
+- "weight_decay": WEIGHT_DECAY
++ "weight_decay": 0.01
 test_gradients.py::test_sft sft.py: only the last micro-batch trains
 - mb_sum, _ = loss_and_count(
 + optimizer.zero_grad()
@@ -1125,8 +1122,8 @@ test_faults.py::test_no_run sft.py: a folder without args.json is no run
 - ("args.json", "checkpoints", "model")
 + ("args.json",)
 test_faults.py::test_accumulation sft.py: accelerate's accumulation is not looked at
-- if steps != 1:
-+ if steps < 0:
+- os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
++ pass
 test_invariance.py::test_a_kill_between ppo.py: the value model comes last
 -     save_model(accelerator, args, "value_model", value_model.model, tokenizer)
 -     save_model(accelerator, args, "model", policy, tokenizer)

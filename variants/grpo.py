@@ -127,10 +127,6 @@ class Args:
     """optimiser steps per pass (table 7, N_mb)"""
     learning_rate: float = 1e-6
     """learning rate of the first update, linear to 0 as in ppo.py (1e-6: DeepSeekMath, section 4.2)"""
-    adam_eps: float = 1e-5
-    """AdamW's epsilon (table 7)"""
-    weight_decay: float = 0.01
-    """AdamW's weight decay (torch's default, as in the paper's code)"""
     max_grad_norm: float = 0.0
     """gradient norm to clip at; 0: no clipping (paper)"""
     response_length: int = 53
@@ -173,8 +169,6 @@ class Args:
     """keep reference and reward model in CPU memory except while they score; default at 6.9b"""
     save_every: int = 0
     """updates between checkpoints for --resume; 0: none"""
-    keep_checkpoints: int = 2
-    """newest checkpoints kept"""
     resume: bool = False
     """continue the run in output_dir from its newest checkpoint"""
     track: bool = False
@@ -884,7 +878,10 @@ def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, u
 # settings that --resume may change: they concern memory, speed, evaluation, logging and saving
 MAY_CHANGE = {"micro_batch_size", "forward_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes"}
 MAY_CHANGE |= {"eval_every", "eval_rows", "run_eval", "sample_every", "gold_every", "track"}
-MAY_CHANGE |= {"save_every", "keep_checkpoints", "resume", "output_dir"}
+MAY_CHANGE |= {"save_every", "resume", "output_dir"}
+ADAM_EPS = 1e-5  # the paper's tables
+WEIGHT_DECAY = 0.01  # of AdamW: torch's default, as in the authors' code
+KEPT_CHECKPOINTS = 2
 
 
 def fail(message: str):
@@ -928,6 +925,7 @@ def make_accelerator(args) -> Accelerator:
     transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # else accelerate divides the loss by it
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     default = "bf16" if torch.cuda.is_available() else "no"
@@ -944,10 +942,6 @@ def make_accelerator(args) -> Accelerator:
     runs_deepspeed = accelerator.state.deepspeed_plugin is not None
     if accelerator.num_processes != world or runs_deepspeed != deepspeed:
         fail(f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch by benchmark/accelerate/*.yaml")
-    steps = accelerator.gradient_accumulation_steps  # accelerate would divide the loss by it
-    if steps != 1:
-        where = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS or the launcher's config"
-        fail(f"{where} asks for {steps} gradient accumulation steps: make it 1; --micro-batch-size saves the memory")
     set_seed(args.seed)
     return accelerator
 
@@ -1001,14 +995,11 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
 
 def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
     """Whether a row's query is the tokens that the tokenizer makes of its text, and the rest end in its EOS."""
-    for key in keys:
-        tokens = [token for token in row[key] if token != tokenizer.pad_token_id]
-        if key == "query_token":
-            if tokens != tokenizer(row["query"], add_special_tokens=False).input_ids:
-                return False
-        elif tokens[-1:] != [tokenizer.eos_token_id]:
-            return False
-    return True
+    tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
+    query = tokens.pop("query_token", None)
+    if query is not None and query != tokenizer(row["query"], add_special_tokens=False).input_ids:
+        return False
+    return all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())
 
 
 @contextmanager
@@ -1034,8 +1025,8 @@ def writing(accelerator: Accelerator, path: Path):
 
 
 def begin_run(accelerator: Accelerator, args) -> int:
-    """Make the run folder or, with --resume, load its newest checkpoint that can be loaded, and start the trackers.
-    Returns the update to go on from. Comes last before the training: a bad command leaves nothing behind."""
+    """Make the run folder or, with --resume, load its newest checkpoint, and start the trackers. Returns the update to
+    go on from. Comes last before the training: a bad command leaves nothing behind."""
     folder = Path(args.output_dir)
     settings = {"stage": STAGE, "processes": accelerator.num_processes} | asdict(args)
     old = {}
@@ -1069,24 +1060,15 @@ def check_settings(accelerator: Accelerator, folder: Path, old: dict, settings: 
 
 
 def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
-    """Load the newest checkpoint that every process can load. Returns its update and its metrics.jsonl; 0 and "" where
-    there is no checkpoint."""
-    checkpoints = sorted(folder.glob("checkpoints/update_??????"), reverse=True)
-    for checkpoint in checkpoints:
-        problem = None
-        try:
-            metrics = (checkpoint / "metrics.jsonl").read_text()
-            accelerator.load_state(str(checkpoint))
-        except Exception as error:
-            problem = f"{error!r:.300}"
-        problems = [problem for problem in gather_object([problem]) if problem]
-        if not problems:
-            accelerator.print(f"--resume: {checkpoint} is loaded")
-            return int(checkpoint.name.removeprefix("update_")), metrics
-        accelerator.print(f"--resume: {checkpoint} cannot be loaded: {problems}")
-    if checkpoints:
-        fail(f"--resume: no checkpoint in {folder} can be loaded; launch it as before, or delete it")
-    return 0, ""
+    """Load the newest checkpoint. Returns its update and its metrics.jsonl; 0 and "" where there is no checkpoint."""
+    checkpoints = sorted(folder.glob("checkpoints/update_??????"))
+    if not checkpoints:
+        return 0, ""
+    with or_fail(f"--resume: {checkpoints[-1]} cannot be loaded. Launch the run as before, or delete that checkpoint"):
+        metrics = (checkpoints[-1] / "metrics.jsonl").read_text()
+        accelerator.load_state(str(checkpoints[-1]))
+    accelerator.print(f"--resume: {checkpoints[-1]} is loaded")
+    return int(checkpoints[-1].name.removeprefix("update_")), metrics
 
 
 def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int):
@@ -1137,7 +1119,7 @@ def updates(accelerator: Accelerator, args, first: int, last: int):
 
 
 def save_checkpoint(accelerator: Accelerator, args, update: int):
-    """Write checkpoints/update_NNNNNN and delete all but the newest --keep-checkpoints."""
+    """Write checkpoints/update_NNNNNN and delete all but the newest KEPT_CHECKPOINTS."""
     folder = Path(args.output_dir)
     path = folder / "checkpoints" / f"update_{update:06d}"
     with writing(accelerator, path) as partial:
@@ -1145,7 +1127,7 @@ def save_checkpoint(accelerator: Accelerator, args, update: int):
         if accelerator.is_main_process:
             shutil.copy(folder / "metrics.jsonl", partial)
     written = sorted(old for old in path.parent.glob("update_??????") if old <= path)
-    for old in written[: -max(args.keep_checkpoints, 1)]:
+    for old in written[:-KEPT_CHECKPOINTS]:
         shutil.rmtree(old, ignore_errors=True)  # every process may
 
 
@@ -1182,9 +1164,8 @@ def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
 def prepare(accelerator: Accelerator, model, args):
     """Model and AdamW as the launcher asked for them (plain, DDP, DeepSpeed)."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
-    )
+    settings = {"lr": args.learning_rate, "eps": ADAM_EPS, "weight_decay": WEIGHT_DECAY}
+    optimizer = torch.optim.AdamW(parameters, **settings, fused=True)
     if accelerator.state.deepspeed_plugin:  # what DeepSpeed would else default to, or take from a data loader
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
