@@ -6,15 +6,14 @@
     python tldr_dataset.py --sft-dataset raw/posts --preference-dataset raw/comparisons --tokenizer raw/tokenizer
     # and publish the result
     python tldr_dataset.py --push-to-hub --hub-id-sft me/tldr-sft --hub-id-preference me/tldr-preference
-    # look at every row of a finished data set for damage
-    python tldr_dataset.py --check data/tldr
 
 Writes OUTPUT_DIR/sft and OUTPUT_DIR/preference (`datasets.load_from_disk`) and OUTPUT_DIR/statistics (CSV, PNG).
-The rows are shared out to all cores (--num-proc); the data sets are the same bytes for any number of processes.
-The columns are those of the published vwxyzjn/…_oai_preprocessing_1706381144 data sets.
+The rows are shared out to all cores (--num-proc); the data sets are the same bytes for any number of processes. The
+columns are those of the published vwxyzjn/…_oai_preprocessing_1706381144 data sets. eval/check_data.py looks for
+damage in what was made before.
 
 The file goes from the details outwards: arguments, queries and responses, main, raw rows, all rows in parallel,
-statistics, check, Hub.
+statistics, Hub.
 
 Terms: a query is a post (or a CNN/DM article) in its template. A response is a summary with a leading space and EOS.
 `X_token` holds the token ids of the text `X`, padded to a width; `X_token_len` counts them without [PAD].
@@ -40,30 +39,24 @@ Deliberate deviations from the paper and its code:
 import bisect
 import json
 import os
-import pickle
 import re
 import shlex
 import sys
 import tempfile
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import datasets
 import pandas as pd
 import pyarrow.parquet
-import tqdm.rich
 import tyro
-from datasets import Dataset, DatasetDict, Features, List, Value, disable_progress_bars, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, Features, List, Value, load_dataset, load_from_disk
 from huggingface_hub import DatasetCard, HfApi, hf_hub_download
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 TLDR_TEMPLATE = "SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"  # Detail 2: no trailing space
@@ -72,10 +65,13 @@ CNNDM_BATCHES = ("batch0_cnndm", "cnndm0", "cnndm2")  # Detail 1
 SFT_COLUMNS = ("id", "subreddit", "title", "post", "summary")  # Detail 1
 PREFERENCE_COLUMNS = ("info", "summaries", "choice", "batch", "split", "extra")  # Detail 1
 INFO_FIELDS = ("id", "post", "title", "subreddit", "site", "article")
+MAX_QUERY_LENGTH_CNNDM = 1919  # 2047 - 128, as in OpenAI's code
+MAX_RM_RESPONSE_LENGTH_CNNDM = 155  # Detail 4
+# widths of query + response that the paper measured (Detail 5), of query and response with the lengths beside them
+MEASURED_WIDTHS = {(512, 53): 562, (512, 169): 638, (MAX_QUERY_LENGTH_CNNDM, MAX_RM_RESPONSE_LENGTH_CNNDM): 2021}
 RESPONSES = {"sft": ("reference_response",), "preference": ("chosen", "rejected")}
 SPLITS = {"sft": ("train", "validation", "test"), "preference": ("train", "validation", "test", "validation_cnndm")}
 RawRows = list[tuple[str, dict]]  # [(where, row), …]
-QUERY_DIFFERS = "query"  # no damage but that `query` does not tokenise back to query_token, as in the published data
 
 # plain text, no markup: policies and titles are data; wide enough for the tables when the output is a file
 console = Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else 120)
@@ -91,27 +87,15 @@ class Args:
     """tokenizer of the models to be trained: a Hub id (`@revision` allowed) or a folder; `[PAD]` is added (Detail 3)"""
     output_dir: str = "data/tldr"
     """folder to write; it must not hold anything yet"""
-    check: str = ""
-    """write nothing; look for damage in what is in this folder of ours (or in one of its data sets, or a Hub id)"""
     num_proc: int = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     """processes that share the rows; all cores that this one may use"""
 
     max_query_length: int = 512
     """tokens: longer TL;DR queries are truncated to it (Detail 2), shorter ones left-padded (Detail 5)"""
-    max_query_length_cnndm: int = 1919
-    """tokens: the same for CNN/DM queries (2047 - 128, as in OpenAI's code)"""
     max_sft_response_length: int = 53
     """tokens of a reference summary with leading space and EOS (Detail 4)"""
-    max_sft_query_response_length: int = 562
-    """tokens of query + reference summary (Detail 5)"""
     max_rm_response_length: int = 169
     """tokens of a compared summary with leading space and EOS (Detail 4)"""
-    max_rm_query_response_length: int = 638
-    """tokens of query + compared summary (Detail 5)"""
-    max_rm_response_length_cnndm: int = 155
-    """tokens of a compared CNN/DM summary with leading space and EOS (Detail 4)"""
-    max_rm_query_response_length_cnndm: int = 2021
-    """tokens of CNN/DM query + compared summary (Detail 5)"""
 
     push_to_hub: bool = False
     """also push both data sets to the Hub, each with a data card"""
@@ -178,9 +162,9 @@ def query_columns(row: dict, tokenizer, max_length: int) -> dict:
     }
 
 
-def response_columns(name: str, text: str, query: dict, tokenizer, args: Args, limits: tuple[str, str]) -> dict:
+def response_columns(name: str, text: str, query: dict, tokenizer, widths: tuple[int, int]) -> dict:
     """The columns of one response, `name` being reference_response, chosen or rejected. query: what `query_columns`
-    returns. limits: names of the fields of `args` that hold the widths of response and of query + response."""
+    returns. widths: of response and of query + response."""
     pad_id = tokenizer.pad_token_id
     eos_id = tokenizer.eos_token_id
     response = text if text.startswith(" ") else f" {text}"  # Detail 3: a leading space, and EOS at the end
@@ -195,12 +179,12 @@ def response_columns(name: str, text: str, query: dict, tokenizer, args: Args, l
     tokens = [token for token in label if token != pad_id]
     return {
         name: response + tokenizer.eos_token,
-        f"{name}_token": pad_right(tokens, pad_id, getattr(args, limits[0])),
+        f"{name}_token": pad_right(tokens, pad_id, widths[0]),
         f"{name}_token_len": len(tokens),
         f"query_{name}": joined + tokenizer.eos_token,
-        f"query_{name}_token": pad_right(joined_tokens, pad_id, getattr(args, limits[1])),
+        f"query_{name}_token": pad_right(joined_tokens, pad_id, widths[1]),
         f"query_{name}_token_len": len(joined_tokens),
-        f"query_{name}_token_response_label": pad_right(label, pad_id, getattr(args, limits[1])),
+        f"query_{name}_token_response_label": pad_right(label, pad_id, widths[1]),
     }
 
 
@@ -209,12 +193,13 @@ def pad_right(tokens: list[int], pad_id: int, width: int) -> list[int]:
     return tokens + [pad_id] * (width - len(tokens))
 
 
-def width_flags(name: str, cnndm: bool = False) -> tuple[str, str]:
-    """The fields of Args that hold the widths of response and of query + response in the data set `name`."""
-    if name == "sft":
-        return "max_sft_response_length", "max_sft_query_response_length"
-    suffix = "_cnndm" if cnndm else ""
-    return f"max_rm_response_length{suffix}", f"max_rm_query_response_length{suffix}"
+def widths_of(args: Args, name: str, cnndm: bool) -> tuple[int, int]:
+    """Widths of response and of query + response in the data set `name` (Details 4 and 5)."""
+    query = MAX_QUERY_LENGTH_CNNDM if cnndm else args.max_query_length
+    response = args.max_sft_response_length if name == "sft" else args.max_rm_response_length
+    if cnndm and response == Args.max_rm_response_length:
+        response = MAX_RM_RESPONSE_LENGTH_CNNDM
+    return response, MEASURED_WIDTHS.get((query, response), query + response)
 
 
 def mask_query(query_token: list[int], tokens: list[int], pad_id: int) -> list[int]:
@@ -225,27 +210,23 @@ def mask_query(query_token: list[int], tokens: list[int], pad_id: int) -> list[i
 
 def process_sft_row(row: dict, tokenizer, args: Args) -> dict:
     """All columns of one SFT row; ValueError naming the field that is wrong."""
-    columns = {"id": text_field(row, "id", "id")}
-    columns["subreddit"] = text_field(row, "subreddit", "subreddit", required=False) or ""
-    for field in ("title", "post", "summary"):
-        columns[field] = text_field(row, field, field)
+    columns = post_fields(row)
     query = query_columns(columns, tokenizer, args.max_query_length)
-    limits = width_flags("sft")
-    response = response_columns("reference_response", columns["summary"], query, tokenizer, args, limits)
-    return columns | query | response
+    widths = widths_of(args, "sft", cnndm=False)
+    return columns | query | response_columns("reference_response", columns["summary"], query, tokenizer, widths)
 
 
 def process_preference_row(row: dict, tokenizer, args: Args) -> dict:
     """All columns of one pair; ValueError naming the field that is wrong."""
     columns = pair_fields(row)
-    max_query_length = args.max_query_length_cnndm if is_cnndm(row) else args.max_query_length
-    limits = width_flags("preference", is_cnndm(row))
+    max_query_length = MAX_QUERY_LENGTH_CNNDM if is_cnndm(row) else args.max_query_length
+    widths = widths_of(args, "preference", is_cnndm(row))
     query = query_columns(columns["info"], tokenizer, max_query_length)
     columns |= query
     chosen = columns["summaries"][columns["choice"]]
     rejected = columns["summaries"][1 - columns["choice"]]
-    columns |= response_columns("chosen", chosen["text"], query, tokenizer, args, limits)
-    columns |= response_columns("rejected", rejected["text"], query, tokenizer, args, limits)
+    columns |= response_columns("chosen", chosen["text"], query, tokenizer, widths)
+    columns |= response_columns("rejected", rejected["text"], query, tokenizer, widths)
     columns["chosen_policy"] = chosen["policy"]
     columns["rejected_policy"] = rejected["policy"]
     policies = [chosen["policy"] or "null", rejected["policy"] or "null"]
@@ -257,9 +238,6 @@ def process_preference_row(row: dict, tokenizer, args: Args) -> dict:
 
 
 def main(args: Args):
-    disable_progress_bars()  # of `datasets`; ours shows rate and time left
-    warnings.filterwarnings("ignore", category=tqdm.TqdmExperimentalWarning)
-
     # ---- 1. tokenizer ----------------------------------------------------------------------------
     name, revision = args.tokenizer, ""
     if not Path(name).exists():  # a path may hold an @
@@ -272,9 +250,6 @@ def main(args: Args):
     if added:
         console.print(f"--tokenizer {args.tokenizer} adds {' '.join(added)} to a text; no row here has it")
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # Detail 3: never EOS, whatever padding it had before
-    if args.check:
-        check(args, tokenizer)
-        return
 
     # ---- 2. raw rows -----------------------------------------------------------------------------
     output_dir = Path(args.output_dir).expanduser()
@@ -291,14 +266,10 @@ def main(args: Args):
     with unfinished_folder(output_dir) as folder:
         # ---- 3. columns of every row -------------------------------------------------------------
         finished = folder / "finished"
-        data = {}
-        for name, process_row in (("sft", process_sft_row), ("preference", process_preference_row)):
-            process = partial(process_row, tokenizer=tokenizer, args=args)
-            features = column_types(name)
-            data[name] = DatasetDict()
+        data = {"sft": DatasetDict(), "preference": DatasetDict()}
+        for name in data:
             for split, rows in raw[name].items():
-                label = f"{name} {split}"
-                data[name][split] = process_split(label, rows, process, features, args.num_proc, folder)
+                data[name][split] = process_split(name, split, rows, tokenizer, args, folder)
         check_widths(args, raw, data)
 
         # ---- 4. statistics -----------------------------------------------------------------------
@@ -405,6 +376,13 @@ def print_row_counts(name: str, splits: dict[str, RawRows]):
     console.print(f"{name} rows: {', '.join(counts)}")
 
 
+def post_fields(row: dict) -> dict:
+    """The columns of an SFT row that are stored as they are; ValueError naming the field that is wrong."""
+    subreddit = text_field(row, "subreddit", "subreddit", required=False) or ""
+    needed = {field: text_field(row, field, field) for field in SFT_COLUMNS if field != "subreddit"}
+    return {field: needed.get(field, subreddit) for field in SFT_COLUMNS}
+
+
 def pair_fields(row: dict) -> dict:
     """The columns of a pair that are stored as they are; ValueError naming the field that is wrong."""
     info = row.get("info")
@@ -483,43 +461,54 @@ def column_types(name: str) -> Features:
 # ==== all rows in parallel ========================================================================
 
 
-def process_split(label: str, rows: RawRows, process: Callable, features: Features, num_proc: int, folder) -> Dataset:
-    """Dataset of process(row) for all rows; the first bad row ends the run."""
-
-    def columns(raw: dict) -> dict:
+def process_split(name: str, split: str, rows: RawRows, tokenizer, args: Args, folder: Path) -> Dataset:
+    """All columns of all rows, in order; the first bad row ends the run. Each process has consecutive rows."""
+    fields, process = (post_fields, process_sft_row) if name == "sft" else (pair_fields, process_preference_row)
+    checked = []
+    for where, row in rows:
         try:
-            return process(pickle.loads(raw["row"]))
+            checked.append({"where": where} | fields(row))
         except ValueError as error:
-            raise ValueError(raw["where"], str(error)) from None
+            fail(f"{where}: {error}")
+    types = column_types(name)
+    stored = {"where": Value("string")} | {column: types[column] for column in types if column in checked[0]}
 
-    pickled = [{"where": where, "row": pickle.dumps(row)} for where, row in rows]  # of any type, if bad
-    raw = Dataset.from_list(pickled)
+    def columns(row: dict) -> dict:
+        try:
+            return process(dict(row), tokenizer, args)
+        except ValueError as error:
+            raise ValueError(f"{row['where']}: {error}") from None
+
+    processes = min(args.num_proc, -(-len(rows) // 100))  # to start a process takes as long as 100 rows
+    settings = {"num_proc": processes if processes > 1 else None, "new_fingerprint": f"{name}_{split}"}
+    settings["cache_file_name"] = f"{folder}/{name}_{split}/rows.arrow"  # in a fresh folder: nothing can be stale
     try:
-        return map_rows(label, raw, columns, features, num_proc, folder)
-    except ValueError as bad_row:
-        where, error = (label, *bad_row.args)[-2:]  # an error of `datasets` itself names no row
-        fail(f"{where}: {error}")
+        data = Dataset.from_list(checked, features=Features(stored))
+        return data.map(columns, features=types, remove_columns=["where"], desc=f"{name} {split}", **settings)
+    except (ValueError, pyarrow.ArrowInvalid) as error:
+        fail(str(error))
 
 
 def check_widths(args: Args, raw: dict[str, dict[str, RawRows]], data: dict[str, DatasetDict]):
     """End with an error where a row is longer than its width (Detail 4): with each flag, the length that all rows need,
-    and the row that needs it."""
-    needed = {}  # flag: (tokens, where)
+    and the row with the longest response."""
+    flags = []
     for name, splits in data.items():
+        longest, too_long = (0, ""), False
         for split, rows in splits.items():
+            widths = widths_of(args, name, split == "validation_cnndm")
             for response in RESPONSES[name]:
-                columns = f"{response}_token_len", f"query_{response}_token_len"
-                for column, flag in zip(columns, width_flags(name, split == "validation_cnndm"), strict=True):
-                    lengths = rows[column][:]
-                    longest = max(range(len(lengths)), key=lengths.__getitem__)
-                    row = lengths[longest], raw[name][split][longest][0]
-                    needed[flag] = max(needed.get(flag, row), row)
-    too_long = []
-    for flag, (length, where) in needed.items():
-        if length > getattr(args, flag):
-            too_long.append(f"--{flag.replace('_', '-')} {length} ({where})")
-    if too_long:
-        fail(f"rows are longer than their widths; all of them fit with {', '.join(too_long)}")
+                lengths, joined = rows[f"{response}_token_len"][:], rows[f"query_{response}_token_len"][:]
+                index = max(range(len(lengths)), key=lengths.__getitem__)
+                longest = max(longest, (lengths[index], raw[name][split][index][0]))
+                too_long = too_long or lengths[index] > widths[0] or max(joined) > widths[1]
+        flag = "max_sft_response_length" if name == "sft" else "max_rm_response_length"
+        # with another length than the paper's, query + response get the sum of both widths
+        length = longest[0] + (longest[0] == getattr(Args, flag))
+        if too_long:
+            flags.append(f"--{flag.replace('_', '-')} {length} ({longest[1]})")
+    if flags:
+        fail(f"rows are longer than their widths; all of them fit with {', '.join(flags)}")
 
 
 @contextmanager
@@ -537,26 +526,6 @@ def unfinished_folder(output_dir: Path):
             return
         for part in finished.iterdir():
             part.rename(target / part.name)
-
-
-def map_rows(label: str, data: Dataset, function: Callable, features: Features, num_proc: int, folder) -> Dataset:
-    """Dataset of function(row), rows in order, in a file of `folder`. Each process has consecutive rows and ends with
-    its first error; the error of the first such process, which is the first in the order of the rows, is raised."""
-    num_proc = min(num_proc, -(-len(data) // 100))  # to start a process takes as long as 100 rows
-    name = re.sub(r"\W", "_", label)
-    settings = {
-        "features": features,
-        "remove_columns": data.column_names,
-        "new_fingerprint": name,
-        "cache_file_name": f"{folder}/{name}/rows.arrow",  # in a fresh folder: nothing can be stale
-        "num_proc": num_proc if num_proc > 1 else None,
-        "desc": label,
-    }
-    columns = (BarColumn(), MofNCompleteColumn(), tqdm.rich.RateColumn(" rows"), TimeRemainingColumn())
-    progress = ("{task.description}", *columns)
-    bar = partial(tqdm.rich.tqdm, progress=progress, options={"console": console})
-    with mock.patch.object(datasets.arrow_dataset, "hf_tqdm", bar):
-        return data.map(function, **settings)
 
 
 # ==== statistics ==================================================================================
@@ -684,118 +653,6 @@ In `…_response_label` the query is replaced by the pad id.
 {table}
 ```
 """
-
-
-# ==== check =======================================================================================
-
-
-def check(args: Args, tokenizer):
-    """Look at every row of a finished data set, or of both in a folder; the first damaged split ends the run."""
-    paths = [f"{Path(args.check, name)}" for name in SPLITS if Path(args.check, name).is_dir()]
-    for path in paths or [args.check]:
-        name, _, revision = path.partition("@")
-        with or_fail(f"--check {path}: no data set with the splits train and validation. Make it with tldr_dataset.py"):
-            data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
-            splits = {split: data[split] for split in ("train", "validation", *data)}
-        for split, rows in splits.items():
-            check_split(path, split, rows, args, tokenizer)
-
-
-def check_split(path: str, split: str, rows: Dataset, args: Args, tokenizer):
-    """Look at every row of a split; ends where one is damaged, or where most of the queries do not tokenise back."""
-    place = f"--check {path}: {split}"
-    remedy = f"If another tokenizer than {args.tokenizer} made it, name that with --tokenizer; else make it again"
-    name = "preference" if any("chosen" in column for column in rows.column_names) else "sft"
-    needed = [column for column in column_types(name) if column.startswith(("query", *RESPONSES[name]))]
-    missing = [column for column in needed if column not in (*rows.column_names, "query_token_len")]
-    if missing or len(rows) == 0:
-        fail(f"{place} has {len(rows)} rows and lacks the columns {missing}. {remedy}")
-    with or_fail(f"{place} cannot be read. {remedy}"), tempfile.TemporaryDirectory() as folder:
-        widths = {column: len(rows[0][column] or []) for column in needed if column.endswith("_token")}
-        function = partial(find_damage, tokenizer=tokenizer, widths=widths)
-        label = f"{Path(path).name} {split}"
-        features = Features({"damage": Value("string")})
-        damages = map_rows(label, rows, function, features, args.num_proc, folder)["damage"][:]
-    damaged = [f"row {i}: {damage}" for i, damage in enumerate(damages) if damage not in ("", QUERY_DIFFERS)]
-    if damaged:
-        fail(f"{place}, {damaged[0]} ({len(damaged)} of {len(rows)} rows are damaged). {remedy}")
-    differ = damages.count(QUERY_DIFFERS)
-    report = f"in {differ} of {len(rows)} rows `query` does not tokenise back to query_token"
-    if 2 * differ > len(rows):
-        fail(f"{place}: {report}. {remedy}")
-    console.print(f"{path} {split}: no damage; {report}")
-
-
-def find_damage(row: dict, tokenizer, widths: dict[str, int]) -> dict:
-    """{"damage": what is wrong with a row of a finished data set, "" if nothing}; QUERY_DIFFERS if nothing else is.
-    widths: {column of tokens: its width in the first row}."""
-    pad_id = tokenizer.pad_token_id
-    query_ids = row["query_token"] or []
-    query = query_ids[query_ids.count(pad_id) :]
-    query_differs = False
-    for column, width in widths.items():
-        name = column.removesuffix("_token")
-        ids = row[column] or []
-        tokens = query if name == "query" else ids[: len(ids) - ids.count(pad_id)]
-        damage = id_damage(column, ids, tokens, width, tokenizer)
-        differs = not damage and not is_tokens_of(str(row[name]), tokens, name != "query", tokenizer)
-        if differs and row[name] and f"query_{column}" in widths:  # its tokens are those behind the query
-            joined = row[f"query_{column}"] or []
-            joined = joined[: len(joined) - joined.count(pad_id)]
-            differs = joined[-len(tokens) :] != tokens
-        length = row.get(f"{column}_len", len(tokens))
-        if name == "query":
-            query_differs = differs
-        elif differs:
-            damage = f"{column} is not what the tokenizer makes of {name}"
-        # the authors' query_token_len is that of their `query`
-        if not damage and length != len(tokens) and not (name == "query" and query_differs):
-            damage = f"{column}_len is {length}, not {len(tokens)}"
-        if not damage and name.startswith("query_"):
-            damage = joined_damage(row, name, query, ids, tokens, pad_id)
-        if damage:
-            return {"damage": damage}
-    return {"damage": QUERY_DIFFERS if query_differs else ""}
-
-
-def id_damage(column: str, ids: list, tokens: list, width: int, tokenizer) -> str:
-    """What is wrong with ids that should be (width,); tokens: without as many ids as there are [PAD], on the side for
-    it."""
-    pad_id = tokenizer.pad_token_id
-    largest = len(tokenizer) - 1
-    wrong = [token for token in tokens if token is None or token == pad_id or not 0 <= token <= largest]
-    padding = "on the left alone"
-    ends = len(tokens) > 0
-    if column != "query_token":
-        padding = "on the right alone, EOS before"
-        ends = tokens[-1:] == [tokenizer.eos_token_id]
-    if len(ids) == width and not wrong and ends:
-        return ""
-    needed = f"{width} ids of 0 to {largest}, [PAD] ({pad_id}) {padding}"
-    return f"{column} needs {needed}; it has {len(ids)}, wrong {wrong[:3]}, last {tokens[-1:]}"
-
-
-def is_tokens_of(text: str, tokens: list[int], has_eos: bool, tokenizer) -> bool:
-    """Are these what the tokenizer makes of a text, or do they decode to it? The latter have special tokens in them, or
-    were sampled (alpaca_dataset.py and gold_label.py in ensembles/)."""
-    end = [tokenizer.eos_token_id] if has_eos else []
-    if encode(tokenizer, text.removesuffix(tokenizer.eos_token)) + end == tokens:
-        return True
-    return tokenizer.decode(tokens, clean_up_tokenization_spaces=False) == text
-
-
-def joined_damage(row: dict, name: str, query: list[int], ids: list[int], tokens: list[int], pad_id: int) -> str:
-    """What is wrong with label and text of query + response. ids, tokens: with and without [PAD]."""
-    column = f"{name}_token"
-    response = name.removeprefix("query_")
-    shared = len(os.path.commonprefix([query, tokens]))
-    labels = [[pad_id] * hidden + ids[hidden:] for hidden in (shared, len(query))]  # ours, the authors'
-    if f"{column}_response_label" in row:
-        if row[f"{column}_response_label"] not in labels:
-            return f"{column}_response_label is not {column} with [PAD] over the query"
-        if str(row[name]) != str(row["query"]).strip() + row[response]:
-            return f"{name} is not query and {response}"
-    return ""
 
 
 # ==== Hub =========================================================================================

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import alpaca_dataset
+import check_data
 import pytest
 import torch
 from datasets import load_from_disk
@@ -11,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import ppo
-import tldr_dataset
 
 ROWS = [
     {"instruction": "Name a fruit.", "input": "", "output": "An apple."},
@@ -77,7 +77,7 @@ def test_prompts_and_answers_in_the_paper_s_format(made):
 def test_a_deep_check_finds_no_damage(made, capsys):
     """Not in the prompt that spells EOS either."""
     for name in ("sft", "pref", "unlabeled"):
-        tldr_dataset.main(tldr_dataset.Args(check=str(made / name), tokenizer=str(made / "base"), num_proc=1))
+        check_data.main(check_data.Args(str(made / name), tokenizer=str(made / "base"), num_proc=1))
         assert "train: no damage; in 0 of 4 rows" in " ".join(capsys.readouterr().out.split())
 
 

@@ -19,7 +19,7 @@ OURS = [
     *(f"benchmark/{name}.py" for name in ("best_of_n_speed", "convert_released", "curves", "llama2_million", "plan")),
     *(f"benchmark/{name}.py" for name in ("push", "smollm2", "study_runs", "throughput", "trl_peer")),
     *(f"ensembles/{name}.py" for name in ("alpaca_dataset", "average", "best_of_n", "figures", "gold_label", "study")),
-    *(f"eval/{name}.py" for name in ("figures", "judge", "rm_report", "samples", "visualize_tokens")),
+    *(f"eval/{name}.py" for name in ("check_data", "figures", "judge", "rm_report", "samples", "visualize_tokens")),
     *(f"llama2/{name}.py" for name in ("margins", "preference_dataset")),
     *(f"quickstart/{name}.py" for name in ("nano", "posts", "pretrain", "report", "scaling", "truth")),
 ]

@@ -16,6 +16,7 @@ import struct
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import judge
 import pandas
@@ -222,7 +223,8 @@ def short(world, tmp_path_factory) -> SimpleNamespace:
     root = tmp_path_factory.mktemp("short")
     arguments = {"sft_dataset": str(world.raw / "posts"), "preference_dataset": str(world.raw / "comparisons")}
     arguments |= {"tokenizer": str(world.tokenizer), "output_dir": str(root / "out")}
-    without_figures(tldr_dataset.Args(**arguments, max_query_length=64, max_query_length_cnndm=64))
+    with mock.patch.object(tldr_dataset, "MAX_QUERY_LENGTH_CNNDM", 64):
+        without_figures(tldr_dataset.Args(**arguments, max_query_length=64))
     return SimpleNamespace(model=world.model, dataset=root / "out/sft", preference_dataset=root / "out/preference")
 
 
@@ -540,9 +542,11 @@ def test_detail_03_space_eos_and_pad(hand_made, world):
 
 
 def test_detail_04_length_limits(hand_made, world):
-    limits = {name: value for name, value in vars(tldr_dataset.Args()).items() if "response_length" in name}
-    assert (limits["max_sft_response_length"], limits["max_rm_response_length"]) == (53, 169)
-    assert limits["max_rm_response_length_cnndm"] == 155
+    limits = [
+        tldr_dataset.widths_of(tldr_dataset.Args(), name, cnndm)
+        for name, cnndm in (("sft", False), ("preference", False), ("preference", True))
+    ]
+    assert limits == [(53, 562), (169, 638), (155, 2021)]
     tokenizer = hand_made.tokenizer
 
     def text(tokens: int) -> str:
@@ -571,7 +575,7 @@ def test_detail_04_length_limits(hand_made, world):
     expected = f"error: {told}--max-rm-response-length 170 ({where / 'comparisons/train.jsonl'}, row 1)"
     assert refused(hand_made, "comparisons/train.jsonl", train) == expected
     validation = [pair(1), pair(2, **news), pair(3, summaries=summaries(156), **news)]
-    expected = f"error: {told}--max-rm-response-length-cnndm 156 ({where / 'comparisons/validation.jsonl'}, row 3)"
+    expected = f"error: {told}--max-rm-response-length 156 ({where / 'comparisons/validation.jsonl'}, row 3)"
     assert refused(hand_made, "comparisons/validation.jsonl", validation) == expected
 
     reported = {

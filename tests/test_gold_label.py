@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import check_data
 import gold_label
 import pytest
 import torch
@@ -10,8 +11,6 @@ from conftest import make_reward_model, make_talker, record
 from datasets import load_from_disk
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-
-import tldr_dataset
 
 SHORT = "def score(post, summary):\n    return -float(len(summary))\n"  # the gold reward of most tests: fewer letters
 
@@ -92,7 +91,7 @@ def test_answers_and_labels(policy, labelled, world):
 
 
 def test_a_deep_check_finds_no_damage(policy, labelled, capsys):
-    tldr_dataset.main(tldr_dataset.Args(check=str(labelled / "noise_25"), tokenizer=str(policy), num_proc=1))
+    check_data.main(check_data.Args(str(labelled / "noise_25"), tokenizer=str(policy), num_proc=1))
     said = " ".join(capsys.readouterr().out.split())
     assert all(f"{split}: no damage; in 0 of" in said for split in ("train", "validation"))
 

@@ -7,7 +7,9 @@ import json
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
+import check_data
 import pandas
 import pytest
 import torch
@@ -261,10 +263,9 @@ SHARED_COLUMNS += ["query_token", "query_chosen_token_response_label", "query_re
 
 def tldr_columns(row: dict, tokenizer, query: int, response: int) -> dict:
     """The columns that tldr_dataset.py makes of a row, with these widths."""
-    limits = {f"max_query_length{end}": query for end in ("", "_cnndm")}
-    limits |= {f"max_rm_response_length{end}": response for end in ("", "_cnndm")}
-    limits |= {f"max_rm_query_response_length{end}": query + response for end in ("", "_cnndm")}
-    return tldr_dataset.process_preference_row(row, tokenizer, tldr_dataset.Args(**limits))
+    args = tldr_dataset.Args(max_query_length=query, max_rm_response_length=response)
+    with mock.patch.object(tldr_dataset, "MAX_QUERY_LENGTH_CNNDM", query):
+        return tldr_dataset.process_preference_row(row, tokenizer, args)
 
 
 def test_posts_are_those_of_tldr_dataset(prepare, tokenizer):
@@ -296,7 +297,7 @@ def test_prompts_and_chosen_responses_are_sft_data(prepare, tokenizer):
     sources = {"posts=tldr:train": posts, "talk=pairs:train:safety": talks, "held=tldr:validation": [post("z z")]}
     data, _, statistics = prepare(sources, ties="half")
     sft = load_from_disk(str(statistics.parent / "sft"))
-    limits = {"max_query_length": 32, "max_sft_response_length": 8, "max_sft_query_response_length": 40}
+    limits = {"max_query_length": 32, "max_sft_response_length": 8}
     found = {row["id"]: row for split in sft for row in sft[split]}
     assert set(sft) == {"train", "validation"} and sft["validation"]["id"][:] == ["held_0000001"]
     same = [name for name in sft["train"].column_names if name not in ("id", "source", "tag")]
@@ -392,8 +393,7 @@ def test_the_base_gets_the_turns_that_it_lacks(prepare, capsys):
     bare = ROOT / "quickstart" / "bases" / "nano-xs"
     sources = {"n=pairs": [pair((x, "b", "c")) for x in WORDS[:10]], "p=tldr:train": [post()]}
     data, _, statistics = prepare(sources, base=str(bare))
-    args = {"check": str(statistics.parent), "tokenizer": str(statistics.parent / "base"), "num_proc": 1}
-    tldr_dataset.main(tldr_dataset.Args(**args))
+    check_data.main(check_data.Args(str(statistics.parent), tokenizer=str(statistics.parent / "base"), num_proc=1))
     assert " ".join(capsys.readouterr().out.split()).count(": no damage; in 0 of ") == 4
     before, after = (AutoTokenizer.from_pretrained(x) for x in (bare, statistics.parent / "base"))
     before = {k: v for k, v in before.get_vocab().items() if k != "[PAD]"}

@@ -6,6 +6,7 @@ import shutil
 import sys
 from types import SimpleNamespace
 
+import check_data
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -271,9 +272,9 @@ def test_a_responses_tokens_are_those_behind_its_query(metaspace):
     alone = tldr_dataset.encode(metaspace, " my dog")
     assert alone != response[:-1]  # this tokenizer's answer for the response by itself has one space more
     widths = {key: len(value) for key, value in row.items() if key.endswith("_token")}
-    assert tldr_dataset.find_damage(row, metaspace, widths) == {"damage": ""}
+    assert check_data.find_damage(row, metaspace, widths) == {"damage": ""}
     wrong = row | {"reference_response_token": [*response[1:], *[metaspace.pad_token_id] * (54 - lengths[1])]}
-    assert "reference_response_token" in tldr_dataset.find_damage(wrong, metaspace, widths)["damage"]
+    assert "reference_response_token" in check_data.find_damage(wrong, metaspace, widths)["damage"]
 
 
 @pytest.fixture(scope="module")

@@ -47,20 +47,19 @@ text = unicode_text | awkward_text | st.integers(0, 60).map("\n".__mul__) | st.i
 plain_text = st.lists(st.sampled_from("the cat sat on a mat .".split()), min_size=1, max_size=8).map(" ".join)
 filled_text = st.tuples(text, plain_text, text).map("".join)
 anything = text | st.none() | st.integers() | st.floats() | st.booleans() | st.lists(st.integers(), max_size=2)
-# of query, response and both: tight ones, down to a single token, and such as plain text fits into
-widths = (
-    st.tuples(st.integers(1, 90), st.integers(1, 60), st.integers(1, 150))
-    | st.just((400, 100, 600))
-    | st.just((90, 50, 130))
-)
+# of query and response: tight ones, down to a single token, and such as plain text fits into
+widths = st.tuples(st.integers(1, 90), st.integers(1, 60)) | st.just((400, 100)) | st.just((90, 50))
 
 
-def arguments(query: int, response: int, both: int) -> tldr_dataset.Args:
+def arguments(query: int, response: int) -> tldr_dataset.Args:
     """Limits of the data script, the same for all its data."""
-    widths = {f"max_query_length{x}": query for x in ("", "_cnndm")}
-    widths |= {f"max_{x}_response_length": response for x in ("sft", "rm")} | {"max_rm_response_length_cnndm": response}
-    widths |= {f"max_{x}_query_response_length": both for x in ("sft", "rm")}
-    return tldr_dataset.Args(**widths, max_rm_query_response_length_cnndm=both)
+    tldr_dataset.MAX_QUERY_LENGTH_CNNDM = query
+    return tldr_dataset.Args(max_query_length=query, max_sft_response_length=response, max_rm_response_length=response)
+
+
+@pytest.fixture(autouse=True)
+def cnndm_length(monkeypatch):
+    monkeypatch.setattr(tldr_dataset, "MAX_QUERY_LENGTH_CNNDM", tldr_dataset.MAX_QUERY_LENGTH_CNNDM)
 
 
 # ---- the data script --------------------------------------------------------------------------------------------
@@ -124,10 +123,8 @@ sft_rows |= st.dictionaries(st.sampled_from(tldr_dataset.SFT_COLUMNS), anything)
 
 
 @given(row=sft_rows, limits=widths)
-@example(row={"id": "1", "title": "t", "post": "\n", "summary": " "}, limits=(1, 1, 1))
-@example(
-    row={"id": "1", "title": "t", "post": f"a {EOS} b [PAD]", "summary": f" a {EOS} [PAD] mat"}, limits=(400, 100, 600)
-)
+@example(row={"id": "1", "title": "t", "post": "\n", "summary": " "}, limits=(1, 1))
+@example(row={"id": "1", "title": "t", "post": f"a {EOS} b [PAD]", "summary": f" a {EOS} [PAD] mat"}, limits=(400, 100))
 def test_an_sft_row_becomes_columns_or_a_message_that_names_the_field(row, limits):
     args = arguments(*limits)
     try:
@@ -140,7 +137,7 @@ def test_an_sft_row_becomes_columns_or_a_message_that_names_the_field(row, limit
     assert columns["query_token_len"] <= limits[0]
     query = check_padding(columns, "query", limits[0], "left")
     assert query == tldr_dataset.encode(TOKENIZER, columns["query"])
-    check_response(columns, "reference_response", row["summary"], limits[1:])
+    check_response(columns, "reference_response", row["summary"], (limits[1], sum(limits)))
 
 
 summaries = st.fixed_dictionaries(
@@ -177,7 +174,7 @@ def test_a_pair_becomes_columns_or_a_message_that_names_the_field(row, limits):
     event("taken")
     check_padding(columns, "query", limits[0], "left")
     for name, place in (("chosen", row["choice"]), ("rejected", 1 - row["choice"])):
-        check_response(columns, name, row["summaries"][place]["text"], limits[1:])
+        check_response(columns, name, row["summaries"][place]["text"], (limits[1], sum(limits)))
         assert columns[f"{name}_policy"] == row["summaries"][place].get("policy")
 
 
@@ -224,7 +221,7 @@ def test_no_row_is_lost_on_the_way_to_the_data_set(tmp_path_factory, rows, numbe
     raw = [{"id": str(i), "subreddit": None, "title": t, "post": p, "summary": s} for i, (t, p, s) in enumerate(rows)]
     (folder / "posts" / "train.jsonl").write_text("\n".join(map(json.dumps, raw)))
     paths = {"sft_dataset": str(folder / "posts"), "preference_dataset": str(folder / "comparisons")}
-    widths = {"max_sft_response_length": 4000, "max_sft_query_response_length": 4600}
+    widths = {"max_sft_response_length": 4000}
     paths |= {"tokenizer": str(folder / "tokenizer"), "output_dir": str(folder / "out")}
     try:
         tldr_dataset.main(tldr_dataset.Args(**paths, **widths))

@@ -1,18 +1,16 @@
-"""tldr_dataset.py: whole runs, statistics, errors and --check against hand-made cases. Templates, tokens and labels are
+"""tldr_dataset.py: whole runs, statistics, and errors against hand-made cases. Templates, tokens and labels are
 tested in test_details.py and test_properties.py."""
 
 import random
 import re
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import files, read_csv, write_jsonl
-from datasets import Dataset, DatasetDict, load_from_disk
+from datasets import DatasetDict, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -22,12 +20,9 @@ sys.path.insert(0, str(ROOT))
 import tldr_dataset  # noqa: E402
 from tldr_dataset import (  # noqa: E402
     Args,
-    check,
-    column_types,
     encode,
     main,
     process_preference_row,
-    process_sft_row,
     process_split,
     truncate_query,
 )
@@ -125,8 +120,7 @@ def test_truncation_of_a_megabyte_ends_soon(tokenizer, separator):
 
 def test_whole_run(folder, capsys):
     main(arguments(folder))
-    printed = capsys.readouterr().out
-    assert "sft rows: train 6, validation 3, test absent" in printed and "sft train" in printed and "rows/s" in printed
+    assert "sft rows: train 6, validation 3, test absent" in capsys.readouterr().out
     out = folder / "out"
     assert sorted(path.name for path in folder.iterdir()) == ["comparisons", "out", "posts", "tokenizer"]
     assert sorted(path.name for path in out.iterdir()) == ["preference", "sft", "statistics"]
@@ -298,13 +292,10 @@ def test_two_processes_write_the_bytes_of_one(tmp_path, tokenizer, name):
     rows = [sft_row(i, **bare) for i in range(1130)]
     if name == "preference":
         rows = [pair(i, policies=("ref", "sup2" if i < 900 else None), info=bare) for i in range(1130)]
-    process = {"sft": process_sft_row, "preference": process_preference_row}[name]
-    widths = {"max_query_length": 60, "max_rm_query_response_length": 120, "max_sft_query_response_length": 120}
-    process = partial(process, tokenizer=tokenizer, args=Args(**widths))
     raw, written = [(f"row {i}", row) for i, row in enumerate(rows)], {}
     for num_proc in (1, 2):
-        cache = str(tmp_path / f"cache{num_proc}")
-        data = process_split(f"{name} train", raw, process, column_types(name), num_proc, cache)
+        args = Args(max_query_length=60, num_proc=num_proc)
+        data = process_split(name, "train", raw, tokenizer, args, tmp_path / f"cache{num_proc}")
         assert len(data.cache_files) == num_proc  # there were as many processes
         assert data["id"][:] == [f"t{i}" for i in range(1130)]
         DatasetDict(train=data).save_to_disk(tmp_path / str(num_proc))
@@ -324,222 +315,6 @@ def test_the_first_bad_row_of_two_processes_is_named(folder, bad, named):
         main(arguments(folder, num_proc=2))
     assert error.value.code == f"error: {path}, row {named}: summary is empty"
     assert sorted(folder.iterdir()) == before
-
-
-# ---- --check ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, tokenizer) -> Path:
-    """Both data sets, of few and narrow rows."""
-    root = tmp_path_factory.mktemp("finished")
-    widths = {"max_query_length": 60, "max_rm_query_response_length": 120, "max_sft_query_response_length": 120}
-    widths |= {"max_query_length_cnndm": 60, "max_rm_query_response_length_cnndm": 120}
-    for name, process in (("sft", process_sft_row), ("preference", process_preference_row)):
-        data, process = DatasetDict(), partial(process, tokenizer=tokenizer, args=Args(**widths))
-        for split, count in (("train", 6), ("validation", 3), ("test", 3), ("validation_cnndm", 3)):
-            short, article = {"post": "the cat sat", "title": "a mat"}, "a cat" if split == "validation_cnndm" else None
-            rows = [
-                sft_row(i, **short) if name == "sft" else pair(i, info=short | {"article": article})
-                for i in range(count)
-            ]
-            rows = [(str(i), row) for i, row in enumerate(rows)]
-            data[split] = process_split(f"{name} {split}", rows, process, column_types(name), 1, str(root / "cache"))
-        data.save_to_disk(root / name)
-    return root
-
-
-def damaged(finished: Path, folder: Path, name: str, change, split: str = "test", row: int = 1) -> Path:
-    """A copy of a data set in `folder` after `change` of the dict of one row, in place; folder/name is returned."""
-    data = load_from_disk(str(finished / name))
-    rows = data[split].to_list()
-    change(rows[row])
-    data[split] = data[split].from_list(rows, features=data[split].features)
-    data.save_to_disk(folder / name)
-    return folder / name
-
-
-def refused(path: Path, tokenizer) -> str:
-    with pytest.raises(SystemExit) as error:
-        check(Args(check=str(path), tokenizer="T"), tokenizer)
-    return error.value.code
-
-
-def put(column: str, place: int, value) -> Callable:
-    def change(row):
-        row[column][place] = value
-
-    return change
-
-
-def no_eos(column: str):
-    def change(row):
-        row[column][row[column].index(0)] = 5
-
-    return change
-
-
-def hide(column: str, by: int):
-    """Move the border between the query and the response of a label."""
-
-    def change(row):
-        label, tokens = f"{column}_response_label", row[column]
-        hidden = row[label].index(next(token for token in row[label] if token != row[column][-1])) + by
-        row[label] = [tokens[-1]] * hidden + tokens[hidden:]
-
-    return change
-
-
-ROW_DAMAGE = {  # (data set, what is done to row 1 of the split test, message)
-    "id too large": (
-        "sft",
-        put("reference_response_token", 0, 9999),
-        r"reference_response_token needs .*wrong \[9999\]",
-    ),
-    "negative id": ("preference", put("query_rejected_token", 3, -1), r"query_rejected_token needs .*wrong \[-1\]"),
-    "null id": ("sft", put("query_token", 59, None), r"query_token needs .*wrong \[None\]"),
-    "null ids": ("preference", lambda row: row.update(chosen_token=None), r"chosen_token needs 169 ids .* it has 0"),
-    "one [PAD] more": (
-        "preference",
-        lambda row: row["chosen_token"].append(row["chosen_token"][-1]),
-        r"chosen_token needs 169 ids .* it has 170",
-    ),
-    "query padded on the right": (
-        "sft",
-        lambda row: row.update(query_token=row["query_token"][::-1]),
-        r"query_token needs 60 ids of 0 to \d+, \[PAD\] \(\d+\) on the left alone;",
-    ),
-    "response padded on the left": (
-        "preference",
-        lambda row: row.update(rejected_token=row["rejected_token"][::-1]),
-        r"rejected_token needs 169 ids .* on the right alone, EOS before;",
-    ),
-    "no EOS": (
-        "preference",
-        no_eos("chosen_token"),
-        r"chosen_token needs .* EOS before; it has 169, wrong \[\], last \[5\]",
-    ),
-    "another token": (
-        "preference",
-        put("chosen_token", 0, 7),
-        "chosen_token is not what the tokenizer makes of chosen;?",
-    ),
-    "null text": (
-        "sft",
-        lambda row: row.update(reference_response=None),
-        "reference_response_token is not what the tokenizer makes of",
-    ),
-    "length": ("sft", lambda row: row.update(query_token_len=7), r"query_token_len is 7, not \d+"),
-    "length of a response": (
-        "preference",
-        lambda row: row.update(query_chosen_token_len=7),
-        "query_chosen_token_len is 7",
-    ),
-    "label hides the response": (
-        "preference",
-        hide("query_chosen_token", 1),
-        "query_chosen_token_response_label is not",
-    ),
-    "label shows the query": (
-        "sft",
-        hide("query_reference_response_token", -1),
-        "query_reference_response_token_response_label is",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", ROW_DAMAGE)
-def test_check_finds_a_damaged_row(finished, tmp_path, tokenizer, case):
-    name, change, message = ROW_DAMAGE[case]
-    path = damaged(finished, tmp_path, name, change)
-    said = refused(tmp_path, tokenizer)
-    assert re.match(f"error: --check {path}: test, row 1: {message}", said), said
-    assert "(1 of 3 rows are damaged). If another tokenizer than T made it" in said and "make it again" in said
-
-
-def test_check_finds_query_and_response_of_another_row(finished, tmp_path, tokenizer):
-    """Text and tokens agree, but the response is that of another pair."""
-    other = load_from_disk(str(finished / "preference"))["test"][2]
-    same = [name for name in other if name.startswith("query_chosen")]
-    damaged(finished, tmp_path, "preference", lambda row: row.update({name: other[name] for name in same}))
-    assert "test, row 1: query_chosen is not query and chosen" in refused(tmp_path, tokenizer)
-
-
-def test_check_passes_what_is_whole_and_leaves_nothing_behind(finished, tmp_path, tokenizer, capsys, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    before = files(finished) | files(tmp_path)
-    main(Args(check=str(finished), tokenizer=str(tmp_path / "tokenizer"), num_proc=2))
-    said = " ".join(capsys.readouterr().out.split())  # it is printed in lines of 120 characters
-    for name in ("sft", "preference"):
-        for split, rows in (("train", 6), ("validation", 3), ("test", 3), ("validation_cnndm", 3)):
-            assert f"{finished}/{name} {split}: no damage; in 0 of {rows} rows" in said
-    assert before == files(finished) | files(tmp_path)
-
-
-def test_check_finds_damaged_folders_splits_and_columns(finished, tmp_path, tokenizer, monkeypatch):
-    def saved(data: DatasetDict, name: str) -> Path:
-        data.save_to_disk(tmp_path / name)
-        return tmp_path / name
-
-    assert "absent: no data set with the splits train and validation" in refused(tmp_path / "absent", tokenizer)
-    for name in ("sft", "preference"):
-        data = load_from_disk(str(finished / name))
-        for split in ("train", "validation"):
-            path = saved(DatasetDict({key: rows for key, rows in data.items() if key != split}), f"{name}_{split}")
-            assert "no data set with the splits train and validation. Make it with" in refused(path, tokenizer)
-        needed = [column for column in data["train"].column_names if column.startswith("query") or "_token" in column]
-        for i, column in enumerate([column for column in needed if column != "query_token_len"]):
-            rows = DatasetDict(data | {"validation": data["validation"].remove_columns(column)})
-            said = refused(saved(rows, f"{name}_{i}"), tokenizer)
-            assert f"validation has 3 rows and lacks the columns ['{column}']. If another tokenizer" in said
-    [arrow] = saved(data, "cut").glob("train/*.arrow")
-    arrow.write_bytes(arrow.read_bytes()[:-3000])
-    assert "cut: no data set" in refused(tmp_path / "cut", tokenizer)
-    empty = DatasetDict(data | {"test": data["test"].select([])})  # `datasets` refuses to read a folder of it
-    monkeypatch.setattr(tldr_dataset, "load_from_disk", lambda path: empty)
-    assert "test has 0 rows and lacks the columns []" in refused(tmp_path / "cut", tokenizer)
-
-
-def test_check_knows_another_tokenizer(finished):
-    other = byte_level_tokenizer("<pad>")
-    other.add_special_tokens({"pad_token": "[PAD]"})
-    said = refused(finished, other)
-    assert "sft: train, row 0: reference_response_token needs" in said and "6 of 6 rows are damaged" in said
-
-
-def as_published(row: dict, tokenizer) -> dict:
-    """A row as the authors stored it: `query` is decoded by a tokenizer that cleans up spaces; query and response are
-    tokenised from that; a label hides as many tokens as query_token has; query_token_len is that of `query`."""
-    query = re.sub(r" ([.,?!])", r"\1", row["query"]).lstrip()
-    tokens = encode(tokenizer, query.strip() + row["reference_response"].removesuffix(EOS)) + [tokenizer.eos_token_id]
-    pad, column = tokenizer.pad_token_id, "query_reference_response_token"
-    ids, hidden = tokens + [pad] * (120 - len(tokens)), row["query_token_len"]
-    row |= {"query": query, "query_reference_response": query.strip() + row["reference_response"], column: ids}
-    row |= {f"{column}_len": len(tokens), f"{column}_response_label": [pad] * hidden + ids[hidden:]}
-    return row | {"query_token_len": len(encode(tokenizer, query))}
-
-
-@pytest.mark.parametrize("count", [1, 10, 11])
-def test_check_counts_the_rows_of_published_data_whose_query_was_cleaned(tmp_path, tokenizer, capsys, count):
-    args = Args(max_query_length=60, max_sft_query_response_length=120)
-    posts = ["the cat , was ! seen" if i < count else "the cat was seen" for i in range(20)]
-    rows = [process_sft_row(sft_row(i, title="a", post=post), tokenizer, args) for i, post in enumerate(posts)]
-    rows = [as_published(row, tokenizer) for row in rows]
-    assert sum(row["query"] != tokenizer.decode(row["query_token"]).replace("[PAD]", "") for row in rows) == count
-    data = DatasetDict({split: Dataset.from_list(rows) for split in ("train", "validation")})
-    if count == 1:  # their SFT data have none
-        data = data.remove_columns("query_token_len")
-    data.save_to_disk(tmp_path / "published")
-    if count <= 10:
-        check(Args(check=str(tmp_path / "published"), num_proc=1), tokenizer)
-        assert f"published train: no damage; in {count} of 20 rows `query` does not" in " ".join(
-            capsys.readouterr().out.split()
-        )
-    else:
-        said = refused(tmp_path / "published", tokenizer)
-        assert "published: train: in 11 of 20 rows `query` does not tokenise back to query_token. If another" in said
 
 
 # ---- bad files -------------------------------------------------------------------------------------------

@@ -51,8 +51,8 @@ PATCHES = r"""
 + rejected = columns["summaries"][columns["choice"]]
 +     chosen = columns["summaries"][1 - columns["choice"]]
 01 tldr_dataset.py: the post is stored stripped of its title
-- for field in ("title", "post", "summary"):
-+ for field in ("post", "summary"):
+- if field != "subreddit"}
++ if field not in ("subreddit", "title")}
 
 02 tldr_dataset.py: a space after TL;DR:
 - POST: {post}\n\nTL;DR:"
@@ -73,8 +73,8 @@ PATCHES = r"""
 - max_query_length: int = 512
 + max_query_length: int = 600
 02 tldr_dataset.py: 2048 tokens
-- max_query_length_cnndm: int = 1919
-+ max_query_length_cnndm: int = 2048
+- MAX_QUERY_LENGTH_CNNDM = 1919
++ MAX_QUERY_LENGTH_CNNDM = 2048
 02 tldr_dataset.py: the error does not name the row
 - fail(f"{where}: {error}")
 + fail(f"{error}")
@@ -105,14 +105,14 @@ PATCHES = r"""
 - max_rm_response_length: int = 169
 + max_rm_response_length: int = 170
 04 tldr_dataset.py: 169 tokens
-- max_rm_response_length_cnndm: int = 155
-+ max_rm_response_length_cnndm: int = 169
+- MAX_RM_RESPONSE_LENGTH_CNNDM = 155
++ MAX_RM_RESPONSE_LENGTH_CNNDM = 169
 04 tldr_dataset.py: longer rows are let through
-- if length > getattr(args, flag):
-+ if length > 10**6:
+- if too_long:
++ if False:
 04 tldr_dataset.py: the length that the first long row needs, not that of all
-- longest = max(range(len(lengths)), key=lengths.__getitem__)
-+ longest = next((i for i, n in enumerate(lengths) if n > getattr(args, flag)), 0)
+- longest = max(longest, (lengths[index], raw[name][split][index][0]))
++ longest = longest if too_long else (lengths[index], raw[name][split][index][0])
 04 tldr_dataset.py: the limit is reported as the maximum
 - "max": lengths.max()
 + "max": limit
@@ -124,14 +124,14 @@ PATCHES = r"""
 - return tokens + [pad_id] * (width - len(tokens))
 + return [pad_id] * (width - len(tokens)) + tokens
 05 tldr_dataset.py: 565 columns
-- max_sft_query_response_length: int = 562
-+ max_sft_query_response_length: int = 565
+- (512, 53): 562
++ (512, 53): 565
 05 tldr_dataset.py: 640 columns
-- max_rm_query_response_length: int = 638
-+ max_rm_query_response_length: int = 640
+- (512, 169): 638
++ (512, 169): 640
 05 tldr_dataset.py: 2047 columns
-- query_response_length_cnndm: int = 2021
-+ query_response_length_cnndm: int = 2047
+- MAX_RM_RESPONSE_LENGTH_CNNDM): 2021
++ MAX_RM_RESPONSE_LENGTH_CNNDM): 2047
 
 06 tldr_dataset.py: groups of pairs are not counted
 - "value": value, "pairs": count})
