@@ -29,16 +29,12 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTHIA_TOKENIZER = Path(__file__).resolve().parents[2] / "shared/data/tokenizer"
-
-
 CORE, EXTRA = {"person", "event", "object"}, {"age", "feeling", "question"}
 # the world as posts.py describes it: shares of the posts (and of the pretraining documents) with so many facts, of the
 # core facts that a reference summary tells, of the authors who tell an extra one with so much chance, of the references
 # and near-perfect summaries with a flaw
 POST_FACTS, DOCUMENT_FACTS = {4: 1 / 6, 5: 2 / 6, 6: 3 / 6}, {4: 1 / 4, 5: 2 / 4, 6: 1 / 4}
 TOLD_CORE, AUTHORS, FLAWED = 0.9, {0.8: 0.25, 0.1: 0.75}, 0.1
-BEST_TO_WORST = [{"near_perfect"}, {"reference"}, {"terse"}, {"copied_title"}, {"long", "invented"}]
 SPLITS = ("train", "validation", "test")
 MEDIUM = {"num_train": 2000, "num_validation": 300, "num_test": 300, "num_comparisons": 2000}
 MEDIUM |= {"num_validation_comparisons": 400, "num_cnndm_comparisons": 300, "num_pretraining": 400}
@@ -139,10 +135,6 @@ def test_judge_wins_losses_and_ties():
     assert truth.judge(post, three, four) == truth.judge(post, four, three) == 0.5
 
 
-def words_of(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
-
-
 # ---- posts ----------------------------------------------------------------------------------------------------------
 
 
@@ -158,21 +150,6 @@ def test_bytes_depend_on_the_seed_and_not_on_the_process(tmp_path):
     assert here == there and here.keys() == other.keys()
     same = {name for name in here if here[name] == other[name]}
     assert not {name for name in same if name.endswith((".jsonl", "tokenizer.json"))}
-
-
-def test_sizes_do_not_change_other_files(tmp_path):
-    fewer = SMALL | {"num_validation": 8, "num_test": 5, "num_validation_comparisons": 20, "num_pretraining": 10}
-    made = []
-    for name, sizes in (("more", SMALL), ("fewer", fewer), ("none", fewer | {"num_pretraining": 0})):
-        posts.main(posts.Args(output_dir=str(tmp_path / name), **sizes))
-        made.append(files(tmp_path / name))
-    more, fewer, none = made
-    different = {f"{folder}/{split}.jsonl" for folder in ("posts", "yardsticks") for split in ("validation", "test")}
-    different |= {"comparisons/validation.jsonl", "pretraining.jsonl"}
-    assert {name for name in more if fewer[name] != more[name]} == different
-    for name in ("posts/validation.jsonl", "posts/test.jsonl", "pretraining.jsonl"):
-        assert more[name].startswith(fewer[name]), name
-    assert fewer.pop("pretraining.jsonl") and none == fewer
 
 
 def test_post_schema_and_splits(raw, all_posts):
@@ -197,17 +174,6 @@ def test_no_post_is_in_two_splits(all_posts, tmp_path, monkeypatch):
     assert len({row["post"] for split in SPLITS for row in read_jsonl(tmp_path / f"raw/posts/{split}.jsonl")}) == 30
 
 
-def test_lengths(raw, all_posts, pairs):
-    tokenizer = AutoTokenizer.from_pretrained(raw / "tokenizer")
-    lengths = sorted(len(ids) for ids in tokenizer([row["post"] for row in all_posts])["input_ids"])
-    assert 60 <= lengths[0] and 90 <= lengths[len(lengths) // 2] <= 120 and 120 <= lengths[-1] <= 200
-    # the response of SFT is at most 53 tokens, of a preference pair 169; the leading space and EOS included
-    references = tokenizer([" " + row["summary"] for row in all_posts])["input_ids"]
-    assert max(map(len, references)) + 1 <= 53
-    compared = tokenizer([summary["text"] for row, _, _ in pairs for summary in row["summaries"]])["input_ids"]
-    assert max(map(len, compared)) + 1 <= 169
-
-
 def kinds_told(text: str) -> dict[str, str]:
     """Kind -> value of the facts in a text that has no kind twice."""
     found = truth.find_facts(text)
@@ -225,37 +191,6 @@ def test_every_post_holds_one_value_of_four_to_six_kinds(all_posts, pairs):
             assert close([len(facts) == n for facts in told], share)
         values = {(kind, value) for facts in told for kind, value in facts.items()}
         assert texts is articles or values == {(kind, v) for kind in truth.FACTS for v in truth.FACTS[kind]}
-
-
-def test_no_run_of_eight_words_is_in_many_posts(all_posts):
-    count = Counter()
-    for row in all_posts:
-        words = words_of(row["post"])
-        count.update({tuple(words[i : i + 8]) for i in range(len(words) - 7)})
-    run, most = count.most_common(1)[0]
-    assert (most - 1) / (len(all_posts) - 1) <= 0.02, run
-
-
-def test_reference_summaries_leave_facts_out_and_err(all_posts):
-    wrong = []
-    told = {kind: [] for kind in truth.FACTS}
-    for row in all_posts:
-        facts = kinds_told(row["post"])
-        said = kinds_told(row["summary"])
-        errors = [kind for kind, value in said.items() if facts.get(kind) != value]
-        assert said and set(said) <= set(facts) and len(errors) <= 1
-        assert len(words_of(row["summary"])) <= truth.FREE_WORDS
-        wrong.append(len(errors))
-        if not errors:
-            for kind in facts:
-                told[kind].append(kind in said)
-    assert close(wrong, FLAWED)
-    for kind, shares in told.items():
-        assert close(shares, TOLD_CORE if kind in CORE else sum(e * share for e, share in AUTHORS.items())), kind
-    # an author tells all extra facts or hardly one: two of them more often than by chance
-    both = [[kind in kinds_told(row["summary"]) for kind in sorted(EXTRA)] for row in all_posts]
-    complete = [all(told) for row, told in zip(all_posts, both, strict=True) if EXTRA <= set(kinds_told(row["post"]))]
-    assert close(complete, sum(extra**3 * share for extra, share in AUTHORS.items()))
 
 
 # ---- comparisons ----------------------------------------------------------------------------------------------------
@@ -294,25 +229,6 @@ def test_comparison_schema(raw, tables):
     assert len({name for name, _ in articles}) == len({text for _, text in articles}) == len(tables["cnndm"])
 
 
-def test_every_table_of_the_statistics_has_rows(tables):
-    levels = {1, 2, 3, 4, 6, 7, 8, 9}
-    of_posts = {"batch6", "batch7", "batch8"}
-    expected = {
-        "train": (levels | {None}, of_posts, {"train"}),
-        "validation": (levels, of_posts, {"valid1", "valid2"}),
-        "cnndm": (levels, {"cnndm0", "cnndm2", "batch0_cnndm"}, {"valid2"}),
-    }
-    for name, rows in tables.items():
-        confidences = {row["extra"]["confidence"] for row in rows}
-        assert (confidences, {row["batch"] for row in rows}, {row["split"] for row in rows}) == expected[name]
-        policies = Counter(summary["policy"] for row in rows for summary in row["summaries"])
-        assert set(policies) == set(posts.POLICIES)
-        rarest = policies.pop("invented")
-        assert len(rows) / 20 < rarest < min(policies.values())
-    assert close([row["extra"]["confidence"] is None for row in tables["train"]], 0.5)
-    assert len({frozenset(s["policy"] for s in row["summaries"]) for row in tables["validation"]}) == 15
-
-
 def test_choice_follows_the_truth_with_the_noise_share(pairs, tmp_path):
     gaps = [abs(scores[0] - scores[1]) for _, _, scores in pairs]
     assert 0.25 - 1e-6 <= min(gaps) < 0.27  # no pair without a right choice
@@ -338,41 +254,6 @@ def test_confidence_is_on_the_side_of_the_choice_and_follows_the_gap(pairs):
             gaps[abs(confidence - 5)].append(abs(scores[0] - scores[1]))
     for level in (1, 2, 3):
         assert max(gaps[level]) <= min(gaps[level + 1]) + 1e-5
-
-
-def test_policies_write_what_their_names_promise(pairs):
-    scores, invented, repeats = {}, [], []
-    for row, text, values in pairs:
-        facts = kinds_told(text)
-        for summary, value in zip(row["summaries"], values, strict=True):
-            policy, said = summary["policy"], kinds_told(summary["text"])
-            right = {kind for kind in said if facts.get(kind) == said[kind]}
-            # only a question ends as one, repeated or not: else the mark alone would tell good summaries from bad
-            last = re.split(r"[,.?] ", summary["text"].strip().lower())[-1]
-            assert last.endswith("?") == last.startswith("why not"), summary["text"]
-            if not row["info"]["article"]:
-                scores.setdefault(policy, []).append(value)
-            if policy == "terse":
-                assert set(said) == right and len(right) in (1, 2) and value == pytest.approx(len(right) / len(facts))
-            if policy == "long":  # every fact and filler, or what a reference tells, part of it up to five times
-                most = max([len(re.findall(rf"\b{v}\b", summary["text"].lower())) for v in said.values()], default=0)
-                repeats.append(most)
-                assert most <= 5 and (most < 3 or value < len(right) / len(facts))
-                complete = right == set(said) == set(facts) and len(words_of(summary["text"])) > truth.FREE_WORDS
-                assert (len(said) - len(right) <= 1) if most > 1 else complete
-            if policy == "copied_title":
-                assert set(said) == right <= CORE
-            if policy == "invented":  # two or three wrong, and at times that of the reference summary besides
-                assert 2 <= len(said) - len(right) <= 4 and set(truth.FACTS) - set(facts) <= set(said)
-                invented.append(len(said) - len(right))
-            if policy == "near_perfect":
-                assert right == set(said) and len(facts) - len(right) <= 1
-    mean = {policy: fmean(values) for policy, values in scores.items()}
-    for better, worse in zip(BEST_TO_WORST, BEST_TO_WORST[1:], strict=False):
-        assert min(mean[policy] for policy in better) > max(mean[policy] for policy in worse) + 0.05, mean
-    assert mean["near_perfect"] > 0.95 and 0.25 < mean["terse"] < 0.4 and mean["invented"] < 0.15
-    assert 0.4 < fmean(most > 1 for most in repeats) < 0.7 and 0.15 < fmean(most > 2 for most in repeats) < 0.35
-    assert 2.4 < fmean(invented) < 2.7 and sum(count == 4 for count in invented) < 0.05 * len(invented)
 
 
 # ---- yardsticks and pretraining documents ---------------------------------------------------------------------------
@@ -423,24 +304,6 @@ def test_pretraining_documents_restate_their_own_post(raw, all_posts):
 
 
 # ---- tokenizer ------------------------------------------------------------------------------------------------------
-
-
-def test_tokenizer(raw, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(raw / "tokenizer")
-    assert tokenizer.convert_tokens_to_ids("<|endoftext|>") == 0
-    assert tokenizer.bos_token_id == tokenizer.eos_token_id == tokenizer.unk_token_id == 0
-    assert tokenizer.pad_token is None and tokenizer.model_max_length == 2048
-    assert 1300 <= len(tokenizer) <= 1536
-    for text in (" résumé — 日本\n\t\x00 ok", "SUBREDDIT: r/tifu\n\nTL;DR:", "a  b"):  # bytes: nothing is unknown
-        ids = tokenizer(text)["input_ids"]
-        assert 0 not in ids and tokenizer.decode(ids) == text
-    assert tokenizer("a<|endoftext|>")["input_ids"][-1] == 0
-    for values in truth.FACTS.values():  # a fact is copied word by word, not letter by letter
-        assert all(len(tokenizer(f" {value}")["input_ids"]) == len(value.split()) for value in values)
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    assert tokenizer.pad_token_id == len(tokenizer) - 1
-    posts.main(posts.Args(output_dir=str(tmp_path / "raw"), **SMALL))
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "raw/tokenizer")) == 400
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
@@ -531,16 +394,6 @@ def test_sizes_and_shapes_are_those_of_pythia(raw, tmp_path, capsys, size):
     assert config.attention_dropout == config.hidden_dropout == 0
     assert config.max_position_embeddings == 2048 and config.intermediate_size == 4 * config.hidden_size
     assert config.bos_token_id == config.eos_token_id == 0 and config.pad_token_id is None
-
-
-@pytest.mark.skipif(not PYTHIA_TOKENIZER.exists(), reason="needs the tokenizer of Pythia in ../shared/data")
-def test_vocabulary_with_the_tokenizer_of_pythia(tmp_path):
-    folder = make_nano(tmp_path / "nano", PYTHIA_TOKENIZER)
-    assert json.loads((folder / "config.json").read_text())["vocab_size"] == 50_304
-    assert len(AutoTokenizer.from_pretrained(folder)) == 50_277
-    assert [nano.padded_vocab_size(n) for n in (62, 63, 64, 50_277)] == [64, 64, 128, 50_304]  # [PAD] has room
-    gpt2 = make_nano(tmp_path / "gpt2", PYTHIA_TOKENIZER, architecture="gpt2")
-    assert json.loads((gpt2 / "config.json").read_text())["vocab_size"] == 50_277
 
 
 @pytest.mark.parametrize("architecture", ["gpt_neox", "gpt2", "llama", "qwen3"])
@@ -655,35 +508,6 @@ def test_document_loss_is_a_mean_over_tokens_that_padding_does_not_change(model)
         n = len(document) - 1
         assert target[:n].equal(document[1:]) and (target[n:] == -100).all()
         assert hit[:n].equal(own) and not hit[n:].any()
-
-
-def marked_words(tokenizer, text: str) -> list[str]:
-    tokens = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
-    mask = pretrain.restated_words(tokenizer, text, tokens)
-    assert mask.shape == tokens.shape and mask.dtype == torch.bool and not mask[-1]
-    return [tokenizer.decode(token).strip() for token in tokens[mask]]
-
-
-def test_restated_words(raw):
-    tokenizer = AutoTokenizer.from_pretrained(raw / "tokenizer")
-    head = "SUBREDDIT: r/tifu\n\nTITLE: My guitar and a quiet day\n\nPOST: "
-    post = "My sister broke my laptop.\nI feel sad. I was cooking with the dog.\nShould I move out?"
-    # "sad", "dog" and "out" are short; "guitar" and "quiet" are of the title; "brother" is not in the post
-    rest = "Your sister broke the laptop?\n\nA quiet dog, a sad brother and a guitar.\n\nSo move out, cooking sister"
-    assert marked_words(tokenizer, f"{head}{post}\n\n{rest}") == [
-        "sister",
-        "broke",
-        "laptop",
-        "move",
-        "cooking",
-        "sister",
-    ]
-    assert marked_words(tokenizer, f"{head}{post}\n\nYou are 24.") == []
-    for row in read_jsonl(raw / "pretraining.jsonl")[:50]:  # not one word too early or too late
-        _, _, told, restated = DOCUMENT.fullmatch(row["text"]).groups()
-        known = {word for word in re.findall(r"\w+", told) if len(word) >= 4}
-        words = [tokenizer.decode(token).strip() for token in tokenizer(restated)["input_ids"]]
-        assert marked_words(tokenizer, row["text"]) == [word for word in words if word in known] != []
 
 
 def test_pretraining_is_the_documented_loop(raw, base, tmp_path):
@@ -897,42 +721,6 @@ def test_run_makes_data_once_and_installs_once(tmp_path):
     assert calls[0][:3] == ["-m", "pip", "install"]
 
 
-def test_sizes_and_seeds_have_their_own_folders(tmp_path):
-    clone = Clone(tmp_path)
-    clone.quickstart("--seed", "1")
-    calls, printed = clone.quickstart("--seed", "7", "--size", "m")  # on the same data
-    assert names(calls) == SCRIPTS[2:] and "removing" not in printed
-    check_commands(calls, "posts-1", "m", "7", "1")
-    calls, printed = clone.quickstart("--posts-seed", "3", "--size", "xs", "--seed", "0")
-    assert names(calls) == SCRIPTS and "removing" not in printed
-    check_commands(calls, "posts-3", "xs", "0", "3")
-    found = {str(path.parent.relative_to(clone.root / "runs/quickstart")) for path in clone.root.rglob("eval/*.csv")}
-    runs = ("posts-1/{}/nano-s/1", "posts-1/{}/nano-m/7", "posts-3/{}/nano-xs/0")  # tables of every stage
-    assert found == {f"{run.format(stage)}/eval" for run in runs for stage in STAGES}
-
-
-def test_fast_is_smaller_and_has_its_own_folders(tmp_path):
-    clone = Clone(tmp_path)
-    usual, _ = clone.quickstart()
-    fast, printed = clone.quickstart("--fast")
-    assert names(fast) == SCRIPTS and "removing" not in printed
-    check_commands(fast, "posts-1-fast", "xs", "1", "1")
-    args = tyro.cli(posts.Args, args=fast[0][1:])
-    for name in SMALL:
-        if name.startswith("num_") and name != "num_pretraining":
-            assert 0 < getattr(args, name) <= getattr(posts.Args(), name), name
-    assert args.num_comparisons < posts.Args().num_comparisons and args.num_validation < posts.Args().num_validation
-    [usual_ppo, fast_ppo] = [next(call for call in calls if call[0] == "ppo.py") for calls in (usual, fast)]
-    episodes = [int(flags(call)["--total-episodes"]) for call in (usual_ppo, fast_ppo)]
-    assert 0 < episodes[1] < episodes[0]
-    for before, after in zip(usual[2:-1], fast[2:-1], strict=True):  # nothing else differs but the size and the folders
-        before, after = flags(before), flags(after)
-        differing = {key for key in before | after if before.get(key) != after.get(key)} - {"--model"}
-        assert {key for key in differing if not before[key].startswith(("data/", "runs/"))} <= {"--total-episodes"}
-    calls, _ = clone.quickstart("--fast", "--size", "s", "--seed", "4", "--posts-seed", "2")
-    check_commands(calls, "posts-2-fast", "s", "4", "2")
-
-
 def test_continue_keeps_finished_stages(tmp_path):
     clone = Clone(tmp_path)
     runs = clone.root / "runs/quickstart/posts-1"
@@ -955,20 +743,6 @@ def test_continue_keeps_finished_stages(tmp_path):
     assert names(clone.quickstart("--continue")[0]) == SCRIPTS[SCRIPTS.index("reward.py") :]
     assert names(clone.quickstart("--continue", "--seed", "2")[0]) == SCRIPTS[2:]  # another run is not finished
     assert names(clone.quickstart()[0]) == SCRIPTS[2:]  # without the flag everything runs again
-
-
-def test_data_only_stops_once_the_data_are_there(tmp_path):
-    clone = Clone(tmp_path)
-    report = clone.root / "runs/quickstart/posts-5/report/nano-s/1/table.csv"
-    report.parent.mkdir(parents=True)
-    report.write_text("old")
-    calls, _ = clone.quickstart("--data-only", "--posts-seed", "5")
-    assert names(calls) == DATA and report.read_text() == "old" and len([*clone.root.glob("runs/*/*/*")]) == 1
-    check_commands(calls, "posts-5", "s", "1", "5")
-    assert clone.quickstart("--data-only", "--posts-seed", "5")[0] == []
-    assert names(clone.quickstart("--posts-seed", "5")[0]) == SCRIPTS[2:]
-    shutil.rmtree(clone.root / "data/quickstart/posts-5/tldr")
-    assert names(clone.quickstart("--posts-seed", "5", "--data-only")[0]) == ["tldr_dataset.py"]
 
 
 def test_run_refuses_bad_arguments(tmp_path):
