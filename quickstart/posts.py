@@ -1,7 +1,7 @@
 """Generate small raw data in the schemas of TL;DR: posts, comparisons, and a tokenizer trained on them.
 
 Every post hides four to six facts (who, what happened, to which object; some of an age, a feeling, a question) among
-filler. The truth about any summary is known: `score(post, summary)`, the same function as in `truth.py`.
+filler. The truth about any summary is known: `score(post, summary)` of `truth.py`.
 
     python quickstart/posts.py --output-dir data/quickstart/raw --seed 1
 
@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+from truth import FACTS, score
 
 
 @dataclass
@@ -54,61 +55,6 @@ class Args:
     """largest vocabulary of the tokenizer, <|endoftext|> included; a small corpus may give fewer tokens"""
     seed: int = 1
     """the same seed and sizes write the same bytes"""
-
-
-# ---- the truth: the same text as in truth.py ------------------------------------------------------------------------
-
-# fmt: off
-FACTS = {
-    "person": ["sister", "brother", "mother", "father", "cousin", "uncle", "aunt", "roommate", "boss", "coworker",
-               "girlfriend", "boyfriend", "landlord", "neighbor", "teacher", "wife", "husband", "stepmom", "grandpa",
-               "grandma", "nephew", "professor", "classmate", "babysitter"],
-    "age": [str(age) for age in range(18, 60)],
-    "event": ["broke", "lost", "sold", "stole", "hid", "burned", "scratched", "smashed", "flooded", "painted", "buried",
-              "dropped", "pawned", "ruined", "donated", "traded", "stained", "crushed", "kicked", "damaged", "returned",
-              "locked", "melted", "borrowed"],
-    "object": ["laptop", "bike", "car", "phone", "guitar", "couch", "jacket", "camera", "piano", "ring", "necklace",
-               "backpack", "tablet", "wallet", "scooter", "drum", "mirror", "lamp", "carpet", "helmet", "violin",
-               "tent", "kayak", "printer", "fridge", "blender", "diary", "passport", "skateboard", "telescope"],
-    "feeling": ["angry", "sad", "scared", "confused", "guilty", "tired", "jealous", "hurt", "ashamed", "anxious",
-                "annoyed", "lonely", "shocked", "embarrassed", "bitter", "worried", "upset", "furious", "helpless",
-                "betrayed"],
-    "question": ["move out", "call the police", "demand an apology", "forgive them", "ask for money", "see a lawyer",
-                 "stay quiet", "get revenge", "write a letter", "cut contact", "buy a new one", "talk it over",
-                 "set a trap", "tell everyone", "let it go", "take a break", "wait a month", "start a fight",
-                 "pretend nothing happened", "find a therapist"],
-}
-# fmt: on
-FREE_WORDS = 24  # a summary of up to so many words has no length penalty
-WORD_PENALTY = 0.02  # for each word beyond
-REPEAT_PENALTY = 0.1  # for each run of three words that the summary already had
-
-
-def find_facts(text: str) -> dict[str, set[str]]:
-    """The values of each kind of fact that a text mentions."""
-    text = text.lower()
-    found = {kind: set(re.findall(rf"\b(?:{'|'.join(values)})\b", text)) for kind, values in FACTS.items()}
-    found["age"] = set(re.findall(r"\b\d\d(?!\d)", text)) & set(FACTS["age"])  # also 24F and 24yo
-    return found
-
-
-def score(post: str, summary: str) -> float:
-    """The true score of a summary, any text, with n facts in the post (an error where there are none):
-
-    (covered - wrong) / n - WORD_PENALTY for each word beyond FREE_WORDS - REPEAT_PENALTY for each repeated three words
-
-    A fact is covered when post and summary name the same value, and wrong when only the summary names it.
-    """
-    truth, said = find_facts(post), find_facts(summary)
-    n = sum(len(values) for values in truth.values())
-    if n == 0:
-        raise ValueError(f"no fact in the post, so that no summary of it can be scored: {post[:80]!r}")
-    covered = sum(len(said[kind] & truth[kind]) for kind in FACTS)
-    wrong = sum(len(said[kind] - truth[kind]) for kind in FACTS)
-    words = re.findall(r"\w+", summary.lower())
-    runs = list(zip(words, words[1:], words[2:], strict=False))
-    length = WORD_PENALTY * max(0, len(words) - FREE_WORDS)
-    return (covered - wrong) / n - length - REPEAT_PENALTY * (len(runs) - len(set(runs)))
 
 
 # ---- the world ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ reads the run folders {runs}/{sft,reward,ppo,dpo}/{model}/{seed}, made with --ru
     times.csv              seconds of training of each stage; no other file depends on the clock
     samples.md             ten posts with what each policy wrote about them and its true score
     learning_curves.png    PPO against episodes (figure 10 of the paper), SFT, reward model and DPO
-    win_rates.png          win rates against the reference summaries (figure 1)
 
 The judge is the truth of `truth.py`, which no training stage has seen. Intervals are bootstrap intervals over posts.
 Runs of one seed give one table.csv, to the last digit.
@@ -33,6 +32,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 from rouge_score.rouge_scorer import RougeScorer
+from truth import FACTS, find_facts, judge, score
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -67,67 +67,6 @@ class Args:
     """the {seed} of the run folders"""
     output_dir: str | None = None
     """folder to write, files of an earlier report are replaced; default {runs}/report/{model}/{seed}"""
-
-
-# ---- the truth: the same text as in truth.py ------------------------------------------------------------------------
-
-# fmt: off
-FACTS = {
-    "person": ["sister", "brother", "mother", "father", "cousin", "uncle", "aunt", "roommate", "boss", "coworker",
-               "girlfriend", "boyfriend", "landlord", "neighbor", "teacher", "wife", "husband", "stepmom", "grandpa",
-               "grandma", "nephew", "professor", "classmate", "babysitter"],
-    "age": [str(age) for age in range(18, 60)],
-    "event": ["broke", "lost", "sold", "stole", "hid", "burned", "scratched", "smashed", "flooded", "painted", "buried",
-              "dropped", "pawned", "ruined", "donated", "traded", "stained", "crushed", "kicked", "damaged", "returned",
-              "locked", "melted", "borrowed"],
-    "object": ["laptop", "bike", "car", "phone", "guitar", "couch", "jacket", "camera", "piano", "ring", "necklace",
-               "backpack", "tablet", "wallet", "scooter", "drum", "mirror", "lamp", "carpet", "helmet", "violin",
-               "tent", "kayak", "printer", "fridge", "blender", "diary", "passport", "skateboard", "telescope"],
-    "feeling": ["angry", "sad", "scared", "confused", "guilty", "tired", "jealous", "hurt", "ashamed", "anxious",
-                "annoyed", "lonely", "shocked", "embarrassed", "bitter", "worried", "upset", "furious", "helpless",
-                "betrayed"],
-    "question": ["move out", "call the police", "demand an apology", "forgive them", "ask for money", "see a lawyer",
-                 "stay quiet", "get revenge", "write a letter", "cut contact", "buy a new one", "talk it over",
-                 "set a trap", "tell everyone", "let it go", "take a break", "wait a month", "start a fight",
-                 "pretend nothing happened", "find a therapist"],
-}
-# fmt: on
-FREE_WORDS = 24  # a summary of up to so many words has no length penalty
-WORD_PENALTY = 0.02  # for each word beyond
-REPEAT_PENALTY = 0.1  # for each run of three words that the summary already had
-
-
-def find_facts(text: str) -> dict[str, set[str]]:
-    """The values of each kind of fact that a text mentions."""
-    text = text.lower()
-    found = {kind: set(re.findall(rf"\b(?:{'|'.join(values)})\b", text)) for kind, values in FACTS.items()}
-    found["age"] = set(re.findall(r"\b\d\d(?!\d)", text)) & set(FACTS["age"])  # also 24F and 24yo
-    return found
-
-
-def score(post: str, summary: str) -> float:
-    """The true score of a summary, any text, with n facts in the post (an error where there are none):
-
-    (covered - wrong) / n - WORD_PENALTY for each word beyond FREE_WORDS - REPEAT_PENALTY for each repeated three words
-
-    A fact is covered when post and summary name the same value, and wrong when only the summary names it.
-    """
-    truth, said = find_facts(post), find_facts(summary)
-    n = sum(len(values) for values in truth.values())
-    if n == 0:
-        raise ValueError(f"no fact in the post, so that no summary of it can be scored: {post[:80]!r}")
-    covered = sum(len(said[kind] & truth[kind]) for kind in FACTS)
-    wrong = sum(len(said[kind] - truth[kind]) for kind in FACTS)
-    words = re.findall(r"\w+", summary.lower())
-    runs = list(zip(words, words[1:], words[2:], strict=False))
-    length = WORD_PENALTY * max(0, len(words) - FREE_WORDS)
-    return (covered - wrong) / n - length - REPEAT_PENALTY * (len(runs) - len(set(runs)))
-
-
-def judge(post: str, summary: str, other: str) -> float:
-    """1 where the truth prefers `summary` to `other`, 0 where it prefers `other`, 0.5 where they score the same."""
-    gap = score(post, summary) - score(post, other)
-    return 0.5 if abs(gap) < 1e-9 else float(gap > 0)
 
 
 # ---- helpers --------------------------------------------------------------------------------------------------------
@@ -193,7 +132,6 @@ class Chain(NamedTuple):
     samples: dict[str, list[dict]]  # by policy: its rows by post
     texts: dict[str, list[str]]  # by policy, yardstick and "reference": its summaries by post
     pairs: dict[str, list[dict]]  # by split
-    policies: dict[str, list[str | None]]  # by split: the pair's two policies, by the table of the reward model
     gaps: dict[tuple[str, str], list[float]]  # by stage and split: chosen less rejected reward, by pair
     curves: dict[str, list[tuple]]  # by title of its panel: (episode, value)
     seconds: list[dict]  # stage, seconds of training
@@ -244,32 +182,29 @@ def read_policies(args: Args, folders: dict[str, Path]) -> tuple[list[dict], dic
     return posts, samples, texts
 
 
-def read_gaps(args: Args, path: Path, split: str, pairs: list[dict]) -> tuple[list[float], list[str | None]]:
-    """A stage's table of the pairs of a split: (chosen less rejected reward, the two policies) of each."""
+def read_gaps(args: Args, path: Path, split: str, pairs: list[dict]) -> list[float]:
+    """Chosen less rejected reward of each pair, from a stage's table of the pairs of a split."""
     rows = read_rows(path, ["chosen_reward", "rejected_reward"])
     if len(rows) != len(pairs):
         fail(f"{path} has {len(rows)} rows, {args.preference_dataset} has {len(pairs)} pairs of {split}")
     for row, pair in zip(rows, pairs, strict=True):
         if row.get("policies") and row["policies"] != pair.get("policies"):
             fail(f"{path} is about other pairs than {args.preference_dataset}; run the stage on that data")
-    gaps = [float(row["chosen_reward"]) - float(row["rejected_reward"]) for row in rows]
-    return gaps, [row.get("policies") for row in rows]
+    return [float(row["chosen_reward"]) - float(row["rejected_reward"]) for row in rows]
 
 
-def read_pair_rewards(args: Args, folders: dict[str, Path], splits: list[str]) -> tuple[dict, dict, dict]:
-    """(pairs, policies, gaps) of a Chain."""
+def read_pair_rewards(args: Args, folders: dict[str, Path], splits: list[str]) -> tuple[dict, dict]:
+    """(pairs, gaps) of a Chain."""
     data = load_from_disk(args.preference_dataset)
-    pairs = {}
-    policies = {}
-    gaps = {}
+    pairs, gaps = {}, {}
     for split in splits:
         columns = [column for column in ("query", "chosen", "rejected", "policies") if column in data[split].features]
         pairs[split] = data[split].select_columns(columns).to_list()
-        path = f"eval/pairs_{split}.csv"
-        gaps["reward", split], policies[split] = read_gaps(args, folders["reward"] / path, split, pairs[split])
-        if (folders["DPO"] / path).exists():  # DPO may have none
-            gaps["DPO", split], _ = read_gaps(args, folders["DPO"] / path, split, pairs[split])
-    return pairs, policies, gaps
+        for stage in ("reward", "DPO"):
+            path = folders[stage] / "eval" / f"pairs_{split}.csv"
+            if stage == "reward" or path.exists():  # DPO may have none
+                gaps[stage, split] = read_gaps(args, path, split, pairs[split])
+    return pairs, gaps
 
 
 def read_panels(folders: dict[str, Path]) -> tuple[dict, list[dict]]:
@@ -405,20 +340,6 @@ def kinds_table(chain: Chain, values: dict[str, dict]) -> tuple:
     return title, header, rows
 
 
-def policy_pairs_table(chain: Chain) -> tuple:
-    """Of the pairs of validation, by their two policies; no row where these are not known."""
-    policies = chain.policies["validation"]
-    gaps = chain.gaps["reward", "validation"]
-    better = truly_better(chain.pairs["validation"])
-    rows = []
-    for name in sorted(set(policies) - {None}):
-        places = [i for i, found in enumerate(policies) if found == name]
-        clean = agreement([gaps[i] for i in places], [better[i] for i in places])
-        rows.append([name or "null", len(places), clean])
-    title = "Clean accuracy of the reward model on each pair of policies, validation"
-    return title, ["policies", "pairs", "accuracy_clean"], rows
-
-
 def tables_of(chain: Chain, values: dict[str, dict]) -> list[tuple]:
     """The tables of table.md."""
     share = f"PPO has {shown(values['PPO']['share_of_near_perfect'])} of the truth of near_perfect"
@@ -432,9 +353,7 @@ def tables_of(chain: Chain, values: dict[str, dict]) -> list[tuple]:
         notes.append(f"{len(pairs)} pairs of {split} ({ties} of equal truth left out of clean)")
     title = f"Accuracy on {'; '.join(notes)}"
     tables.append(value_table(title, values, ["reward", "dpo_implicit"], list(values["reward"])))
-    tables.append(kinds_table(chain, values))
-    by_policies = policy_pairs_table(chain)
-    return [*tables, by_policies] if by_policies[2] else tables
+    return [*tables, kinds_table(chain, values)]
 
 
 def print_tables(tables: list[tuple]):
@@ -475,22 +394,6 @@ def draw_curves(curves: dict[str, list[tuple]]):
     return figure
 
 
-def draw_win_rates(values: dict[str, dict[str, float]]):
-    """Win rates of the policies as bars with their intervals, those of the yardsticks as lines."""
-    figure, axis = plt.subplots(figsize=(6, 4))
-    for i, name in enumerate(("SFT", "DPO", "PPO")):
-        row = values[name]
-        axis.bar(name, row["win_rate"], color="C0", width=0.6)
-        axis.vlines(i, row["win_rate_low"], row["win_rate_high"], color="black")
-        axis.annotate(shown(row["win_rate"]), (i + 0.05, row["win_rate_high"] + 0.01))
-    for i, name in enumerate(YARDSTICKS):
-        axis.axhline(values[name]["win_rate"], linestyle="--", color=f"C{i + 1}", label=name)
-    axis.axhline(0.5, color="grey", linewidth=0.8, label="as good as the reference")
-    axis.set(ylim=(0, 1.08), ylabel="win rate against the reference")
-    axis.legend(fontsize=8, ncols=3, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    return figure
-
-
 def finish_figure(figure, path: Path):
     figure.tight_layout()
     figure.savefig(path, dpi=80)
@@ -514,7 +417,6 @@ def main(args: Args):
     (output_dir / "table.md").write_text("\n".join(parts), encoding="utf-8")
     (output_dir / "samples.md").write_text(samples_text(args, chain), encoding="utf-8")
     finish_figure(draw_curves(chain.curves), output_dir / "learning_curves.png")
-    finish_figure(draw_win_rates(values), output_dir / "win_rates.png")
     pandas.DataFrame(chain.seconds).to_csv(output_dir / "times.csv", index=False)
     long = [(row, metric, value) for row, each in values.items() for metric, value in each.items()]
     pandas.DataFrame(long, columns=["row", "metric", "value"]).to_csv(output_dir / "table.tmp", index=False)

@@ -21,7 +21,7 @@ import posts
 import pretrain
 import pytest
 import torch
-import truth  # posts.py has the same text of it: tests/test_copies.py
+import truth
 import tyro
 from accelerate.state import AcceleratorState
 from conftest import files, read_csv, read_jsonl

@@ -7,7 +7,6 @@ import itertools
 import random
 import re
 import shutil
-import struct
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ from conftest import files, read_jsonl, write_csv, write_jsonl
 from datasets import Dataset, DatasetDict
 
 EOS = "<|endoftext|>"
-OUTPUTS = {"table.csv", "table.md", "times.csv", "samples.md", "learning_curves.png", "win_rates.png"}
+OUTPUTS = {"table.csv", "table.md", "times.csv", "samples.md", "learning_curves.png"}
 PERSON, EVENT, OBJECT, FEELING = (list(truth.FACTS[kind])[0] for kind in ("person", "event", "object", "feeling"))
 OTHER_PERSON = list(truth.FACTS["person"])[1]
 POST = f"Well.\nMy {PERSON} {EVENT} my {OBJECT}.\nI feel {FEELING}."  # four facts
@@ -204,24 +203,6 @@ def test_accuracies_worked_out_by_hand(small_told):
     assert {key: value for key, value in found.items() if "accuracy" in key[1]} == pytest.approx(expected)
     text = (small.output / "table.md").read_text()
     assert "8 pairs of validation (2 of equal truth" in text and "3 pairs of validation_cnndm (1 of equal truth" in text
-    rows = section(text, "pair of policies")
-    assert rows[1:] == [["a--b", "3", "0.333"], ["c--d", "2", "0.000"], ["null", "3", "1.000"]]
-    assert re.search(r"a--b\W+3\W+0\.333", small.printed)
-
-
-def test_the_markdown_shows_the_same_numbers(small_told):
-    """3 digits of each, nothing where there is none."""
-    found = table(small_told)
-    text = (small_told.output / "table.md").read_text()
-    shown = set()
-    for title in ("4 posts of validation", "True score above SFT", "Accuracy on"):
-        (_, *header), *lines = section(text, title)
-        for name, *cells in lines:
-            assert cells == [f"{found[name, key]:.3f}" if (name, key) in found else "" for key in header], (title, name)
-            shown |= {(name, key) for key in header}
-    told_elsewhere = {(name, key) for name, key in found if key.endswith(("_right", "_wrong"))}
-    assert found.keys() - shown == told_elsewhere | {("PPO", "share_of_near_perfect")}
-    assert "PPO has 1.071 of the truth of near_perfect" in text
 
 
 # ---- intervals ------------------------------------------------------------------------------------------------------
@@ -273,37 +254,9 @@ def test_an_interrupted_report_has_no_table_csv(small_told, small, monkeypatch, 
 # ---- samples and figures --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "places"), [(25, [0, 2, 5, 7, 10, 12, 15, 17, 20, 22]), (4, [0, 1, 2, 3])])
-def test_samples_are_ten_evenly_spaced_posts(count, places):
-    """Each text on one line of a table, in spite of bars and line breaks."""
-    rows = [{"id": f"p{i}", "post": POST} for i in range(count)]
-    letters = "abcdefghijklmnopqrstuvwxy"  # a number could be an age
-    texts = {name: [f"{name} {x}" for x in letters] for name in ("reference", "SFT", "PPO", "DPO")}
-    texts["PPO"][2] = f' "a | b"\n\nc, {OBJECT}'
-    chain = report.Chain(rows, {}, {name: each[:count] for name, each in texts.items()}, {}, {}, {}, {}, [])
-    _, *parts = report.samples_text(report.Args(), chain).split("\n## ")
-    assert [part.split("\n")[0] for part in parts] == [f"p{i}" for i in places]
-    quoted = "\n".join(f"> {line}" for line in POST.split("\n"))
-    for i, part in zip(places, parts, strict=True):
-        ppo = f'"a \\| b" c, {OBJECT} | 0.250' if i == 2 else f"PPO {letters[i]} | 0.000"
-        lines = [f"| {name} | {name} {letters[i]} | 0.000 |" for name in ("reference", "SFT", "DPO")]
-        lines.insert(2, f"| PPO | {ppo} |")
-        assert part.endswith("\n".join(lines) + "\n") and quoted in part
-
-
 def test_figures_draw_the_numbers(small_told):
     world = small_told
-    found = table(world)
-    curves, bars = world.drawn
-    (axis,) = bars.axes
-    names = [label.get_text() for label in axis.get_xticklabels()]
-    assert names == ["SFT", "DPO", "PPO"]
-    assert [patch.get_height() for patch in axis.patches] == [found[name, "win_rate"] for name in names]
-    spans = [tuple(collection.get_segments()[0][:, 1]) for collection in axis.collections]
-    assert spans == [(found[name, "win_rate_low"], found[name, "win_rate_high"]) for name in names]
-    lines = [(line.get_ydata()[0], line.get_linestyle()) for line in axis.lines]
-    assert lines == [(found["near_perfect", "win_rate"], "--"), (found["copied_title", "win_rate"], "--"), (0.5, "-")]
-
+    (curves,) = world.drawn
     panels = {axis.get_title(): axis.lines for axis in curves.axes}
     assert len(panels) == 8
     keys = {"RLHF": "ppo objective/rlhf_reward", "KL": "ppo objective/kl", "score of": "ppo objective/score"}
@@ -317,11 +270,6 @@ def test_figures_draw_the_numbers(small_told):
         assert list(raw.get_ydata()) == values
         means = [values[0], *((a + b) / 2 for a, b in itertools.pairwise(values))]  # 40 updates: of two
         assert list(smooth.get_ydata()) == pytest.approx(means)
-    for name, size in (("learning_curves.png", (1120, 480)), ("win_rates.png", (480, 320))):
-        content = (world.output / name).read_bytes()
-        assert content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) < 80_000
-        assert struct.unpack(">II", content[16:24]) == size
-        assert str(world.output / name) in world.printed
 
 
 def test_command_line_prints_tables_and_figures_and_output_dir_is_kept_to(small_told, small, monkeypatch, capsys):
@@ -330,7 +278,6 @@ def test_command_line_prints_tables_and_figures_and_output_dir_is_kept_to(small_
     report.main(tyro.cli(report.Args, args=command.split()))
     assert files(small.root / "new/report") == small_told.files and not small.output.exists()
     printed = capsys.readouterr().out
-    assert "new/report/learning_curves.png\nnew/report/win_rates.png" in printed
     assert re.search(r"PPO-SFT\W+0\.312\W", printed) and re.search(r"ppo\W+42\.000\W", printed)
     assert re.search(r"dpo_implicit\W+0\.375\W+0\.333\W+0\.333\W+0\.500\W", printed)
 
@@ -348,29 +295,6 @@ def refused(world, *parts: str):
     assert files(world.root) == before and not world.output.exists()
 
 
-def test_all_missing_files_are_named_at_once_with_what_makes_them(small):
-    made_by = {
-        "raw/posts/validation.jsonl": "quickstart/posts.py --output-dir {root}/raw",
-        "raw/yardsticks/validation.jsonl": "quickstart/posts.py --output-dir {root}/raw",
-        "tldr/preference/dataset_dict.json": "tldr_dataset.py --preference-dataset ...",
-    }
-    for stage in ("sft", "reward", "ppo", "dpo"):
-        run = f"runs/{stage}/nano-s/1"
-        made_by[f"{run}/metrics.jsonl"] = f"{stage}.py --seed 1 --output-dir {{root}}/{run} ..."
-        if stage == "reward":
-            for split in ("validation", "validation_cnndm"):
-                made_by[f"{run}/eval/pairs_{split}.csv"] = made_by[f"{run}/metrics.jsonl"] + " --run-eval"
-        else:
-            made_by[f"{run}/eval/samples_validation.csv"] = f"eval/samples.py {{root}}/{run}"
-    (small.runs / "ppo/nano-s/1/metrics.jsonl").unlink()
-    refused(small, "1 of 12 files")
-    for path in made_by:
-        (small.root / path).unlink(missing_ok=True)
-    root = small.root
-    lines = [f"{root}/{path}, made by  python {script.format(root=root)}" for path, script in made_by.items()]
-    refused(small, "\n  ".join(["12 of 12 files are missing:", *lines]))
-
-
 def change_csv(path: Path, change):
     frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
     changed = change(frame)
@@ -380,14 +304,11 @@ def change_csv(path: Path, change):
 @pytest.mark.parametrize(
     ("path", "change", "message"),
     [
-        ("dpo/nano-s/1/eval/samples_validation.csv", lambda f: f[1:], "other posts than the samples of SFT"),
         ("ppo/nano-s/1/eval/samples_validation.csv", lambda f: f[::-1], "other posts than the samples of SFT"),
         ("dpo/nano-s/1/eval/samples_validation.csv", lambda f: f.assign(reference="else"), "p0 with that reference"),
         ("dpo/nano-s/1/eval/samples_validation.csv", lambda f: f.drop(columns="has_eos"), "without has_eos"),
         ("dpo/nano-s/1/eval/samples_validation.csv", lambda f: f[:0], "has no row"),
         ("reward/nano-s/1/eval/pairs_validation.csv", lambda f: f[:-1], "7 rows, "),
-        ("reward/nano-s/1/eval/pairs_validation_cnndm.csv", lambda f: f[:-1], "3 pairs of validation_cnndm"),
-        ("dpo/nano-s/1/eval/pairs_validation.csv", lambda f: f[:-1], "8 pairs of validation"),
         ("reward/nano-s/1/eval/pairs_validation.csv", lambda f: f.assign(policies="a--b"), "other pairs than"),
         ("dpo/nano-s/1/eval/pairs_validation.csv", lambda f: f[::-1], "other pairs than"),
         ("reward/nano-s/1/eval/pairs_validation.csv", lambda f: f.drop(columns="chosen_reward"), "chosen_reward"),
@@ -396,16 +317,6 @@ def change_csv(path: Path, change):
 def test_a_table_of_other_data_is_refused(small, path, change, message):
     change_csv(small.runs / path, change)
     refused(small, str(small.runs / path), message)
-
-
-def test_posts_that_are_not_in_raw_and_metrics_of_another_version_are_refused(small):
-    path = small.raw / "yardsticks/validation.jsonl"
-    rows = read_jsonl(path)
-    write_jsonl(path, rows[1:])
-    refused(small, "p3 with that reference is no post of")
-    write_jsonl(path, rows)
-    write_jsonl(small.ppo / "metrics.jsonl", [{"update": 1, "episode": 8, "time/total": 1.0}])
-    refused(small, "metrics.jsonl has no objective/rlhf_reward")
 
 
 def test_without_implicit_rewards_without_cnndm_and_without_policies(small_told, small):
@@ -417,4 +328,4 @@ def test_without_implicit_rewards_without_cnndm_and_without_policies(small_told,
     change_csv(small.reward / "eval/pairs_validation.csv", lambda frame: frame.drop(columns="policies"))
     report.main(small.args)
     left = {key: x for key, x in table(small_told).items() if "cnndm" not in key[1] and key[0] != "dpo_implicit"}
-    assert table(small) == left and "pair of policies" not in (small.output / "table.md").read_text()
+    assert table(small) == left
