@@ -1,7 +1,7 @@
 """Helpers are copied between scripts, not imported. The copies are the same code and comments, but for a short list of
 named exceptions; a docstring may leave out what its script does not use. The stage scripts end in one block of
-plumbing, docstrings and all. No script imports another, but for the few of IMPORTS, which nobody copies. All of this for the project's own files, which are listed here: a user's copies and edits, wherever they
-are, are not looked at."""
+plumbing, docstrings and all. No script imports another, but for the few of IMPORTS, which nobody copies. All of this
+for the project's own files, which are listed here: a user's copies and edits, wherever they are, are not looked at."""
 
 import ast
 import difflib
