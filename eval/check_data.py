@@ -11,7 +11,6 @@ published sets `query` does not tokenise back to query_token, which is counted a
 import os
 import sys
 import tempfile
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,11 @@ from typing import Annotated
 
 import tyro
 from datasets import Dataset, Features, Value, load_dataset, load_from_disk
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tldr_dataset import encode, fail, or_fail  # noqa: E402
 
 QUERY_DIFFERS = "query"  # no damage but that `query` does not tokenise back to query_token
 
@@ -153,25 +156,6 @@ def joined_damage(row: dict, name: str, query: list[int], ids: list[int], tokens
         if str(row[name]) != str(row["query"]).strip() + row[response]:
             return f"{name} is not query and {response}"
     return ""
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str | list[str]) -> list:
-    """Token ids of plain text, or of each of several: nothing added, and what spells a special token stays text."""
-    return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-
-
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
-
-
-@contextmanager
-def or_fail(message: str):
-    """Around what goes wrong outside of the script (a damaged file, a full disk): the run ends with one message."""
-    try:
-        yield
-    except Exception as error:  # of as many kinds as there are formats
-        fail(f"{message} ({error!r:.300})")
 
 
 if __name__ == "__main__":

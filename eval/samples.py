@@ -11,44 +11,43 @@ position) at temperature 0.01, as in the authors' code: the number of processes 
 """
 
 import csv
-import hashlib
 import json
 import os
 import re
-import shutil
-import struct
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import pandas
-import pyarrow.compute as pc
 import torch
-import torch.nn.functional as F
 import tyro
 from accelerate import Accelerator
 from accelerate.tracking import WandBTracker
 from accelerate.utils import gather_object
-from datasets import DatasetDict, load_dataset, load_from_disk
-from huggingface_hub import snapshot_download
-from rich.console import Console
-from rich.progress import Progress, TextColumn
 from rouge_score.rouge_scorer import RougeScorer
-from safetensors.torch import load_file
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    StaticCache,
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ppo import (  # noqa: E402
+    KeyValueCache,
+    checkpoint_folder,
+    fail,
+    generate,
+    load_policy,
+    load_reward_model,
+    load_splits,
+    load_tokenizer,
+    noise_keys,
+    or_fail,
+    right_padded,
+    trimmed_width,
+    writing,
 )
-from transformers.masking_utils import create_masks_for_generate
+from reward import shares  # noqa: E402
 
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
-TEMPERATURE_EPS = 1e-7  # added to a temperature before it divides, as in the authors' code
 COLUMNS = ["id", "query", "query_token", "reference_response", "reference_response_token"]
 
 
@@ -196,304 +195,6 @@ def write_quoted(accelerator: Accelerator, args, name: str, rows: list[dict], ti
             frame.to_csv(partial, index=False, quoting=csv.QUOTE_NONNUMERIC)
     if title:
         accelerator.print(f"\n{title}\n{frame.to_string(index=False)}\n")
-
-
-def shares(accelerator: Accelerator, data, size: int, description: str):
-    """Yield (row indices, rows) of this process's share of a split, up to `size` rows at a time; gather_object puts
-    what the processes find into the order of the rows."""
-    first = len(data) * accelerator.process_index // accelerator.num_processes
-    last = len(data) * (accelerator.process_index + 1) // accelerator.num_processes
-    for start in progress(accelerator, range(first, last, size), description):
-        index = list(range(start, min(start + size, last)))
-        yield index, data[index]
-
-
-def noise_keys(seed: int, update: int, rows: list[int]) -> torch.Tensor:
-    """Two 32-bit keys (b, 2) per row, a hash of (seed, update, row)."""
-    keys = []
-    for row in rows:
-        digest = hashlib.blake2b(f"{seed} {update} {row}".encode(), digest_size=8).digest()
-        keys.append(struct.unpack("<ii", digest))
-    return torch.tensor(keys, dtype=torch.int32).reshape(-1, 2)
-
-
-def mix(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A bijection of 32-bit integers in which each bit of x changes about half of all bits (the shifts and factors are
-    those of Wellons's lowbias32), the key xored in after each product. int32 products wrap; masks make >> unsigned."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D ^ key
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32) ^ key
-    return x ^ ((x >> 16) & 0xFFFF)
-
-
-def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Tensor:
-    """Gumbel(0, 1) noise (b, V) that depends on (key, position, token) alone, not on batch, device or rank: a 32-bit
-    integer hash, read as a uniform with 32 bits near 0, where the largest noise comes from."""
-    step = torch.as_tensor(position, dtype=torch.int32, device=keys.device) * 0x3C6EF35F
-    key_0 = mix(keys[:, 0, None] + step, keys[:, 1, None])  # (b, 1)
-    key_1 = mix(keys[:, 1, None] + step, keys[:, 0, None])
-    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * (0x9E3779B9 - 2**32)  # golden ratio
-    bits = mix(token + key_0, key_1)  # (b, V)
-    unsigned = torch.where(bits < 0, bits + 2.0**32, bits.float())
-    uniform = (unsigned + 0.5) / 2**32
-    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
-
-
-def sample_tokens(logits, keys, position, temperature: float, banned) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token (b,) for each row of logits (b, V), and its log-probability (b,): the arg max of log softmax(logits /
-    (temperature + 1e-7)) plus keyed Gumbel noise is a sample of that softmax. `banned` (V,) is never sampled."""
-    scaled = (logits.float() / (temperature + TEMPERATURE_EPS)).masked_fill(banned, -torch.inf)
-    tokens = (scaled + gumbel_noise(keys, position, scaled.shape[1])).argmax(1)
-    logprobs = scaled.gather(1, tokens[:, None]).squeeze(1) - scaled.logsumexp(1)
-    return tokens, logprobs
-
-
-class KeyValueCache(StaticCache):
-    """A StaticCache whose keys are in the type of its values, to which attention would cast them under autocast."""
-
-    def update(self, keys, values, *args, **kwargs):
-        return super().update(keys.to(values.dtype), values, *args, **kwargs)
-
-
-def banned_ids(model, tokenizer) -> torch.Tensor:
-    """(V,) bool: [PAD] and the ids beyond the tokenizer, which no sample may hold."""
-    ids = torch.arange(model.get_input_embeddings().num_embeddings)
-    return (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer))
-
-
-def truncate_response(responses: torch.Tensor, eos_id: int, pad_id: int) -> torch.Tensor:
-    """Detail 23: everything after the first EOS becomes [PAD]; a row without EOS stays. (b, R) -> (b, R)."""
-    is_eos = (responses == eos_id).int()
-    eos_before = is_eos.cumsum(1) - is_eos
-    return responses.masked_fill(eos_before > 0, pad_id)
-
-
-def prefill_mask(model, inputs: torch.Tensor, is_token: torch.Tensor, cache):
-    """The model's own attention mask (causal, or with sliding windows; a dict where its layers differ) for left-padded
-    inputs (b, Q), in which a padding position sees itself as well: attention over no key at all is NaN in some kernels,
-    and in the next layer 0 x NaN spreads to every token. is_token (b, Q + R)."""
-    embeddings = model.get_input_embeddings()(inputs)
-    masks = create_masks_for_generate(model.config, embeddings, is_token, cache)
-
-    def with_diagonal(mask):  # (b, 1, Q, K), or None where nothing but the causal order is masked
-        return None if mask is None else mask | torch.eye(*mask.shape[2:], dtype=torch.bool, device=mask.device)
-
-    if isinstance(masks, dict):
-        return {kind: with_diagonal(mask) for kind, mask in masks.items()}
-    return with_diagonal(masks)
-
-
-@torch.no_grad()
-def generate(model, queries, tokenizer, response_length: int, temperature: float, keys, cache):
-    """Sample responses (b, R) to left-padded queries (b, Q); a row that reached EOS is filled with [PAD], which equals
-    sampling on and truncating after the first EOS (Detail 23). Returns them and their tokens' log-probabilities (b, R).
-    cache: a KeyValueCache of at least Q + R columns, new or of b rows. All steps but the first have the same shapes,
-    and wait for the device at every eighth token only, to see whether all rows have ended."""
-    pad_id = tokenizer.pad_token_id
-    inputs = queries[:, -trimmed_width(queries, pad_id) :]
-    banned = banned_ids(model, tokenizer).to(queries.device)
-    responses = queries.new_full((len(queries), response_length), pad_id)
-    logprobs = torch.zeros(responses.shape, device=queries.device)
-    ended = torch.zeros(len(queries), dtype=torch.bool, device=queries.device)
-    positions = torch.arange(response_length, dtype=torch.int32, device=queries.device)
-    cache.reset()
-    position_ids = ((inputs != pad_id).cumsum(1) - 1).clamp(min=0)
-    is_token = F.pad(inputs != pad_id, (0, response_length), value=True)  # (b, Q + R)
-    mask = prefill_mask(model, inputs, is_token, cache)
-    for t in range(response_length):
-        states = model.base_model(
-            inputs, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True
-        ).last_hidden_state
-        logits = model.get_output_embeddings()(states[:, -1])
-        tokens, logprobs[:, t] = sample_tokens(logits, keys, positions[t], temperature, banned)
-        responses[:, t] = tokens
-        ended |= tokens == tokenizer.eos_token_id
-        if t % 8 == 7 and ended.all():
-            break
-        inputs = tokens[:, None]
-        mask = is_token
-        position_ids = position_ids[:, -1:] + 1
-    return truncate_response(responses, tokenizer.eos_token_id, pad_id), logprobs
-
-
-def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
-    """The width to which rows (b, T) can be trimmed: that of the longest row, rounded up to a multiple of 16 (at most
-    T). Rounding keeps the number of different shapes small: each new one costs memory and, on a GPU, time."""
-    longest = int((tokens != pad_id).sum(1).max())
-    return min(-(-longest // 16) * 16, tokens.shape[1])
-
-
-def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
-    real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
-    return tokens.gather(1, real_first)[:, : trimmed_width(tokens, pad_id)]
-
-
-class ScalarHead(nn.Linear):
-    """The head of a reward model, (b, T, d) -> (b, T, 1), in float32 under autocast and in a bfloat16 model, too."""
-
-    def forward(self, hidden):
-        with torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(hidden.float(), self.weight.float(), self.bias.float())
-
-
-class RewardModel(nn.Module):
-    """A transformers sequence classifier with one label that returns its scalar at every position."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        self.config = model.config
-
-    def forward(self, input_ids, **inputs):
-        """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask, because no token of a causal model
-        sees what comes after it."""
-        hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
-        return self.model.score(hidden).squeeze(-1)
-
-
-def load_reward_model(path: str, tokenizer) -> RewardModel:
-    """A trained reward model in float32 without dropout, the head's bias in `score.bias`. The paper's released ones
-    become such a folder by benchmark/convert_released.py."""
-    with or_fail(f"{path} holds no reward model that can be read; reward.py makes one"):
-        config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
-        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-        model.config.pad_token_id = tokenizer.pad_token_id
-        model.score = ScalarHead(model.score.weight.shape[1], 1)
-        weights = {}
-        for file in weight_files(path):
-            weights |= load_file(file)
-        model.load_state_dict(weights)
-    return RewardModel(model)
-
-
-def weight_files(path: str) -> list[Path]:
-    """The safetensors files of a checkpoint folder: model.safetensors, or else those that its index names."""
-    if Path(path, "model.safetensors").exists():
-        return [Path(path, "model.safetensors")]
-    index = json.loads(Path(path, "model.safetensors.index.json").read_text())
-    return [Path(path, name) for name in sorted(set(index["weight_map"].values()))]
-
-
-def load_policy(path: str, tokenizer):
-    """A causal language model in float32, without dropout, whose embeddings hold every id of the tokenizer."""
-    settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
-    with or_fail(f"the model in {path} cannot be read"):
-        config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
-    rows = model.get_input_embeddings().num_embeddings
-    if rows < len(tokenizer) - 1:
-        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
-    if rows < len(tokenizer):
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    return model
-
-
-def without_dropout(config):
-    """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
-    for key, value in config.to_dict().items():
-        if "drop" in key and isinstance(value, int | float):
-            setattr(config, key, 0.0)
-    return config
-
-
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
-
-
-@contextmanager
-def or_fail(message: str):
-    """Around what goes wrong outside of the script (a damaged file, a full disk): the run ends with one message."""
-    try:
-        yield
-    except Exception as error:  # of as many kinds as there are formats
-        fail(f"{message} ({error!r:.300})")
-
-
-def checkpoint_folder(flag: str, path: str) -> str:
-    """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
-    for folder in (Path(path) / "model", Path(path)):
-        if (folder / "config.json").exists():
-            return str(folder)
-    name, _, revision = path.partition("@")
-    if name.count("/") != 1 or name.startswith((".", "/")):
-        runs, *run = path.split("/")
-        if runs == "runs" and len(run) == 3 and run[1] in ("1b", "2.8b", "6.9b"):
-            stage, model, seed = run
-            fail(f"{flag} {path}: no checkpoint there. This makes it: python {stage}.py --model {model} --seed {seed}")
-        fail(f"{flag} {path}: no checkpoint there, neither in that folder nor in its model/, and this is no Hub id")
-    wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
-    with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
-        folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
-        if not list(Path(folder).glob("*.safetensors")):
-            folder = snapshot_download(**wanted)  # pytorch_model.bin
-        return folder
-
-
-def load_tokenizer(path: str):
-    """The tokenizer of a checkpoint folder, with `[PAD]` added (Detail 3: never EOS)."""
-    with or_fail(f"the tokenizer in {path} cannot be read"):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    return tokenizer
-
-
-def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
-    """The DatasetDict in a folder written by tldr_dataset.py, or of a Hub id[@revision]. An error where a split or a
-    column is missing, an id is too large, or most of 16 rows are another tokenizer's (eval/check_data.py: all)."""
-    name, _, revision = path.partition("@")
-    with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
-        data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
-        for split in ("train", "validation", *data):
-            data[split].select_columns(columns)[0]
-    keys = [column for column in columns if "_token" in column]
-    for split, rows in data.items():
-        largest = max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
-        looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
-        same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
-        if 2 * same <= len(looked_at) or largest >= len(tokenizer):
-            found = f"{same} of {len(looked_at)} rows are as the model's tokenizer makes them; largest id {largest}"
-            fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py; eval/check_data.py tells more")
-    return data.with_format("torch")
-
-
-def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
-    """Whether a row's query is the tokens that the tokenizer makes of its text, and the rest end in its EOS."""
-    tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
-    query = tokens.pop("query_token", None)
-    if query is not None and query != tokenizer(row["query"], add_special_tokens=False).input_ids:
-        return False
-    return all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())
-
-
-@contextmanager
-def writing(accelerator: Accelerator, path: Path):
-    """Yield a name beside `path` for its new content, a file or folder; then that is synced to disk and renamed: `path`
-    is whole or not there. Where this fails what is half-written goes. Called by all processes."""
-    partial = path.with_suffix(".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
-        accelerator.wait_for_everyone()
-        yield partial
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            os.sync()
-            shutil.rmtree(path, ignore_errors=True)
-            os.replace(partial, path)
-        accelerator.wait_for_everyone()
-    except Exception as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.unlink(missing_ok=True)
-        fail(f"{path} could not be written ({error!r:.300}): make room, then continue with --resume")
-
-
-def progress(accelerator: Accelerator, items, description: str):
-    """Yield `items` under a rich progress bar with the rate and the time left, shown by the main process only."""
-    rate = TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
-    columns = [*Progress.get_default_columns(), rate]
-    with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
-        yield from bar.track(items, len(items), description=description)
 
 
 if __name__ == "__main__":

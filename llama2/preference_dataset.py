@@ -77,10 +77,8 @@ import gzip
 import hashlib
 import json
 import math
-import os
 import re
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,9 +98,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tldr_dataset import encode, fail, format_query, mask_query, text_field, truncate_query, unfinished_folder  # noqa: E402
+
 TURNS = "<|prompter|>", "<|assistant|>"
-TLDR_TEMPLATE = "SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"  # Detail 2: no trailing space
-CNNDM_TEMPLATE = "Article:\n{article}\n\nTL;DR:\n"
 MARGINS = {"significantly": 1.0, "better": 2 / 3, "slightly": 1 / 3, "negligibly": 0.0, "none": 0.0}  # table 27, small
 RATINGS = {grade: grade for grade in (*MARGINS, "tie")} | {"unsure": "negligibly"}
 RATINGS |= {f"{grade} better": grade for grade in ("significantly", "slightly", "negligibly")}
@@ -151,11 +151,6 @@ class Args:
     """tokens of a response, EOS included"""
     seed: int = 1
     """of split, mix and order"""
-
-
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
 
 
 def one_line(error: Exception) -> str:
@@ -251,26 +246,6 @@ def stream_rows(path: Path) -> Iterator[tuple[str, object]]:
                 with reading(where):
                     row = row if array else json.loads(row)
                 yield where, row
-
-
-def text_field(record: dict, field: str, name: str, required: bool = True) -> str | None:
-    """record[field], which must be a string (not blank if `required`, else it may be null); ValueError by `name`."""
-    if not isinstance(record, dict):
-        raise ValueError(f"{name} is missing: found {record!r:.80} where an object should be")
-    if required and field not in record:
-        raise ValueError(f"{name} is missing; found {', '.join(map(str, record))}")
-    value = record.get(field)
-    if value is None and not required:
-        return None
-    if not isinstance(value, str):
-        raise ValueError(f"{name} should be text, not {value!r:.80}")
-    if required and not value.strip():
-        raise ValueError(f"{name} is empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{name} holds half a surrogate pair, which is no text") from None
-    return value
 
 
 def number_field(record: dict, field: str, low: float, high: float) -> float:
@@ -487,53 +462,6 @@ def digest(*parts: object) -> bytes:
 
 
 # ---- tokens ------------------------------------------------------------------------------------------
-
-
-def format_query(row: dict) -> str:
-    """The query text of an SFT row or a pair's `info`: CNN/DM's template if it has an article, else TL;DR's."""
-    if row.get("article") is not None:
-        return CNNDM_TEMPLATE.format(article=row["article"])
-    return TLDR_TEMPLATE.format(subreddit=row.get("subreddit") or "", title=row["title"], post=row["post"])
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str | list[str]) -> list:
-    """Token ids of plain text, or of each of several: nothing added, and what spells a special token stays text."""
-    return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-
-
-def truncate_query(row: dict, tokenizer: PreTrainedTokenizerBase, max_length: int) -> tuple[str, list[int]]:
-    """(query text, its token ids), at most max_length tokens (Detail 2).
-
-    While the query is too long, its post (CNN/DM: its article) loses everything from its last newline on; once there
-    is none left, its last character. Template and title stay whole. ValueError if even an empty post does not fit.
-    """
-    field = "article" if row.get("article") is not None else "post"
-
-    def query_of(body: str) -> tuple[str, list[int]]:
-        query = format_query({**row, field: body})
-        return query, encode(tokenizer, query)
-
-    body = row[field]
-    query, tokens = query_of(body)
-    if len(tokens) > max_length:
-        # A shortcut with the same result, for posts of a megabyte: no token reaches over a single space or newline
-        # between two words into the next word, so a cut there has at most the tokens of any cut behind it. Hence the
-        # first such cut that is too long rules out every cut behind it.
-        cuts = [match.start() for match in re.finditer(r"(?<=\w)[ \n](?=\w)", body)]
-        first = bisect.bisect_left(cuts, True, key=lambda cut: len(query_of(body[:cut])[1]) > max_length)
-        body = body[: cuts[first]] if first < len(cuts) else body
-    while len(tokens) > max_length:
-        if not body:
-            raise ValueError(f"{field}: the query has {len(tokens)} tokens without it, more than {max_length}")
-        body = body[: body.rfind("\n")]  # rfind is -1 without a newline: drops the last character
-        query, tokens = query_of(body)
-    return query, tokens
-
-
-def mask_query(query_token: list[int], tokens: list[int], pad_id: int) -> list[int]:
-    """A copy of `tokens` in which the prefix that it shares with `query_token` (unpadded) is pad_id."""
-    shared = len(os.path.commonprefix([query_token, tokens]))
-    return [pad_id] * shared + tokens[shared:]
 
 
 def dialogue_columns(pair: dict, tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict | None:
@@ -848,23 +776,6 @@ def extended_base(path: str):
         torch.manual_seed(1)
         model.resize_token_embeddings(len(tokenizer) + 1, pad_to_multiple_of=64, mean_resizing=False)
     return model, tokenizer
-
-
-@contextmanager
-def unfinished_folder(output_dir: Path):
-    """Yield a temporary folder, whose `finished` becomes the output folder at the end: at once or, where that exists (a
-    symlink, a mount point), part by part. If anything fails, nothing of it is left behind."""
-    target = output_dir.resolve()
-    beside = target if target.exists() else target.parent
-    beside.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{target.name}.tmp-", dir=beside) as folder:
-        yield Path(folder)
-        finished = Path(folder, "finished")
-        if not target.exists():
-            finished.rename(target)
-            return
-        for part in finished.iterdir():
-            part.rename(target / part.name)
 
 
 def main(args: Args):

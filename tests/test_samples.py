@@ -17,8 +17,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import files, free_port, make_reward_model, make_talker
 from datasets import Dataset, DatasetDict, load_from_disk
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import ppo
 import reward
 
 SEED, LENGTH, TEMPERATURE = 5, 10, 0.7
@@ -43,7 +44,7 @@ def made(world, tmp_path_factory) -> SimpleNamespace:
     run_folder = root / "runs" / "ppo" / "nano" / str(SEED)
     make_talker(world, run_folder / "model", eos=0.05)
     tokenizer = reward.load_tokenizer(str(world.model))
-    policy = samples.AutoModelForCausalLM.from_pretrained(run_folder / "model", dtype=torch.float32)
+    policy = AutoModelForCausalLM.from_pretrained(run_folder / "model", dtype=torch.float32)
     with torch.no_grad():  # [PAD] and the ids beyond the tokenizer would win if they were let
         policy.get_output_embeddings().weight[tokenizer.pad_token_id :] += 0.5
     policy.save_pretrained(run_folder / "model")
@@ -80,7 +81,7 @@ def test_texts_that_rouge_cannot_read_are_told(made, world, tmp_path, capsys):
 def test_samples_and_scores_are_those_of_plain_forward_passes(made, world):
     """One row at a time, without padding, cache or our sampler; the noise alone is the script's."""
     tokenizer = samples.load_tokenizer(str(made.run / "model"))
-    policy = samples.AutoModelForCausalLM.from_pretrained(made.run / "model").eval()
+    policy = AutoModelForCausalLM.from_pretrained(made.run / "model").eval()
     scorer = AutoModelForSequenceClassification.from_pretrained(made.reward).eval()  # without the head's bias
 
     def score(ids: list[int]) -> float:
@@ -94,7 +95,7 @@ def test_samples_and_scores_are_those_of_plain_forward_passes(made, world):
         key = samples.noise_keys(SEED, 0, [i])
         while len(response) < LENGTH and tokenizer.eos_token_id not in response:
             scaled = policy(torch.tensor([query + response])).logits[0, -1] / TEMPERATURE
-            noisy = scaled + samples.gumbel_noise(key, len(response), len(scaled))[0]
+            noisy = scaled + ppo.gumbel_noise(key, len(response), len(scaled))[0]
             response.append(noisy[: tokenizer.pad_token_id].argmax().item())  # ids up to [PAD], the last
         ended = response[-1] == tokenizer.eos_token_id
         assert (ours["response_tokens"], ours["has_eos"]) == (len(response), ended)
@@ -171,7 +172,7 @@ def test_a_checkpoint_that_is_no_run_gets_a_folder_of_its_name(made, world, tmp_
         asked.append((repo_id, revision))
         return "somewhere/my-policy"
 
-    monkeypatch.setattr(samples, "snapshot_download", download)
+    monkeypatch.setattr(ppo, "snapshot_download", download)
     flags = made.flags | {"seed": SEED, "dataset": str(world.dataset), "response_length": LENGTH}
     for path, name in (("me/released@branch_7", "released"), ("somewhere/my-policy/", "my-policy")):
         run(path, **flags, splits=("validation",))
