@@ -16,11 +16,11 @@ STAGES += [f"variants/{name}.py" for name in ("rloo", "grpo", "online_dpo", "ppo
 OURS = [
     *STAGES,
     "tldr_dataset.py",
-    *(f"benchmark/{name}.py" for name in ("best_of_n_speed", "convert_released", "curves", "llama2_million", "plan")),
-    *(f"benchmark/{name}.py" for name in ("pretrained", "push", "smollm2", "study_runs", "throughput", "trl_peer")),
+    *(f"benchmark/{name}.py" for name in ("convert_released", "plan", "pretrained", "push", "smollm2", "study_runs")),
+    *(f"benchmark/speed/{name}.py" for name in ("throughput", "trl_peer")),
     *(f"ensembles/{name}.py" for name in ("alpaca_dataset", "average", "best_of_n", "figures", "gold_label", "study")),
     *(f"eval/{name}.py" for name in ("figures", "judge", "rm_report", "samples", "visualize_tokens")),
-    *(f"llama2/{name}.py" for name in ("margins", "preference_dataset")),
+    *(f"llama2/{name}.py" for name in ("margins", "million", "preference_dataset")),
     *(f"quickstart/{name}.py" for name in ("nano", "posts", "pretrain", "report", "scaling", "truth")),
 ]
 # of tools that nobody copies, and the one module that they may import

@@ -1,4 +1,4 @@
-"""benchmark/gpu.sh, all of its parts on a CPU; and its arithmetic."""
+"""benchmark/speed/gpu.sh, all of its parts on a CPU; and its arithmetic."""
 
 import json
 import re
@@ -68,7 +68,7 @@ def fake(tmp_path, monkeypatch):
         text = "".join(json.dumps(line) + "\n" for line in lines)
         program = f"import os, time; os.mkdir({str(folder)!r}); file = open({str(folder / 'metrics.jsonl')!r}, 'w')\n"
         program += f"file.write({text!r}); file.write('{{\"upd'); file.flush()\n{last}"
-        monkeypatch.setattr(gpu, "stage_command", lambda *_: [sys.executable, "-c", program])
+        monkeypatch.setattr(throughput, "stage_command", lambda *_: [sys.executable, "-c", program])
         code = 0
         try:
             gpu.main(args)
@@ -115,7 +115,7 @@ def test_a_run_that_fails_fails(fake):
 
 @pytest.mark.long
 def test_all_parts_on_a_cpu(tmp_path, record_property):
-    command = ["bash", "benchmark/gpu.sh", "--device", "cpu", "--tiny", tmp_path]
+    command = ["bash", "benchmark/speed/gpu.sh", "--device", "cpu", "--tiny", tmp_path]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     assert len(list(tmp_path.iterdir())) <= 8
     found = {row["what"]: float(row["found"]) for row in read_csv(tmp_path / "correctness.csv")}

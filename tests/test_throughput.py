@@ -107,8 +107,12 @@ def test_scaling_counts_by_item(tmp_path, monkeypatch):
 
 
 def test_a_run_s_peak_and_its_failure(tmp_path):
-    peak = throughput.run([sys.executable, "-c", "x = b'x' * (2 << 30); print(1)"], tmp_path / "log")
-    assert 2 < peak < 2.1 and (tmp_path / "log").read_text() == "1\n"
+    peak = throughput.run([sys.executable, "-c", "x = b'x' * (1 << 30); print(1)"], tmp_path / "log")
+    assert 1 < peak < 1.1 and (tmp_path / "log").read_text() == "1\n"
+    (tmp_path / "script.py").write_text("import sys; print(sys.argv[1:], __name__)")
+    command = [sys.executable, "-c", throughput.WITH_PEAK, tmp_path / "script.py", "--flag"]
+    assert throughput.run(command, tmp_path / "log") == 0  # of a GPU that is not there
+    assert (tmp_path / "log").read_text().startswith("['--flag'] __main__\npeak of the GPU's memory: ")
     with pytest.raises(SystemExit, match=r"(?s)^error: .* -c 'import nothing'\n.*No module named 'nothing'"):
         throughput.run([sys.executable, "-c", "import nothing"], tmp_path / "log")
 
@@ -168,5 +172,5 @@ def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch, capsys):
     only = json.loads((tmp_path / "work/cpu/runs/sft/metrics.jsonl").read_text().splitlines()[-1])
     assert only["update"] == 1 and whole["seconds"] == only["time/total"] and whole["loss"] == only["loss/train"]
 
-    with pytest.raises(SystemExit, match="trl-1.16.0/bin/python is missing; bash benchmark/peers.sh makes it"):
+    with pytest.raises(SystemExit, match="trl-1.16.0/bin/python is missing; bash benchmark/speed/peers.sh makes it"):
         throughput.main(args(**common, peer="trl", peers=str(tmp_path), output_dir=str(tmp_path / "out")))
