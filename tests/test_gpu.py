@@ -29,11 +29,10 @@ def test_training_of_an_update_by_hand():
     assert round(512 * 12 * (2 * body + head) / 1e15, 1) == gpu.TRAINING_PFLOP
 
 
-def test_limits_are_nine_minutes_and_ppo_follows_the_device():
-    script = (ROOT / "benchmark" / "gpu.sh").read_text()
+def test_limits_are_nine_minutes_in_all():
+    script = (ROOT / "benchmark/speed/gpu.sh").read_text()
     limits = {name: int(seconds) for name, seconds in re.findall(r"^part (\w+) (\d+)$", script, re.MULTILINE)}
-    assert list(limits)[:4] == ["data", "device", "ppo", "correctness"] and len(limits) == 10
-    assert sum(limits.values()) <= 540
+    assert len(limits) == 10 and sum(limits.values()) <= 540
     assert all(limits[name] >= gpu.SPARE + 20 for name in gpu.SIZES)
 
 
