@@ -2,7 +2,7 @@
 
     python eval/figures.py --judge gpt-3.5-turbo                    # runs/, the paper's sizes and seeds
     python eval/figures.py --models nano-xs nano-s nano-m --runs runs/quickstart/posts-1 \\
-        --judge quickstart/truth.py:score --output-dir benchmark/results/nano
+        --judge quickstart/truth.py:score --output-dir quickstart/results/nano
     python eval/figures.py --wandb entity/project                   # learning curves of runs that are not here
 
 Reads {runs}/{stage}/{model}/{seed}: metrics.jsonl and what --run-eval and samples.py left in eval/. Lets rm_report.py,

@@ -1,7 +1,7 @@
 """What the paper reports of its reward models, from run folders: table 5, figure 7 and figure 8.
 
     python eval/rm_report.py --models 1b 2.8b 6.9b --seeds 44413 55513 66613 77713
-    python eval/rm_report.py --models xs s m --runs runs/scaling --output benchmark/results/nano/rm_report
+    python eval/rm_report.py --models xs s m --runs runs/scaling --output quickstart/results/nano/rm_report
 
 Reads {runs}/reward/{model}/{seed}/eval (accuracy.csv, pairs_{split}.csv, reference_rewards.csv; made by --run-eval) and
 {runs}/dpo/... where there is any. Writes OUTPUT_table_5.csv (mean and sample standard deviation over seeds),

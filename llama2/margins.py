@@ -26,7 +26,7 @@ LABELS = {"noisy": "a quarter of the training labels wrong", "true": "all traini
 class Args:
     runs: str = "runs/llama2_margins"
     """folder of the runs"""
-    output_dir: str = "benchmark/results/llama2"
+    output_dir: str = "llama2/results"
     """folder of the table and the figure"""
 
 

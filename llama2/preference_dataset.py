@@ -66,7 +66,7 @@ with a chosen response as reference (none that is labelled unsafe), in the colum
 them, to train a chat model on, to centre rewards with and to sample from in PPO; and OUTPUT_DIR/statistics: table_6
 (the paper's; CSV and Markdown), counts, grades and safety (CSV). Rows are read, tokenised and padded one or 500 at a
 time; kept in memory are a digest (94 bytes) and a few numbers of every pair: with a million pairs, a peak of 0.55 GiB
-beside pages of files that the system takes back (benchmark/llama2_million.py). Disk: 8 bytes x (5 x query + 6 x
+beside pages of files that the system takes back (llama2/million.py). Disk: 8 bytes x (5 x query + 6 x
 response length) a pair, 64 KiB at the defaults, 8 x 3 x (query + response length) a prompt, 36 KiB, and twice that
 while it is written.
 """

@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 sets=${1:-../shared/data}
-output=${2:-benchmark/results/llama2/real_sets}
+output=${2:-llama2/results/real_sets}
 work=data/llama2_real
 runs=runs/llama2_real
 source quickstart/setup.sh requirements.txt

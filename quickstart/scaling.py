@@ -1,7 +1,7 @@
 """The paper's scaling experiment at laptop size: the whole pipeline for every size and seed, then a table.
 
-    python quickstart/scaling.py                    # three sizes x four seeds -> benchmark/results/nano
-    python quickstart/scaling.py --sizes s --seeds 1 --posts-seeds 2 3 --output-dir benchmark/results/nano_posts
+    python quickstart/scaling.py                    # three sizes x four seeds -> quickstart/results/nano
+    python quickstart/scaling.py --sizes s --seeds 1 --posts-seeds 2 3 --output-dir quickstart/results/nano_posts
     python quickstart/scaling.py --dry-run          # only print the commands that are left to run
 
 One run is `bash quickstart/run.sh --continue --size SIZE --seed SEED --posts-seed POSTS_SEED`. It is finished when its
@@ -71,7 +71,7 @@ class Args:
     """runs side by side, each with OMP_NUM_THREADS = cores / jobs"""
     runs: str = "runs/quickstart"
     """folder of the runs, below the repository; run.sh writes to the default only: another holds finished runs"""
-    output_dir: str = "benchmark/results/nano"
+    output_dir: str = "quickstart/results/nano"
     """folder for the table, below the repository; files from before are replaced"""
     dry_run: bool = False
     """print the commands that would run, and nothing else"""

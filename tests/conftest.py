@@ -15,7 +15,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPOSITORY / folder) for folder in ("", "quickstart", "benchmark", "eval", "ensembles")]
+FOLDERS = ("", "quickstart", "benchmark", "benchmark/speed", "benchmark/parity", "eval", "ensembles")
+sys.path[:0] = [str(REPOSITORY / folder) for folder in FOLDERS]
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -211,7 +212,7 @@ def pytest_terminal_summary(terminalreporter):
     headers = {
         "invariance": ["run", "split", "lines of metrics", "largest relative difference", "where"],
         "deepspeed": ["stage", "engine", "mixed precision", "largest difference to float32", "of a loss of"],
-        "gpu": ["benchmark/gpu.sh, a tiny model on a CPU", "found"],
+        "gpu": ["benchmark/speed/gpu.sh, a tiny model on a CPU", "found"],
         "gradients": ["run", "optimiser steps", "of these clipped", "largest relative error", "where"],
         "sampling": [
             "architecture",

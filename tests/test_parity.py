@@ -1,4 +1,4 @@
-"""benchmark/parity.py: bounds, reasons and orders on made-up numbers. What runs the authors' code needs a checkout of
+"""benchmark/parity: bounds, reasons and orders on made-up numbers. What runs the authors' code needs a checkout of
 theirs and their libraries, and skips without:
 
     PARITY_AUTHORS=FOLDER PARITY_OLD_LIBRARIES=FOLDER python -m pytest -m long tests/test_parity.py
@@ -7,12 +7,11 @@ theirs and their libraries, and skips without:
 """
 
 import os
-from pathlib import Path
 
+import ours as our_side
 import parity
-import parity_ours
-import parity_theirs
 import pytest
+import theirs as their_side
 import torch
 
 AUTHORS, OLD_LIBRARIES = os.environ.get("PARITY_AUTHORS"), os.environ.get("PARITY_OLD_LIBRARIES")
@@ -41,9 +40,9 @@ def test_a_bound_is_ten_times_the_floor_and_at_least_a_millionth_of_the_largest_
 
 def test_a_reason_counts_only_where_the_difference_goes_without_it(monkeypatch):
     """Two deviations of made-up code: one moves `a`, one is said to move `b` and does not, none is said to move `c`."""
-    first = parity_ours.Deviation("x: [ad]", "ppo.py", "The policy loss is divided by", [("first", "")])
-    second = parity_ours.Deviation("x: [bd]", "ppo.py", "the value head's bias holds", [("second", "")])
-    monkeypatch.setattr(parity_ours, "DEVIATIONS", [first, second])
+    first = our_side.Deviation("x: [ad]", "ppo.py", "The policy loss is divided by", [("first", "")])
+    second = our_side.Deviation("x: [bd]", "ppo.py", "the value head's bias holds", [("second", "")])
+    monkeypatch.setattr(our_side, "DEVIATIONS", [first, second])
     expected = {key: tensor(1.0) for key in "abcd"}
 
     def ours(patches) -> dict:
@@ -62,20 +61,20 @@ def test_a_reason_counts_only_where_the_difference_goes_without_it(monkeypatch):
 
 
 def test_deviations_are_told_by_the_docstrings_and_their_patches_fit(tmp_path):
-    for deviation in parity_ours.DEVIATIONS:
-        file, line = parity_ours.line_of(deviation).split("#L")
+    for deviation in our_side.DEVIATIONS:
+        file, line = our_side.line_of(deviation).split("#L")
         assert file == deviation.script and int(line) < 60
-        module = parity_ours.load(
+        module = our_side.load(
             deviation.script, tmp_path, [(a, b.replace("{shift}", "0.5")) for a, b in deviation.undone]
         )
         assert module.Args
     with pytest.raises(SystemExit, match="sft.py does not hold this text once"):
-        parity_ours.load("sft.py", tmp_path, [("no such text", "")])
+        our_side.load("sft.py", tmp_path, [("no such text", "")])
 
 
 def test_the_functions_that_the_adapter_names_are_there(tmp_path):
-    scripts = [parity_ours.load(f"{name}.py", tmp_path) for name in ("sft", "reward", "dpo", "ppo")]
-    for role, name in parity_ours.FUNCTIONS.items():
+    scripts = [our_side.load(f"{name}.py", tmp_path) for name in ("sft", "reward", "dpo", "ppo")]
+    for role, name in our_side.FUNCTIONS.items():
         assert any(hasattr(script, name) for script in scripts), role
 
 
@@ -116,24 +115,24 @@ def test_definitions_and_loops_are_cut_out_of_files(tmp_path):
         "def double(x):\n    return 2 * x\n\nclass Box:\n    def double(self):\n        return 0\n\n"
         "for data in range(3):\n    pass\nfor data in range(5):\n    accelerator.backward(double(data))\n"
     )
-    names = parity_theirs.cut(str(tmp_path), "toy", ["double", "Box"], {})
+    names = their_side.cut(str(tmp_path), "toy", ["double", "Box"], {})
     assert names["double"](4) == 8 and names["Box"]().double() == 0
-    loop = parity_theirs.training_loop(str(tmp_path), "toy", "data")
+    loop = their_side.training_loop(str(tmp_path), "toy", "data")
     seen = []
     names["accelerator"] = type("A", (), {"backward": staticmethod(seen.append)})
-    parity_theirs.execute([loop], "toy", names)
+    their_side.execute([loop], "toy", names)
     assert seen == [0, 2, 4, 6, 8]
     with pytest.raises(LookupError, match="no loop over batch that trains"):
-        parity_theirs.training_loop(str(tmp_path), "toy", "batch")
+        their_side.training_loop(str(tmp_path), "toy", "batch")
 
 
 def test_states_of_both_sides_are_vectors_in_one_order():
     theirs = {"scalar_head.weight": tensor(1), "lm_backbone.b.weight": tensor(2, 3), "scalar_head.bias": tensor(9)}
     theirs |= {"lm_backbone.layers.0.attention.bias": tensor(8), "lm_backbone.rotary_emb.inv_freq": tensor(7)}
     ours = {"score.bias": tensor(5), "gpt_neox.b.weight": tensor(2, 3), "score.weight": tensor(1)}
-    assert parity_theirs.flat(theirs).tolist() == parity_ours.flat(ours).tolist() == [2, 3, 1]
+    assert their_side.flat(theirs).tolist() == our_side.flat(ours).tolist() == [2, 3, 1]
     dense = {"gpt_neox.layers.0.attention.dense.bias": tensor(4), "embed_out.weight": tensor(6)}
-    assert parity_theirs.flat(dense).tolist() == parity_ours.flat(dense).tolist() == [4, 6]
+    assert their_side.flat(dense).tolist() == our_side.flat(dense).tolist() == [4, 6]
 
 
 # ---- what is not there ---------------------------------------------------------------------------------------------
@@ -203,19 +202,14 @@ def test_each_break_of_ours_is_named(tmp_path, monkeypatch, record_property):
 
     monkeypatch.setattr(parity, "theirs", once)
     assert [row.quantity for row in parity.ppo_case(args, job, "PPO", False, 1) if not row.stands()] == []
-    load = parity_ours.load
+    load = our_side.load
     for what, (old, new, quantity) in BREAKS.items():
 
         def broken(script, folder, patches=(), old=old, new=new):
             return load(script, folder, [*patches, (old, new)] if script == "ppo.py" else patches)
 
         with monkeypatch.context() as patch:
-            patch.setattr(parity_ours, "load", broken)
+            patch.setattr(our_side, "load", broken)
             wrong = [row.quantity for row in parity.ppo_case(args, job, "PPO", False, 1) if not row.stands()]
         assert any(name.endswith(f": {quantity}") for name in wrong), (what, wrong)
         record_property("parity", [what, str(len(wrong)), wrong[0]])
-
-
-def test_the_files_of_the_comparison_are_where_the_page_says():
-    page = (Path(parity.__file__).parent / "results" / "parity.md").read_text()
-    assert "NO REASON" not in page and page.count("\n| ") > 150

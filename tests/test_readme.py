@@ -62,7 +62,7 @@ def test_links_and_pictures_exist(name):
 @pytest.mark.parametrize("folder", FOLDERS[:-1])
 def test_a_folder_names_its_scripts(folder):
     text = (ROOT / folder / "README.md").read_text()
-    scripts = [Path(script).name for script in OURS if Path(script).parts[0] == folder]
+    scripts = [script.removeprefix(f"{folder}/") for script in OURS if script.startswith(f"{folder}/")]
     assert scripts and not [script for script in scripts if f"]({script})" not in text]
 
 

@@ -51,7 +51,7 @@ class Clone:
     def __init__(self, folder: Path):
         self.root = folder
         self.runs = folder / "runs/quickstart"
-        self.output = folder / "benchmark/results/nano"
+        self.output = folder / "quickstart/results/nano"
         (folder / "quickstart").mkdir()
         (folder / "quickstart/run.sh").write_text(STAND_IN)
 
@@ -138,7 +138,7 @@ def test_finished_runs_are_not_started_again_and_unfinished_are(clone, capsys):
     assert sorted(written) == ["runs.csv", "table.md", "times.csv"]
     command = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("figures: python eval/figures.py"))
     asked = {"models": ("nano-xs", "nano-s"), "seeds": (1, 2), "runs": "runs/quickstart/posts-1"}
-    asked |= {"judge": "quickstart/truth.py:score", "output_dir": "benchmark/results/nano"}
+    asked |= {"judge": "quickstart/truth.py:score", "output_dir": "quickstart/results/nano"}
     assert tyro.cli(figures.Args, args=command) == figures.Args(**asked)
 
 

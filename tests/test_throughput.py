@@ -107,8 +107,12 @@ def test_scaling_counts_by_item(tmp_path, monkeypatch):
 
 
 def test_a_run_s_peak_and_its_failure(tmp_path):
-    peak = throughput.run([sys.executable, "-c", "x = b'x' * (2 << 30); print(1)"], tmp_path / "log")
-    assert 2 < peak < 2.1 and (tmp_path / "log").read_text() == "1\n"
+    peak = throughput.run([sys.executable, "-c", "x = b'x' * (1 << 30); print(1)"], tmp_path / "log")
+    assert 1 < peak < 1.1 and (tmp_path / "log").read_text() == "1\n"
+    (tmp_path / "script.py").write_text("import sys; print(sys.argv[1:], __name__)")
+    command = [sys.executable, "-c", throughput.WITH_PEAK, tmp_path / "script.py", "--flag"]
+    assert throughput.run(command, tmp_path / "log") == 0  # of a GPU that is not there
+    assert (tmp_path / "log").read_text().startswith("['--flag'] __main__\npeak of the GPU's memory: ")
     with pytest.raises(SystemExit, match=r"(?s)^error: .* -c 'import nothing'\n.*No module named 'nothing'"):
         throughput.run([sys.executable, "-c", "import nothing"], tmp_path / "log")
 
@@ -121,7 +125,7 @@ def in_process(command: list, log=None) -> float:
     return 1.5
 
 
-def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch, capsys):
+def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch):
     """Ours alone on generated posts, each stage: the table's numbers again from the run's own metrics."""
     monkeypatch.chdir(tmp_path)  # main goes elsewhere
     monkeypatch.setattr(throughput, "run", in_process)
@@ -149,24 +153,14 @@ def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch, capsys):
         if stage == "ppo":
             seconds = second["time/update"] - second["time/rollout"]
         assert table[name]["of a matrix product"] == f"{operations / seconds / 1e6:.2f}"
-    assert float(table["ours dpo"]["items/s"].split()[0]) < float(
-        table["ours, reference kept dpo"]["items/s"].split()[0]
-    )
-    sampling, scoring = second["time/sampling"], second["time/rollout"] - second["time/sampling"]
-    phases = f"sampling {sampling:.2f} s, scoring {scoring:.2f} s, "
-    phases += f"update {second['time/update'] - second['time/rollout']:.2f} s"
-    assert table["ours ppo"]["seconds of an update"] == phases
-    lengths = [
-        throughput.real_length(ids, 300) for ids in load_from_disk(tmp_path / "work/cpu/sft")["train"]["query_token"]
-    ]
+    queries = load_from_disk(tmp_path / "work/cpu/sft")["train"]["query_token"]
+    lengths = [throughput.real_length(ids, 300) for ids in queries]
     assert 200 < sum(lengths) / len(lengths) < 512  # stretched to the length of real posts
-    lines = (tmp_path / "out/throughput.md").read_text().splitlines()
-    assert len(lines) == 4 + 4 and all(line.count("|") == lines[2].count("|") for line in lines[2:])
 
     without_warmup = args(**common | {"updates": 1, "warmup": 0})
     whole = throughput.ours(without_warmup, tmp_path / "work/cpu")  # timed from 0 on
     only = json.loads((tmp_path / "work/cpu/runs/sft/metrics.jsonl").read_text().splitlines()[-1])
     assert only["update"] == 1 and whole["seconds"] == only["time/total"] and whole["loss"] == only["loss/train"]
 
-    with pytest.raises(SystemExit, match="trl-1.16.0/bin/python is missing; bash benchmark/peers.sh makes it"):
+    with pytest.raises(SystemExit, match="trl-1.16.0/bin/python is missing"):
         throughput.main(args(**common, peer="trl", peers=str(tmp_path), output_dir=str(tmp_path / "out")))

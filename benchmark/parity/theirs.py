@@ -1,11 +1,11 @@
 """The authors' side of parity.py: their functions and training loops, executed as they stand in a checkout of
 vwxyzjn/summarize_from_feedback_details, on the libraries that they pinned. parity.py starts it in a process of its own:
 
-    PYTHONPATH=OLD_LIBRARIES python benchmark/parity_theirs.py FOLDER NAME    # NAME.job.pt there -> NAME.theirs.pt
+    PYTHONPATH=OLD_LIBRARIES python benchmark/parity/theirs.py FOLDER NAME    # NAME.job.pt there -> NAME.theirs.pt
 
 Nothing of theirs is copied here. Definitions and loops are cut out of their files by the syntax tree. What is replaced:
 accelerate and DeepSpeed (one process, plain torch, batch = micro-batch), logging, and what generate() samples, which
-the job gives. A job is a list of runs; a run's quantities are tensors by the names of parity_ours.py.
+the job gives. A job is a list of runs; a run's quantities are tensors by the names of ours.py.
 """
 
 import ast
@@ -194,7 +194,7 @@ def tokenise(job: dict) -> dict:
 
 
 def train(job: dict, name: str, model, namespace: dict, code: list, logged, batches: list) -> dict:
-    """Execute their step `code` on every batch, with AdamW and their cosine schedule; quantities of parity_ours.py.
+    """Execute their step `code` on every batch, with AdamW and their cosine schedule; quantities of ours.py.
     logged(namespace) -> {name: number or tensor} after each step."""
     optimizer = optim.AdamW(model.parameters(), lr=job["learning_rate"], eps=ADAM_EPS)
     scheduler = get_scheduler("cosine", optimizer=optimizer, num_warmup_steps=0, num_training_steps=len(batches))

@@ -2,11 +2,11 @@
 
     git clone https://github.com/vwxyzjn/summarize_from_feedback_details authors
     pip install --target old_libraries transformers==4.33.2 tokenizers==0.13.3      # Python 3.11 has wheels for it
-    python benchmark/parity.py --authors authors --old-libraries old_libraries
+    python benchmark/parity/parity.py --authors authors --old-libraries old_libraries
     # and the ensemble paper's: --ensemble-authors FOLDER, a clone of https://github.com/tlc4418/llm_optimization
 
-Their functions and loops run as they stand in their files (parity_theirs.py), in a process of their own on the
-libraries that they pinned. Our scripts run as whole programs (parity_ours.py). Both get small random GPT-NeoX models,
+Their functions and loops run as they stand in their files (theirs.py), in a process of their own on the
+libraries that they pinned. Our scripts run as whole programs (ours.py). Both get small random GPT-NeoX models,
 one process and batches of one micro-batch, where per-device and global statistics agree. Sampling alone is replaced:
 theirs is multinomial and ours keyed, so both get the same responses, with EOS at the first place, in the middle, at the
 last place, twice, and never.
@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
-import parity_ours
-import parity_theirs
+import ours as our_side
 import scipy.special
+import theirs as their_side
 import torch
 import tyro
 from rich.console import Console
@@ -140,7 +140,7 @@ def theirs(args: Args, name: str, **job) -> list[dict]:
     torch.save({"authors": str(Path(args.authors).resolve()), **job}, work / f"{name}.job.pt")
     environment = os.environ | {"PYTHONPATH": str(Path(args.old_libraries).resolve()), "HF_HUB_OFFLINE": "1"}
     environment |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, str(Path(__file__).with_name("parity_theirs.py")), str(work), name]
+    command = [sys.executable, str(Path(__file__).with_name("theirs.py")), str(work), name]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         fail(f"their side of {name} failed:\n{done.stderr[-3000:]}")
@@ -183,7 +183,7 @@ def explain(rows: list[Row], name: str, again, runs: list[dict], script: str):
     """Where rows are above their bounds: run ours with each deviation of the script undone, alone and all together, and
     note in the row what it then differs by. again(patches) -> our quantities."""
     above = [row for row in rows if row.difference > row.bound]
-    fitting = [x for x in parity_ours.DEVIATIONS if x.script == script]
+    fitting = [x for x in our_side.DEVIATIONS if x.script == script]
     fitting = [x for x in fitting if any(re.search(x.quantities, row.quantity) for row in above)]
     tries = [[x] for x in fitting] + [fitting] * (len(fitting) > 1)
     for deviations in tries:
@@ -199,9 +199,9 @@ def explain(rows: list[Row], name: str, again, runs: list[dict], script: str):
                 row.reason = "; ".join(map(link, told))
 
 
-def link(deviation: parity_ours.Deviation) -> str:
+def link(deviation: our_side.Deviation) -> str:
     """To the line of the docstring that tells of a deviation, from benchmark/results."""
-    return f"[{deviation.told}](../../{parity_ours.line_of(deviation)})"
+    return f"[{deviation.told}](../../{our_side.line_of(deviation)})"
 
 
 # ---- the parts ----------------------------------------------------------------------------------------------------
@@ -217,10 +217,10 @@ def tokens(args: Args) -> list[Row]:
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     parts = {"posts": ("sft", found["sft"]), "pairs": ("preference", found["preference"][: len(pairs)])}
     parts["CNN/DM pairs"] = ("preference", found["preference"][len(pairs) :])
-    fitting = [x for x in parity_ours.DEVIATIONS if x.script == "tldr_dataset.py"]
+    fitting = [x for x in our_side.DEVIATIONS if x.script == "tldr_dataset.py"]
 
     def columns_of(patches) -> dict:
-        rows = parity_ours.tokenise(Path(args.work), patches, posts, pairs + news, tokenizer)
+        rows = our_side.tokenise(Path(args.work), patches, posts, pairs + news, tokenizer)
         split = {"posts": rows["sft"], "pairs": rows["preference"][: len(pairs)]}
         return split | {"CNN/DM pairs": rows["preference"][len(pairs) :]}
 
@@ -276,7 +276,7 @@ def make_data(args: Args) -> tuple[str, str]:
         for split, part in (("train", rows[:size]), ("validation", rows[size : size + 8])):
             text = "".join(json.dumps(row) + "\n" for row in part)
             (work / "raw" / name / f"{split}.jsonl").write_text(text)
-    return parity_ours.make_data(work, work / "raw/posts", work / "raw/pairs", args.tokenizer, LIMITS)
+    return our_side.make_data(work, work / "raw/posts", work / "raw/pairs", args.tokenizer, LIMITS)
 
 
 def other_orders(batches: list[dict], orders: int) -> list[list[dict]]:
@@ -296,7 +296,7 @@ def other_orders(batches: list[dict], orders: int) -> list[list[dict]]:
 def stage(args: Args, name: str, title: str, job: dict, columns: list[str], data: str, **more) -> list[Row]:
     """SFT, reward model or DPO: four updates of eight rows."""
     work = Path(args.work)
-    batches = parity_ours.batches(f"{name}.py", work, Path(data), 8, 4, columns)
+    batches = our_side.batches(f"{name}.py", work, Path(data), 8, 4, columns)
     runs = theirs(
         args, title, kind=name, model=job["model"], learning_rate=args.learning_rate,
         runs=other_orders(batches, args.orders), **more,
@@ -305,7 +305,7 @@ def stage(args: Args, name: str, title: str, job: dict, columns: list[str], data
     job = job | more | {"arguments": arguments | {"learning_rate": args.learning_rate}}
 
     def again(patches):
-        return getattr(parity_ours, name)(work, patches, job)
+        return getattr(our_side, name)(work, patches, job)
 
     rows = compare(title, again(()), runs)
     explain(rows, title, again, runs, f"{name}.py")
@@ -323,32 +323,32 @@ def reward(args: Args, job: dict) -> list[Row]:
     hidden = json.loads(Path(job["model"], "config.json").read_text())["hidden_size"]
     more = {"head": torch.randn(1, hidden, generator=generator) / (hidden + 1) ** 0.5}
     every = torch.arange(96)
-    more["references"] = parity_ours.rows_of(Path(job["sft_data"]), every)["query_reference_response_token"]
+    more["references"] = our_side.rows_of(Path(job["sft_data"]), every)["query_reference_response_token"]
     more["save"] = str(work / "their_reward")
     columns = ["query_chosen_token", "query_rejected_token"]
     rows = stage(args, "reward", "reward model", job, columns, job["pair_data"], **more)
     model = job["model"]
     runs = theirs(args, "head", kind="head_initialisation", model=model)
-    rows += compare("reward model", parity_ours.head_initialisation(work, model), runs)
+    rows += compare("reward model", our_side.head_initialisation(work, model), runs)
     key = "rewards of a model of ours in their format"
-    weights = parity_ours.load_file(work / "run_reward/model/model.safetensors")
+    weights = our_side.load_file(work / "run_reward/model/model.safetensors")
     weights = {name: value for name, value in weights.items() if not name.startswith("lm_head")}
     runs = theirs(args, "format", kind="rewards_of_ours", model=model, weights=weights, references=more["references"])
-    ours = {key: parity_ours.rewards(work, work / "run_reward/model", more["references"])}
+    ours = {key: our_side.rewards(work, work / "run_reward/model", more["references"])}
     trained = [run["centred rewards of the references"] for run in torch.load(work / "reward model.theirs.pt")]
     runs += [{key: runs[0][key] + other - trained[0]} for other in trained[1:]]  # the floor is that of their training
     rows += compare("reward model", ours, runs)
     convert(args)
     key = "rewards of their released format, converted"
     runs = [{key: rewards} for rewards in trained]
-    rows += compare("reward model", {key: parity_ours.rewards(work, work / "converted", more["references"])}, runs)
+    rows += compare("reward model", {key: our_side.rewards(work, work / "converted", more["references"])}, runs)
     return rows
 
 
 def convert(args: Args):
     """Their reward model in our format, by benchmark/convert_released.py."""
     work = Path(args.work).resolve()
-    command = [sys.executable, str(Path(__file__).with_name("convert_released.py"))]
+    command = [sys.executable, str(Path(__file__).parents[1] / "convert_released.py")]
     command += ["--source", str(work / "their_reward"), "--output-dir", str(work / "converted")]
     subprocess.run(["rm", "-rf", str(work / "converted")], check=True)
     done = subprocess.run(command, capture_output=True, text=True)
@@ -396,7 +396,7 @@ def ppo_case(args: Args, job: dict, title: str, whiten_rewards: bool, mini_batch
 
     def again(patches):
         filled = [(old, new.replace("{shift}", repr(shift))) for old, new in patches]
-        return parity_ours.ppo(work, filled, own)
+        return our_side.ppo(work, filled, own)
 
     rows = compare(title, again(()), runs)
     explain(rows, title, again, runs, "ppo.py")
@@ -408,7 +408,7 @@ def ppo_run(args: Args, job: dict, mini_batches: int) -> dict:
     says, and in the last rows nowhere."""
     work = Path(args.work)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-    batches = parity_ours.batches("ppo.py", work, Path(job["sft_data"]), 16, 3, ["query_token"])
+    batches = our_side.batches("ppo.py", work, Path(job["sft_data"]), 16, 3, ["query_token"])
     generator = torch.Generator().manual_seed(9)
     last = RESPONSE_LENGTH - 1
     ends = [[0], [0, 5], [1], [7], [7, 15], [last - 1], [last], [last], [12], [3, last], [20], [16]]
@@ -420,7 +420,7 @@ def ppo_run(args: Args, job: dict, mini_batches: int) -> dict:
             responses[row, places] = tokenizer.eos_token_id
         run["queries"].append(batch["query_token"])
         run["responses"].append(responses)
-        run["permutations"] += parity_ours.ppo_permutations(work, 16, update, 4)
+        run["permutations"] += our_side.ppo_permutations(work, 16, update, 4)
     return run
 
 
@@ -450,7 +450,7 @@ def ensembles(args: Args) -> list[Row]:
     wanted = [(names, best), (["unbiased_sampler"], best), (names, in_ppo)]
     for file, (functions, namespace) in zip(ENSEMBLE_HASHES, wanted, strict=True):
         module = ast.parse(Path(args.ensemble_authors, file).read_text())
-        parity_theirs.definitions(module, file, functions, namespace)
+        their_side.definitions(module, file, functions, namespace)
     generator = torch.Generator().manual_seed(5)
     scores = torch.randn(5, 200, generator=generator, dtype=torch.float64)
     gold = torch.randn(200, generator=generator, dtype=torch.float64)
@@ -468,7 +468,7 @@ def ensembles(args: Args) -> list[Row]:
     runs = [{key: torch.tensor([float(x) for x in value], dtype=torch.float64) for key, value in found.items()}]
 
     def again(patches):
-        return parity_ours.ensembles(Path(args.work), patches, scores, gold, numbers)
+        return our_side.ensembles(Path(args.work), patches, scores, gold, numbers)
 
     rows = compare("ensembles", again(()), runs)
     explain(rows, "ensembles", again, runs, "ensembles/ppo.py")
@@ -488,9 +488,9 @@ def findings(args: Args, job: dict) -> list[str]:
         "| launch | devices x micro-batch x accumulation | cosine, policy | value model | mean off ratio 1 | largest |",
         "|---|---|---|---|---|---|",
     ]
-    for size, (devices, micro, accumulation, _) in parity_ours.LAUNCHES.items():
-        policy, value = parity_ours.per_device_gradients(Path(args.work), job, size)
-        ratio = parity_ours.bfloat16_ratios(Path(args.work), job, size)
+    for size, (devices, micro, accumulation, _) in our_side.LAUNCHES.items():
+        policy, value = our_side.per_device_gradients(Path(args.work), job, size)
+        ratio = our_side.bfloat16_ratios(Path(args.work), job, size)
         numbers = f"{policy:.4f} | {value:.4f} | {ratio['mean']:.1e} | {ratio['largest']:.1e}"
         lines.append(f"| {size} | {devices} x {micro} x {accumulation} | {numbers} |")
         console.print(lines[-1])

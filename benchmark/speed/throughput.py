@@ -1,7 +1,7 @@
 """Items per second of a stage script, and of TRL's trainer on the same rows: real lengths, a random model.
 
-    python benchmark/throughput.py --stage sft                       # ours alone
-    bash benchmark/peers.sh && python benchmark/throughput.py --stage ppo --peer trl
+    python benchmark/speed/throughput.py --stage sft                       # ours alone
+    bash benchmark/speed/peers.sh && python benchmark/speed/throughput.py --stage ppo --peer trl
 
 The rows have the lengths of the posts and comparisons in --raw (where there are none: of generated ones, stretched);
 the words are numbers and the model is random, of Pythia's shape: what it has learnt does not change its speed. On a CPU
@@ -48,7 +48,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 SHAPES = {"cpu": (256, 16, 8, 6_100), "cuda": (2_048, 16, 8, 50_304)}  # width, layers, heads, words with [PAD]
 ITEMS = {"sft": "rows", "reward": "pairs", "dpo": "pairs", "ppo": "episodes"}
@@ -82,7 +82,7 @@ class Args:
     scaling: bool = False
     """instead: ours alone at several batch sizes and lengths of the run"""
     peers: str = ".peers"
-    """folder of the peers' environments, made by benchmark/peers.sh"""
+    """folder of the peers' environments, made by benchmark/speed/peers.sh"""
     work: str = "data/throughput"
     """folder for data and models, made where it is missing"""
     output_dir: str = "benchmark/results"
@@ -186,36 +186,23 @@ def call(script: str, *flags):
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 
-def run(command: list, log: Path) -> float:
-    """A command to its end, its output in a file; returns its peak memory in GiB (that of the GPU under peak.py)."""
-    with log.open("w") as output:
-        child = subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-    _, status, usage = os.wait4(child.pid, 0)
-    said = log.read_text()
-    if status:
-        raise SystemExit(f"error: {shlex.join(map(str, command))}\n{said[-3000:]}")
-    on_gpu = re.search(r"peak of the GPU's memory: (.*) GiB", said)  # of benchmark/peak.py
-    return float(on_gpu[1]) if on_gpu else usage.ru_maxrss / 2**20
+# runs a script as if alone and ends with a line that says the most memory it had on the GPU
+WITH_PEAK = """
+import runpy, sys, torch
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+print(f"peak of the GPU's memory: {torch.cuda.max_memory_allocated() / 2**30:.3f} GiB", flush=True)
+"""
 
 
-def ours(args: Args, work: Path, *flags) -> dict:
-    """Seconds per counted update, peak GiB, the last update's loss and, of ppo, seconds of its phases, of one run of
-    the stage script with further flags."""
-    folder = work / "runs" / args.stage
-    shutil.rmtree(folder, ignore_errors=True)
-    command = [
-        sys.executable,
-        *["benchmark/peak.py"] * (args.device == "cuda"),
-        f"{args.stage}.py",
-        "--model",
-        work / "model",
-        "--output-dir",
-        folder,
-    ]
-    if args.stage != "dpo":
-        command += ["--dataset", work / ("few" if args.stage == "reward" else "sft")]
+def stage_command(args: Args, work: Path) -> list[str]:
+    """The stage script on the rows and models in `work`; on a GPU it ends with its peak memory there."""
+    command = [sys.executable, *["-c", WITH_PEAK] * (args.device == "cuda"), f"{args.stage}.py"]
+    command += ["--model", work / "model", "--output-dir", work / "runs" / args.stage]
     command += ["--batch-size", args.batch_size, "--micro-batch-size", args.micro_batch_size]
     command += ["--total-episodes", args.batch_size * args.updates]
+    if args.stage != "dpo":
+        command += ["--dataset", work / ("few" if args.stage == "reward" else "sft")]
     if args.stage != "sft":
         command += ["--sft-model-path", work / "model"]
     if args.stage in ("reward", "dpo"):
@@ -223,8 +210,33 @@ def ours(args: Args, work: Path, *flags) -> dict:
     if args.stage == "ppo":
         command += ["--reward-model-path", work / "reward", "--forward-batch-size", args.forward_batch_size]
         command += ["--eval-rows", 8]
+    return [str(word) for word in command]
+
+
+def peak_memory(command: list, said: str, usage) -> float:
+    """GiB of a command that has ended: of the GPU under WITH_PEAK (nan if it died before), else its process's."""
+    on_gpu = re.search(r"peak of the GPU's memory: (.*) GiB", said)
+    return float(on_gpu[1] if on_gpu else "nan") if WITH_PEAK in command else usage.ru_maxrss / 2**20
+
+
+def run(command: list, log: Path) -> float:
+    """A command to its end, its output in a file; returns its peak memory in GiB."""
+    with log.open("w") as output:
+        child = subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    _, status, usage = os.wait4(child.pid, 0)
+    said = log.read_text()
+    if status:
+        raise SystemExit(f"error: {shlex.join(map(str, command))}\n{said[-3000:]}")
+    return peak_memory(command, said, usage)
+
+
+def ours(args: Args, work: Path, *flags) -> dict:
+    """Seconds per counted update, peak GiB, the last update's loss and, of ppo, seconds of its phases, of one run of
+    the stage script with further flags."""
+    folder = work / "runs" / args.stage
+    shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    peak = run([*command, *flags], folder.with_suffix(".log"))
+    peak = run([*stage_command(args, work), *flags], folder.with_suffix(".log"))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines = {line["update"]: line for line in lines}
     counted = [lines[update] for update in range(args.warmup + 1, args.updates + 1)]
@@ -245,14 +257,14 @@ def peer(args: Args, work: Path, *flags, **others) -> dict:
     version = "1.11.0" if args.stage == "ppo" else "1.16.0"
     python = Path(args.peers, f"trl-{version}", "bin", "python")
     if not (ROOT / python).exists():
-        raise SystemExit(f"error: {python} is missing; bash benchmark/peers.sh makes it")
+        raise SystemExit(f"error: {python} is missing; bash benchmark/speed/peers.sh makes it")
     out = work / "runs" / f"{args.stage}_trl.json"
     settings = {"stage": args.stage, "work": str(work), "batch": args.batch_size, "micro": args.micro_batch_size}
     settings |= {"forward": args.forward_batch_size, "updates": args.updates, "device": args.device, "flags": flags}
     settings |= {"output": str(out), "reward": str(work / "reward"), "learning_rate": 3e-6} | others
     settings["rows"] = rows(args, work).tolist()
     (work / "runs" / "peer.json").write_text(json.dumps(settings))
-    peak = run([python, "benchmark/trl_peer.py", work / "runs" / "peer.json"], out.with_suffix(".log"))
+    peak = run([python, ROOT / "benchmark/speed/trl_peer.py", work / "runs" / "peer.json"], out.with_suffix(".log"))
     found = json.loads(out.read_text())
     seconds = (found["ends"][args.updates] - found["ends"][args.warmup]) / (args.updates - args.warmup)
     found["loss"] = found["losses"][args.updates - 1]
@@ -347,7 +359,7 @@ def machine(device: str) -> str:
 
 
 def provenance(args: Args) -> dict[str, str]:
-    command = shlex.join(["python", "benchmark/throughput.py", *sys.argv[1:]])
+    command = shlex.join(["python", "benchmark/speed/throughput.py", *sys.argv[1:]])
     return {"command": f"`{command}`", "machine": machine(args.device)}
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Environments of the peers of benchmark/throughput.py, apart from ours:  bash benchmark/peers.sh [folder, default .peers]
+# Environments of the peers of benchmark/speed/throughput.py, apart from ours:  bash benchmark/speed/peers.sh [folder, default .peers]
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 folder=${1:-.peers}
 for version in 1.16.0 1.11.0; do # 1.11.0 is the last with PPO

@@ -1,4 +1,4 @@
-"""One run of TRL's trainer for benchmark/throughput.py, in an environment that has TRL:  trl_peer.py SETTINGS.json
+"""One run of TRL's trainer for throughput.py, in an environment that has TRL:  trl_peer.py SETTINGS.json
 
 Settings that are not TRL's defaults are those of the work (batch, no clipping, the paper's PPO numbers) and those that
 make it fastest on these rows: no gradient checkpointing, rows of similar length together, no evaluation, no reports.

@@ -1,4 +1,4 @@
-"""The parts of benchmark/gpu.sh, one at a time: `python benchmark/gpu.py PART --output-dir FOLDER`.
+"""The parts of benchmark/speed/gpu.sh, one at a time: `python benchmark/speed/gpu.py PART --output-dir FOLDER`.
 
     data                    rows of about real length and models with random weights, in data/gpu
     device                  versions; rate of a matrix product and of copying memory -> device.csv
@@ -7,7 +7,7 @@
     decoding                one token for 32 to 512 rows, as Python launches it and as a captured CUDA graph
                             -> decoding.csv
     ppo, sft, reward, dpo   the stage scripts: speed, share of the matrix product's rate, memory -> stages.csv
-    trl                     TRL's trainers on the same rows, where benchmark/peers.sh has put them -> trl.csv
+    trl                     TRL's trainers on the same rows, where benchmark/speed/peers.sh has put them -> trl.csv
     page                    all of it as Markdown, beside what the arithmetic asks for -> page.md
 
 Needs no Hub. Every part but `page` ends with writing the page. A part fails, with exit code 1 and a line on the page,
@@ -20,7 +20,6 @@ import json
 import math
 import os
 import platform
-import re
 import shlex
 import shutil
 import signal
@@ -34,7 +33,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # ppo.py
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # ppo.py
 import throughput
 import torch
 import transformers
@@ -44,7 +43,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import ppo
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TINY = (64, 2, 4, 600)  # width, layers, heads, words
 QUERY, RESPONSE = 512, 53  # columns that decoding takes
 # batch and micro-batch of a stage, at 1b on 80 GB and tiny
@@ -380,27 +379,9 @@ def captured(model, tokenizer, queries, keys, cache, expected) -> tuple[float, f
 # ---- stages ---------------------------------------------------------------------------------------------------------
 
 
-def stage_command(args: Args, asked: throughput.Args, work: Path) -> list[str]:
-    """The stage script on the rows and models in `work`, as throughput.py runs it."""
-    name = asked.stage
-    command = [sys.executable, *["benchmark/peak.py"] * (args.device == "cuda"), f"{name}.py"]
-    command += ["--model", work / "model", "--output-dir", work / "runs" / name, "--batch-size", asked.batch_size]
-    command += ["--micro-batch-size", asked.micro_batch_size, "--total-episodes", asked.batch_size * asked.updates]
-    if name != "sft":
-        command += ["--sft-model-path", work / "model"]
-    if name != "dpo":
-        command += ["--dataset", work / ("few" if name == "reward" else "sft")]
-    if name in ("reward", "dpo"):
-        command += ["--preference-dataset", work / "preference"]
-    if name == "ppo":
-        command += ["--reward-model-path", work / "reward", "--forward-batch-size", asked.forward_batch_size]
-        command += ["--sample-batch-size", 256, "--eval-rows", 8]
-    return [str(word) for word in command]
-
-
-def run_until(command: list[str], log: Path, seconds: float) -> tuple[int | None, str]:
+def run_until(command: list[str], log: Path, seconds: float) -> tuple[int | None, float]:
     """Run a command, its output in a file. Returns its exit code, None if it was cut off after so many seconds, and its
-    peak memory in GiB: of the GPU under benchmark/peak.py, which says it at the end."""
+    peak memory in GiB."""
     start = time.monotonic()
     with log.open("w") as output:
         child = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
@@ -411,10 +392,7 @@ def run_until(command: list[str], log: Path, seconds: float) -> tuple[int | None
     code = os.waitstatus_to_exitcode(status)
     if code == -signal.SIGKILL and time.monotonic() - start >= seconds:
         code = None
-    if "benchmark/peak.py" not in command:
-        return code, f"{usage.ru_maxrss / 2**20:.2f}"
-    on_gpu = re.search(r"peak of the GPU's memory: (.*) GiB", log.read_text())
-    return code, f"{float(on_gpu[1]):.2f}" if on_gpu else ""
+    return code, throughput.peak_memory(command, log.read_text(), usage)
 
 
 def timings(lines: list[dict], warmup: int) -> dict[str, float]:
@@ -438,7 +416,8 @@ def stage(args: Args, name: str):
     folder = work / "runs" / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    code, peak = run_until(stage_command(args, asked, work), folder.with_suffix(".log"), args.limit - SPARE)
+    command = throughput.stage_command(asked, work) + ["--sample-batch-size", "256"] * (name == "ppo")
+    code, peak = run_until(command, folder.with_suffix(".log"), args.limit - SPARE)
     lines = metrics_of(folder)
     check_metrics(args, name, lines)
     done = sum(line["update"] > 0 for line in lines)
@@ -460,7 +439,7 @@ def stage(args: Args, name: str):
     row |= {"items/s": f"{asked.batch_size / seconds:.2f}"}
     row |= {"tokens/s": f"{asked.batch_size * tokens / seconds:.0f}", "PFLOP of training": f"{flop / 1e15:.3g}"}
     row["share of a matrix product in training"] = f"{flop / found.get('update', seconds) / rate:.2f}"
-    row |= {"peak GiB": peak}
+    row |= {"peak GiB": f"{peak:.2f}"}
     row["phases, s"] = ", ".join(f"{x} {found[x]:.2f}" for x in throughput.PHASES if x in found)
     row["asked"] = ""
     if name == "ppo":
@@ -516,7 +495,7 @@ def page(args: Args):
         "trl": "TRL on the same rows",
     }
     flags = ["--device", args.device] * (args.device != "cuda") + ["--tiny"] * args.tiny
-    text = f"# One GPU, everything\n\n`{shlex.join(['bash', 'benchmark/gpu.sh', *flags, 'FOLDER'])}`\n"
+    text = f"# One GPU, everything\n\n`{shlex.join(['bash', 'benchmark/speed/gpu.sh', *flags, 'FOLDER'])}`\n"
     if args.tiny:
         text += (
             "\nA tiny model: its speed says nothing, and what is asked for is asked of Pythia 1B's shape on an H100.\n"

@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState
 from datasets import load_from_disk
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FUNCTIONS = {
     "samples responses": "generate",
     "log-probabilities and values": "forward_passes",
@@ -113,7 +113,7 @@ def load(script: str, folder: Path, patches=()):
     text = (ROOT / script).read_text()
     for old, new in patches:
         if text.count(old) != 1:
-            raise SystemExit(f"error: {script} does not hold this text once, which parity_ours.py replaces: {old}")
+            raise SystemExit(f"error: {script} does not hold this text once, which ours.py replaces: {old}")
         text = text.replace(old, new)
     path = folder / "scripts" / f"{Path(script).stem}_{abs(hash(text)):x}.py"
     path.parent.mkdir(parents=True, exist_ok=True)

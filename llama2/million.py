@@ -1,6 +1,6 @@
 """Speed and memory of llama2/preference_dataset.py on generated dialogues.
 
-    python benchmark/llama2_million.py --rows 1000000 --base data/alpaca/base
+    python llama2/million.py --rows 1000000 --base data/alpaca/base
 
 Writes --rows made-up pairs (1 to 4 turns of random words, four grades) as JSON Lines in a temporary folder beside
 --folder, prepares them, and prints rows per second of wall time, and the peak memory of the process: all of it, and the
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import tyro
 
-SCRIPT = Path(__file__).resolve().parents[1] / "llama2" / "preference_dataset.py"
+SCRIPT = Path(__file__).resolve().parent / "preference_dataset.py"
 GRADES = ("significantly", "better", "slightly", "negligibly")
 
 

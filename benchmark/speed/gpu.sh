@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Everything that one GPU has to show, in one call of at most nine minutes:
 #
-#   bash benchmark/gpu.sh FOLDER                          # Pythia 1B's shape with random weights, bfloat16
-#   bash benchmark/gpu.sh --device cpu --tiny FOLDER      # the same parts on a CPU, in two and a half minutes
+#   bash benchmark/speed/gpu.sh FOLDER                          # Pythia 1B's shape with random weights, bfloat16
+#   bash benchmark/speed/gpu.sh --device cpu --tiny FOLDER      # the same parts on a CPU, in two and a half minutes
 #
 # Each part has a time limit of its own, and what it does not use is the next one's; on a CPU the limits are ten times as
 # long. FOLDER/page.md is written anew after each part.
 # PYTHON in the environment is the interpreter (default: python3). Packages that are missing are taken from the folder
 # wheels/, where there is one. Data and models are made in data/gpu.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 flags=() folder="" device=cuda
 while (($#)); do
@@ -20,7 +20,7 @@ while (($#)); do
     esac
 done
 if [[ -z $folder || ! $device =~ ^(cpu|cuda)$ ]]; then
-    echo "error: usage: bash benchmark/gpu.sh [--device cpu|cuda] [--tiny] FOLDER" >&2
+    echo "error: usage: bash benchmark/speed/gpu.sh [--device cpu|cuda] [--tiny] FOLDER" >&2
     exit 1
 fi
 mkdir -p "$folder"
@@ -38,7 +38,7 @@ part() { # a part, and its seconds on a GPU
     ((limit > 0)) || limit=1
     echo "== $1 (at most $limit s, $SECONDS s gone)"
     local asked=("$1" --device "$device" --limit "$limit" --output-dir "$folder" ${flags[@]+"${flags[@]}"})
-    timeout --kill-after=5 "$limit" "$python" benchmark/gpu.py "${asked[@]}"
+    timeout --kill-after=5 "$limit" "$python" benchmark/speed/gpu.py "${asked[@]}"
     local code=$?
     if ((code)); then
         failed=1
