@@ -16,10 +16,10 @@ STAGES += [f"variants/{name}.py" for name in ("rloo", "grpo", "online_dpo", "ppo
 OURS = [
     *STAGES,
     "tldr_dataset.py",
-    *(f"benchmark/{name}.py" for name in ("best_of_n_speed", "convert_released", "curves", "llama2_million", "plan")),
-    *(f"benchmark/{name}.py" for name in ("pretrained", "push", "smollm2", "study_runs", "throughput", "trl_peer")),
+    *(f"benchmark/{name}.py" for name in ("convert_released", "curves", "llama2_million", "plan")),
+    *(f"benchmark/{name}.py" for name in ("pretrained", "push", "smollm2", "throughput", "trl_peer")),
     *(f"ensembles/{name}.py" for name in ("alpaca_dataset", "average", "best_of_n", "figures", "gold_label", "study")),
-    *(f"eval/{name}.py" for name in ("figures", "judge", "rm_report", "samples", "visualize_tokens")),
+    *(f"eval/{name}.py" for name in ("figures", "judge", "rm_report", "samples", "study_runs", "visualize_tokens")),
     *(f"llama2/{name}.py" for name in ("margins", "preference_dataset")),
     *(f"quickstart/{name}.py" for name in ("nano", "posts", "pretrain", "report", "scaling", "truth")),
 ]

@@ -1,4 +1,4 @@
-"""benchmark/study_runs.py: jobs side by side, what failed, what a signal ends."""
+"""eval/study_runs.py: jobs side by side, what failed, what a signal ends."""
 
 import itertools
 import shlex
@@ -95,7 +95,7 @@ def test_a_failing_job_stops_no_other(tmp_path):
 STUDY = f"""
 import sys
 from pathlib import Path
-sys.path.append("{REPOSITORY}/benchmark")
+sys.path.append("{REPOSITORY}/eval")
 import study_runs
 script = "sleep 300 & echo $! >>children; wait"
 jobs = [study_runs.Job(name, ["bash", "-c", script], Path(name + ".log"), None) for name in "abc"]

@@ -4,7 +4,7 @@ A job whose file is there is finished and is not started again, so that the same
 run side by side, each with its share of the cores and a log of its own. A job that fails stops no other. A study is a
 script that lists its jobs, runs what is left and makes its tables:
 
-    sys.path.append(str(ROOT / "benchmark"))
+    sys.path.append(str(ROOT / "eval"))
     import study_runs
 """
 
