@@ -191,7 +191,7 @@ def by_seed(runs: list[Run], quantity) -> dict[int, float]:
     return {seed: mean(quantity(x) for x in runs if x.seed == seed) for seed in sorted({run.seed for run in runs})}
 
 
-def interval(values: list[float]) -> tuple[float, float, float]:
+def t_interval(values: list[float]) -> tuple[float, float, float]:
     """Mean and ends of its 95 % t interval; without ends (nan) for one value."""
     middle = mean(values)
     if len(values) == 1:
@@ -239,7 +239,7 @@ def line_of(runs: list[Run], of=gold_by_step, label: str = "", dashed: bool = Fa
     if runs[0].procedure == "BoN":  # n says the KL
         kl = dict(zip(runs[0].step, runs[0].kl, strict=True))
         x = [kl[n] for n in x]
-    end = interval(list(by_seed(runs, lambda run: list(of(run).values())[-1]).values()))
+    end = t_interval(list(by_seed(runs, lambda run: list(of(run).values())[-1]).values()))
     return Line(method, label or NAMES[method], x, y, end, dashed)
 
 
@@ -272,7 +272,7 @@ def figures(runs: list[Run]) -> dict[str, tuple[str, str, str, list[Line]]]:
     return found
 
 
-def draw(title: str, xlabel: str, ylabel: str, lines: list[Line]) -> Figure:
+def draw_lines(title: str, xlabel: str, ylabel: str, lines: list[Line]) -> Figure:
     """One axis: the lines, and to the right of their ends, side by side, the intervals of their last values."""
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     axis = figure.subplots()
@@ -296,7 +296,7 @@ def draw(title: str, xlabel: str, ylabel: str, lines: list[Line]) -> Figure:
 # ---- table -----------------------------------------------------------------------------------------------------------
 
 
-def number(value: float) -> str:
+def decimals(value: float) -> str:
     """Three decimals, with a minus sign."""
     return f"{value:.3f}".replace("-", "−")
 
@@ -305,25 +305,25 @@ def difference_text(values: list[float]) -> str:
     """Mean and interval of paired differences, bold where the interval excludes 0; empty without a pair."""
     if not values:
         return ""
-    middle, low, high = interval(values)
+    middle, low, high = t_interval(values)
     if len(values) == 1:
-        return number(middle)
-    text = f"{number(middle)} ({number(low)} to {number(high)})"
+        return decimals(middle)
+    text = f"{decimals(middle)} ({decimals(low)} to {decimals(high)})"
     return f"**{text}**" if low > 0 or high < 0 else text
 
 
-def table(runs: list[Run]) -> str:
+def methods_table(runs: list[Run]) -> str:
     """Markdown: of each method final and best gold, and their paired differences to a single reward model."""
     lines = ["| runs | method | final gold | to single | best gold | to single |", "|" + "---|" * 6]
     for procedure, kl in sorted({(run.procedure, run.kl_coef) for run in runs}):
         group = pick(runs, procedure=procedure, kl_coef=kl)
-        name = f"PPO, KL penalty {kl:g}" if procedure == "PPO" else f"best of {group[0].step[-1]:,}"
+        name = f"PPO, KL {kl:g}" if procedure == "PPO" else f"best of {group[0].step[-1]:,}"
         single = pick(group, method="single")
         for method in METHODS:
             if mine := pick(group, method=method):
                 cells = [name, NAMES[method]]
                 for quantity in (final, best):
-                    cells.append(number(mean(by_seed(mine, quantity).values())))
+                    cells.append(decimals(mean(by_seed(mine, quantity).values())))
                     cells.append("" if method == "single" else difference_text(differences(mine, single, quantity)))
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -332,14 +332,14 @@ def table(runs: list[Run]) -> str:
 def main(args: Args):
     runs = read_runs(args.runs)
     folder = Path(args.output_dir)
-    text = table(runs)
+    text = methods_table(runs)
     with or_fail(f"--output-dir {folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "runs.jsonl").write_text("".join(json.dumps(run._asdict()) + "\n" for run in runs))
         (folder / "table.md").write_text(text)
         for name, figure in figures(runs).items():
             if figure[-1]:
-                draw(*figure).savefig(folder / f"{name}.png", dpi=100)
+                draw_lines(*figure).savefig(folder / f"{name}.png", dpi=100)
             else:
                 print(f"{name}: no runs for it")
     print(text)

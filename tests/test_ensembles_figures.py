@@ -130,11 +130,11 @@ def test_a_folder_without_runs_is_named(tmp_path):
 def test_the_interval_against_a_printed_table_of_t(df, quantile):
     values = [0.0] * df + [1.0]  # n = df + 1 values with mean 1 / n and sample standard deviation n ** -0.5
     center, half = 1 / (df + 1), quantile / (df + 1)
-    assert figures.interval(values) == pytest.approx((center, center - half, center + half), abs=1e-4)
+    assert figures.t_interval(values) == pytest.approx((center, center - half, center + half), abs=1e-4)
 
 
 def test_one_replicate_has_no_interval():
-    middle, low, high = figures.interval([2.0])
+    middle, low, high = figures.t_interval([2.0])
     assert middle == 2 and math.isnan(low) and math.isnan(high)
 
 
@@ -178,7 +178,7 @@ def test_which_runs_each_figure_has():
 def test_the_figure_shows_lines_and_their_intervals():
     lines = [figures.Line("single", "one", [0, 5], [1, 2], (2, 1.5, 2.5))]
     lines += [figures.Line("wco", "two", [0, 5], [1, 4], (4, 3, 5), dashed=True)]
-    (axis,) = figures.draw("t", "x", "y", lines).axes
+    (axis,) = figures.draw_lines("t", "x", "y", lines).axes
     curves = [line for line in axis.lines if line.get_label() in ("one", "two")]
     assert [(list(x.get_xdata()), list(x.get_ydata()), x.get_linestyle()) for x in curves] == [
         ([0, 5], [1, 2], "-"), ([0, 5], [1, 4], "--"),
@@ -196,10 +196,10 @@ def test_the_table():
     runs += [a_run("wco", 1, 3, x, seed=i) for i, x in ((1, 1.04), (2, 1.08), (3, 1.12))]
     runs += [a_run("mean", 0, 4, seed=1, procedure="BoN", steps=(1, 1024))]
     # differences -0.96, -0.92, -0.88: standard deviation 0.04, 4.3027 x 0.04 / sqrt(3) = 0.0994
-    assert figures.table(runs).splitlines()[2:] == [
+    assert figures.methods_table(runs).splitlines()[2:] == [
         "| best of 1,024 | mean | 4.000 |  | 4.000 |  |",
-        "| PPO, KL penalty 0 | single | 2.000 |  | 3.000 |  |",
-        "| PPO, KL penalty 0 | WCO | 1.080 | **−0.920 (−1.019 to −0.821)** | 3.000 | 0.000 (0.000 to 0.000) |",
+        "| PPO, KL 0 | single | 2.000 |  | 3.000 |  |",
+        "| PPO, KL 0 | WCO | 1.080 | **−0.920 (−1.019 to −0.821)** | 3.000 | 0.000 (0.000 to 0.000) |",
     ]
 
 
@@ -217,4 +217,4 @@ def test_the_command_draws_the_same_from_what_it_wrote(tmp_path, monkeypatch):
 
 def test_the_readme_shows_the_table_of_the_committed_runs():
     runs = figures.read_runs((str(REPOSITORY / "ensembles/results/runs.jsonl"),))
-    assert figures.table(runs) in (REPOSITORY / "ensembles/README.md").read_text()
+    assert figures.methods_table(runs) in (REPOSITORY / "ensembles/README.md").read_text()
