@@ -5,9 +5,6 @@ import math
 import os
 import random
 import shutil
-import signal
-import time
-from collections import Counter
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
@@ -34,9 +31,8 @@ GOLD = f"{Path(truth.__file__)}:score"
 
 @pytest.fixture(scope="module")
 def made(world, tmp_path_factory) -> SimpleNamespace:
-    """A GPT-2 (absolute positions: a cached prompt must not shift them) that ends some of its responses early, with ids
-    beyond the tokenizer that would win if they were let; three reward models, the first a GPT-2, too, and one of
-    another tokenizer; .policy, .rewards, .other, .tokenizer, .data (the validation split) and .args."""
+    """A GPT-2 (absolute positions: a cached prompt must not shift them) that ends some responses early, with likely ids
+    beyond the tokenizer; three reward models, the first a GPT-2, and one of another tokenizer."""
     root = tmp_path_factory.mktemp("best_of_n")
     tokenizer = reward.load_tokenizer(str(world.tokenizer))
     data = load_from_disk(str(world.dataset))["validation"].with_format("torch")
@@ -67,14 +63,8 @@ def made(world, tmp_path_factory) -> SimpleNamespace:
     args = {"policy": str(root / "policy"), "reward_model_paths": rewards, "gold": GOLD, "prompts": PROMPTS}
     args |= {"dataset": str(world.dataset), "samples": N, "response_length": R, "micro_batch_size": 5, "top_p": 0.8}
     args |= {"standardise_posts": 5}
-    return SimpleNamespace(
-        policy=str(root / "policy"),
-        rewards=rewards,
-        other=str(root / "other"),
-        tokenizer=tokenizer,
-        data=data,
-        args=args,
-    )
+    paths = {"policy": str(root / "policy"), "rewards": rewards, "other": str(root / "other")}
+    return SimpleNamespace(**paths, tokenizer=tokenizer, data=data, args=args)
 
 
 @pytest.fixture(scope="module")
@@ -164,19 +154,18 @@ SCORES = [  # three prompts, five samples, three members; of the first prompt tw
     [[1, 0, 0], [0, 1, 0], [0, 0, 1], [4, 4, -3], [2, 2, 8]],
 ]
 GOLDS = [[5, 1, 3, -2, 0], [1, 4, -3, 2, 2], [0, 1, 2, -1, 7]]
-LENGTHS, ENDED = (
-    [[2, 3, 3, 4, 8], [1, 1, 1, 1, 1], [9, 9, 9, 9, 4]],
-    [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]],
-)
 
 
-def write_shards(folder: Path, settings: dict) -> Path:
+def write_shards(folder: Path, scales: dict, all_scores=SCORES) -> Path:
+    """What the sampling of three prompts leaves, with these means and standard deviations of the proxies."""
     folder.mkdir(parents=True)
-    for i, columns in enumerate(zip(SCORES, GOLDS, LENGTHS, ENDED, strict=True)):
-        scores, gold, lengths, ended = map(numpy.array, columns)
-        arrays = {"scores": scores.astype("float32"), "gold": gold.astype("float32"), "lengths": lengths}
-        numpy.savez(folder / f"samples_{i:06d}.npz", **arrays, has_eos=ended.astype(bool))
-    (folder / "args.json").write_text(json.dumps({"samples": 5, "prompts": 3, "seed": 1, "gold": "G"} | settings))
+    for i, (scores, gold) in enumerate(zip(all_scores, GOLDS, strict=True)):
+        arrays = {"scores": numpy.array(scores, "float32"), "gold": numpy.array(gold, "float32")}
+        arrays |= {"lengths": numpy.arange(5), "has_eos": numpy.arange(5) > 0}
+        numpy.savez(folder / f"samples_{i:06d}.npz", **arrays)
+    settings = {"samples": 5, "prompts": 3, "seed": 1, "gold": "G", "reward_model_paths": list(scales)}
+    (folder / "args.json").write_text(json.dumps(settings))
+    (folder / "scales.json").write_text(json.dumps({x: {"mean": m, "sd": d} for x, (m, d) in scales.items()}))
     return folder
 
 
@@ -190,9 +179,7 @@ def objective_by_hand(name: str, uwo_lambda, scores: list) -> Fraction:
 
 @pytest.mark.parametrize("block", [10_000, 5], ids=["one block", "a block a prompt"])
 def test_the_tables_of_a_hand_made_case(tmp_path, monkeypatch, capsys, block):
-    paths = ["A", "B", "C"]
-    folder = write_shards(tmp_path / "x", {"reward_model_paths": paths})
-    (folder / "scales.json").write_text(json.dumps({path: {"mean": 0.0, "sd": 1.0} for path in paths}))
+    folder = write_shards(tmp_path / "x", dict.fromkeys("ABC", (0.0, 1.0)))
     monkeypatch.setattr(best_of_n, "BLOCK", block)
     best_of_n.main(best_of_n.Args(output_dir=str(folder), estimate=True, uwo_lambda=0.25))
     table = pandas.read_csv(folder / "best_of_n.csv")
@@ -222,22 +209,18 @@ def test_the_tables_of_a_hand_made_case(tmp_path, monkeypatch, capsys, block):
             single = sum(sum(found[method, n][column]) / 3 for method in methods[:3]) / 3
             assert rows["single", n][column] == pytest.approx(float(single), abs=1e-12)
     text = (folder / "best_of_n.md").read_text()
-    assert text in capsys.readouterr().out
+    assert text in capsys.readouterr().out and "3 of 3 prompts" in text and "2.0 tokens" in text and "80.0%" in text
     best = rows["mean", 5]
     assert f"| mean | {best['gold']:.4g} | {best['gold_low']:.4g} to {best['gold_high']:.4g} |" in text
-    for number in ("3 of 3 prompts", "4.3 tokens", "66.7% of the responses"):
-        assert number in text
 
 
 def test_standardised_tables_are_those_of_standardised_scores(tmp_path):
-    scales, paths = {"A": (1.0, 2.0), "B": (0.5, 4.0), "C": (-1.0, 0.5)}, {"reward_model_paths": ["A", "B", "C"]}
-    raw, other = write_shards(tmp_path / "raw", paths), write_shards(tmp_path / "other", paths)
-    (raw / "scales.json").write_text(json.dumps({x: {"mean": m, "sd": d} for x, (m, d) in scales.items()}))
-    (other / "scales.json").write_text(json.dumps({x: {"mean": 0.0, "sd": 1.0} for x in scales}))
-    for i, rows in enumerate(SCORES):
-        file = other / f"samples_{i:06d}.npz"
-        scores = [[(x - m) / d for x, (m, d) in zip(row, scales.values(), strict=True)] for row in rows]
-        numpy.savez(file, **dict(numpy.load(file)) | {"scores": numpy.array(scores, "float32")})
+    scales = {"A": (1.0, 2.0), "B": (0.5, 4.0), "C": (-1.0, 0.5)}
+    standard = [
+        [[(x - m) / d for x, (m, d) in zip(row, scales.values(), strict=True)] for row in rows] for rows in SCORES
+    ]
+    raw = write_shards(tmp_path / "raw", scales)
+    other = write_shards(tmp_path / "other", dict.fromkeys("ABC", (0.0, 1.0)), standard)
     for folder in (raw, other):
         best_of_n.main(best_of_n.Args(str(folder), estimate=True))
     found = [pandas.read_csv(folder / "best_of_n.csv") for folder in (raw, other)]
@@ -305,19 +288,13 @@ def test_samples_are_those_of_full_forward_passes(made, temperature, top_p):
 @torch.no_grad()
 def test_the_shards_hold_what_single_rows_score(made, written):
     eos_id, pad_id = made.tokenizer.eos_token_id, made.tokenizer.pad_token_id
-    models, ended, found = (
-        [ppo.load_reward_model(path, made.tokenizer).eval() for path in made.rewards],
-        [],
-        shards(written),
-    )
+    models = [ppo.load_reward_model(path, made.tokenizer).eval() for path in made.rewards]
+    ended, found = [], shards(written)
     assert len(found) == PROMPTS
     for i, shard in enumerate(found):
-        assert {key: (x.dtype.kind + str(x.dtype.itemsize), x.shape) for key, x in shard.items()} == {
-            "scores": ("f4", (N, 3)),
-            "gold": ("f4", (N,)),
-            "lengths": ("i4", (N,)),
-            "has_eos": ("b1", (N,)),
-        }
+        assert {key: x.shape for key, x in shard.items()} == {
+            "scores": (N, 3), "gold": (N,), "lengths": (N,), "has_eos": (N,)
+        }  # fmt: skip
         for j, response in enumerate(drawn(made, i, N)):
             response = response[: int((response != pad_id).sum())]
             row = torch.cat([query_of(made, i), response])[None]
@@ -332,17 +309,11 @@ def test_the_shards_hold_what_single_rows_score(made, written):
 
 
 def test_a_reward_model_as_gold_and_a_warning_where_it_is_a_proxy(made, tmp_path, capsys):
-    best_of_n.main(
-        best_of_n.Args(**made.args | {"gold": made.rewards[1], "output_dir": str(tmp_path / "x"), "prompts": 2})
-    )
+    changes = {"gold": made.rewards[1], "output_dir": str(tmp_path / "x"), "prompts": 1}
+    best_of_n.main(best_of_n.Args(**made.args | changes))
     assert f"warning: --gold {made.rewards[1]} is one of the proxies" in capsys.readouterr().out
-    for shard in shards(tmp_path / "x"):
-        assert (shard["gold"] == shard["scores"][:, 1]).all()
-    two = {"gold": made.rewards[1], "reward_model_paths": [made.rewards[0], made.rewards[2]], "prompts": 1}
-    best_of_n.main(best_of_n.Args(**made.args | two | {"output_dir": str(tmp_path / "y")}))
-    assert "warning" not in capsys.readouterr().out
-    (alone,) = shards(tmp_path / "y")
-    assert alone["gold"].tolist() == pytest.approx(shards(tmp_path / "x")[0]["gold"].tolist(), abs=1e-5)
+    (shard,) = shards(tmp_path / "x")
+    assert (shard["gold"] == shard["scores"][:, 1]).all()
 
 
 def test_under_bf16_every_model_runs_in_bfloat16_and_every_head_in_float32(made, tmp_path, monkeypatch):
@@ -384,33 +355,26 @@ def test_a_proxy_that_says_one_thing_of_all_is_named(made, tmp_path):
 # ---- one folder, several commands --------------------------------------------------------------------------------
 
 
-def test_killed_at_any_instant_it_goes_on_to_the_same_bytes(made, written, tmp_path):
-    args = made.args | {"output_dir": str(tmp_path / "x")}
-    draw, stopped = random.Random(0), Counter()
-    for at_least in (0, 1, 3):
-        child = os.fork()
-        if child == 0:
-            try:
-                best_of_n.main(best_of_n.Args(**args))
-            finally:
-                os._exit(0)
-        deadline = time.time() + 60
-        while len(list((tmp_path / "x").glob("samples_*.npz"))) < at_least and time.time() < deadline:
-            time.sleep(0.001)
-        time.sleep(draw.random() * 0.1)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        found = contents(tmp_path / "x") if (tmp_path / "x").exists() else {}
-        whole = {name: content for name, content in found.items() if name.endswith(".npz")}
-        assert whole == {name: contents(written)[name] for name in whole}  # nothing half-written under a shard's name
-        stopped[len(whole)] += 1
-    assert len(stopped) > 1
-    untouched = {file: file.stat().st_mtime_ns for file in (tmp_path / "x").glob("samples_*.npz")}
-    best_of_n.main(best_of_n.Args(**args))
+@pytest.mark.parametrize("written_before", [0, 1, 3])
+def test_killed_it_goes_on_to_the_same_bytes(made, written, tmp_path, monkeypatch, written_before):
+    """Killed while it writes a shard, which is there half-written under another name."""
+    args, folder = best_of_n.Args(**made.args, output_dir=str(tmp_path / "x")), tmp_path / "x"
+    replace = os.replace
+
+    def killed(partial, path):
+        if len(list(folder.glob("samples_*.npz"))) == written_before and "samples_" in str(path):
+            os.truncate(partial, 100)
+            raise KeyboardInterrupt
+        replace(partial, path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(best_of_n.os, "replace", killed)
+        best_of_n.main(args)
+    untouched = {file: file.stat().st_mtime_ns for file in folder.glob("samples_*.npz")}
+    assert len(untouched) == written_before
+    best_of_n.main(args)
     assert {file: file.stat().st_mtime_ns for file in untouched} == untouched  # only what was missing is made
-    assert {name: content for name, content in contents(tmp_path / "x").items() if ".tmp" not in name} == contents(
-        written
-    )
+    assert contents(folder) == contents(written)
 
 
 def test_processes_share_the_prompts(made, written, tmp_path, monkeypatch, capsys):
@@ -453,29 +417,23 @@ def message(args: dict) -> str:
 
 
 @pytest.mark.parametrize(
-    ("changes", "parts"),
+    ("changes", "part"),
     [
-        ({"uwo_lambda": -0.1}, ["--uwo-lambda -0.1", "at least 0"]),
-        ({"uwo_lambda": float("nan")}, ["--uwo-lambda nan"]),
-        ({"gold": None}, ["--gold", "--estimate"]),
-        ({"reward_model_paths": []}, ["--reward-model-paths"]),
-        ({"samples": 0}, ["--samples", "at least 1"]),
-        ({"temperature": 0.0}, ["--temperature 0.0"]),
-        ({"top_p": 0.0}, ["--top-p 0.0"]),
-        ({"top_p": 1.1}, ["--top-p 1.1"]),
-        ({"prompts": 17}, ["--prompts 17", "validation (16 rows)"]),
-        ({"split": "x"}, ["--split x", "validation (16 rows)"]),
-        ({"policy": "/nowhere"}, ["--policy /nowhere"]),
-        ({"gold": "/nowhere"}, ["--gold /nowhere"]),
-        ({"gold": "/nowhere.py:f"}, ["--gold /nowhere.py:f", "no function"]),
-        ({"gold": GOLD + "s"}, ["no function", "scores"]),
-        ({"dataset": "/nowhere"}, ["--dataset /nowhere"]),
-        ({"estimate": True}, ["--estimate", "args.json"]),
+        ({"uwo_lambda": -0.1}, "--uwo-lambda -0.1"),
+        ({"gold": None}, "--gold"),
+        ({"samples": 0}, "--samples"),
+        ({"temperature": 0.0}, "--temperature 0.0"),
+        ({"top_p": 1.1}, "--top-p 1.1"),
+        ({"prompts": 17}, "--prompts 17"),
+        ({"split": "x"}, "--split x"),
+        ({"policy": "/nowhere"}, "--policy /nowhere"),
+        ({"gold": "/nowhere.py:f"}, "--gold /nowhere.py:f"),
+        ({"dataset": "/nowhere"}, "--dataset /nowhere"),
+        ({"estimate": True}, "args.json"),
     ],
 )
-def test_bad_input_leaves_nothing_behind(made, tmp_path, changes, parts):
-    text = message(made.args | {"output_dir": str(tmp_path / "x")} | changes)
-    assert all(part in text for part in parts), text
+def test_bad_input_leaves_nothing_behind(made, tmp_path, changes, part):
+    assert part in message(made.args | {"output_dir": str(tmp_path / "x")} | changes)
     assert not (tmp_path / "x").exists()
 
 
@@ -527,10 +485,3 @@ def test_a_torn_shard_is_named(written, tmp_path):
     for file in (tmp_path / "x").glob("samples_*.npz"):
         file.unlink()
     assert "not one prompt" in message({"output_dir": str(tmp_path / "x"), "estimate": True})
-
-
-def test_a_full_disk_leaves_no_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(SystemExit, match="x.npz could not be written .*No space left.*same command"):
-        best_of_n.put(tmp_path / "x.npz", b"x")
-    assert not list(tmp_path.iterdir())
