@@ -1,18 +1,20 @@
-"""A preference data set without people: two answers of a policy to each prompt, labelled by a gold reward, with noise.
+"""A preference data set without human labels: a policy answers each prompt twice, and a gold reward labels the pair.
 
     python ensembles/gold_label.py --policy runs/sft/base/1 --dataset data/alpaca/pref --gold runs/gold \
         --response-length 256 --output-dir data/alpaca/labelled
     python reward.py --preference-dataset data/alpaca/labelled/noise_25 --dataset data/alpaca/sft ...
 
-Both answers to a prompt are sampled with the noise of (seed, prompt, answer): the batch size changes nothing. The gold
-reward, a reward model or path.py:function of (post, summary), says which is chosen. Left out, and counted: equal
-answers, equal rewards, and answers that did not reach EOS, at which a reward is read. Then labels are flipped: in each
-split exactly the share --label-noise of the pairs, rounded, drawn from the seed; what is flipped at a lower share is
-flipped at a higher one, too, so that the data sets differ in nothing else.
+The gold reward is a reward model, or path.py:function of (post, summary). The better answer becomes the chosen one.
+Sampling noise depends on (seed, prompt, answer), so the batch size does not change the answers. Three kinds of pairs
+are left out and counted: equal answers, equal rewards, and pairs with an answer that did not reach EOS, where a reward
+would be read. Then the script flips exactly the share --label-noise of the labels in each split, rounded and drawn from
+the seed. Labels that are flipped at a lower share are also flipped at a higher one, so that the data sets differ in
+nothing else.
 
-Writes OUTPUT_DIR/noise_N for each of --label-noise (N in percent): train and validation of the prompts' data set, in
-the columns of tldr_dataset.py's preference data, with `gold_chosen` and `gold_rejected`, and `batch` kept or flipped,
-by which reward.py and dpo.py --run-eval group their accuracies: clean accuracy is that of what is kept.
+OUTPUT_DIR/noise_N, one for each value of --label-noise (N in percent), holds train and validation of the prompts' data
+set, in the columns of tldr_dataset.py's preference data. `gold_chosen` and `gold_rejected` are added, and `batch` is
+kept or flipped. reward.py and dpo.py --run-eval group their accuracies by it, so that you can read the accuracy on the
+labels that were kept.
 """
 
 import hashlib

@@ -1,22 +1,26 @@
 #!/usr/bin/env bash
-# "Reward Model Ensembles Help Mitigate Overoptimization" at its scale: tables 1 to 4, best of n, and PPO against the mean, the worst
-# case and the uncertainty-weighted score of five reward models, against each of them alone, and, which is not the paper's,
-# against the average of their weights (WARM).
+# "Reward Model Ensembles Help Mitigate Overoptimization" at its scale: tables 1 to 4, best of n, and PPO against the mean,
+# the worst case and the uncertainty-weighted score of five reward models and against each of them alone. PPO against the
+# average of their weights (WARM) is added.
 #
-#   bash ensembles/run.sh --dry-run     print the commands
-#   bash ensembles/run.sh               run them, one after another
+#   bash ensembles/run.sh --dry-run     prints the commands
+#   bash ensembles/run.sh               runs them, one after another
 #
 # The environment replaces the paper's values of POLICY, PROXY, GOLD, DATA, NOISE (percent of flipped labels), LAUNCH, and
 # of PPO SEEDS (figure 4 has three) and KL. Folders are named after them. What is finished is kept, and what was stopped
 # continues, so a call with other values adds to the runs. To draw them:
+#
 #   python ensembles/figures.py --runs runs/ensembles/ppo/noise_25_pythia-70m runs/ensembles/best_of_n/noise_25_pythia-70m
-# The paper's reward models learn from the answers to 46,000 prompts (section 4.3, it does not say which of the 52,000);
-# here they are the 10,000 of AlpacaFarm's split for that, so that no prompt is both SFT's, PPO's or best of n's and theirs.
-# The gold is there before, and has the policy's tokenizer with its two turns: AlpacaFarm's of 7B, a LLaMA, has not.
-# 3,000 PPO steps of 32 are 94 updates: 256 rollouts in 4 epochs are 32 steps. What the paper does not say, and is ours:
-# --gold-every and --eval-rows; the rest is ensembles/ppo.py's default: the value model starts from SFT, as in the paper's code, and
-# members are standardised, as its authors say they did. An answer without EOS keeps its score: the paper's reward has no fixed one
-# for it (Detail 23), which would be above the worst case's where that falls below -1.
+#
+# What you should know:
+# - The paper's reward models learn from answers to 46,000 prompts (section 4.3; it does not say which of the 52,000). Here
+#   they learn from AlpacaFarm's 10,000 for that purpose, which neither SFT, PPO nor best of n sees.
+# - GOLD must exist before, with the policy's tokenizer and its two turns. AlpacaFarm's of 7B is a LLaMA and does not fit.
+# - 3,000 PPO steps of 32 are 94 updates, because 256 rollouts in 4 epochs are 32 steps.
+# - --gold-every and --eval-rows are ours. All else is ensembles/ppo.py's default: the value model starts from SFT, as in the
+#   paper's code, and members are standardised, as its authors say they did.
+# - An answer without EOS keeps its score. Detail 23's fixed -1 is not in this paper, and would be a reward wherever the
+#   worst case falls below -1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
