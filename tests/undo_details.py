@@ -937,7 +937,7 @@ test_average.py::test_ties_count_half ensembles/average.py: ties are lost
 test_average.py::test_an_average_below ensembles/average.py: beside the best member
 - worst = min(
 + worst = max(
-test_best_of_n.py::test_standardised_tables ensembles/best_of_n.py: the scores are centred only
+test_best_of_n.py::test_the_tables ensembles/best_of_n.py: the scores are centred only
 - - middle) / spread
 + - middle)
 test_best_of_n.py::test_scales_are_of ensembles/best_of_n.py: the standard deviation over n - 1
