@@ -4,18 +4,19 @@
     python ensembles/alpaca_dataset.py --dataset rows.jsonl --base quickstart/bases/nano-s --output-dir data/alpaca
 
 Rows have `instruction`, `input` (may be empty) and `output`, and may have AlpacaFarm's `split`: sft, pref, unlabeled or
-val. A source without splits is dealt out in AlpacaFarm's proportions (10 : 10 : 20 : 2 of 52 thousand, the rest unused;
-appendix D.2), in an order drawn from --seed. A prompt is (appendix D.3, table 5)
+val. Where no row has a split, the rows are dealt out in AlpacaFarm's proportions (10 : 10 : 20 : 2 of 52 thousand, the
+rest unused; appendix D.2), in an order drawn from --seed. A prompt is (appendix D.3, table 5)
 
     <|prompter|>INSTRUCTION[newline INPUT]<|endoftext|><|assistant|>
 
-and an answer OUTPUT<|endoftext|>. <|prompter|> and <|assistant|> are added to the tokenizer of --base; as the stages
-take their tokenizer from the checkpoint that they start from, a copy of --base with that tokenizer is written, too.
+and an answer is OUTPUT<|endoftext|>. The tokens <|prompter|> and <|assistant|> are added to the tokenizer of --base.
+Because each stage takes its tokenizer from the checkpoint that it starts from, the script also writes a copy of --base
+with the extended tokenizer.
 
-Writes OUTPUT_DIR/base (what sft.py starts from: --model OUTPUT_DIR/base), and the data sets OUTPUT_DIR/sft (train:
-sft), OUTPUT_DIR/pref (train: pref, the prompts that gold_label.py has answered and labelled) and OUTPUT_DIR/unlabeled
-(train: unlabeled, PPO's prompts), each with `validation`: val. A row whose prompt or answer is too long, or whose
-output is empty, is left out and counted.
+OUTPUT_DIR/base is what sft.py starts from (--model OUTPUT_DIR/base). The data sets are OUTPUT_DIR/sft (train: sft),
+OUTPUT_DIR/pref (train: pref, the prompts that gold_label.py answers and labels) and OUTPUT_DIR/unlabeled (train:
+unlabeled, PPO's prompts); `validation` of each is val. Rows without output are left out and counted, as are
+rows whose prompt or answer is too long.
 """
 
 import json

@@ -1,17 +1,17 @@
-"""Weight-averaged reward models: members of one base become one reward model, whose weights are the mean of theirs.
+"""Weight-averaged reward models: one reward model whose weights are the mean of several members' weights.
 
     python ensembles/average.py --reward-model-paths runs/reward/1b/{1,2,3,4,5} \
         --preference-dataset data/labelled/noise_25 --output-dir runs/reward/1b/average
 
-After "WARM: On the Benefits of Weight Averaged Reward Models" (Rame et al. 2024), equation 2: r(x, y) with the weights
-1/k x (theta_1 + ... + theta_k), one model to train against in place of k. Models that were fine-tuned from one base can
-be averaged, for they stay linearly connected. Their heads should mean the same: WARM trains all members from one head,
-and reward.py draws a new one for each seed (Detail 11), towards which a member's body then turns. What the average lost
-or gained is therefore told: its validation accuracy beside its members'.
+After "WARM: On the Benefits of Weight Averaged Reward Models" (Rame et al. 2024), equation 2: the weights are
+1/k x (theta_1 + ... + theta_k), so that you train against one model in place of k. Only models that were fine-tuned
+from one base can be averaged, because they stay linearly connected. WARM also trains all members from one head, whereas
+reward.py draws a new head for each seed (Detail 11), to which a member's body adapts. The script therefore prints the
+validation accuracy of the average beside those of its members, and warns where it is below the worst of them.
 
-Writes OUTPUT_DIR/model, a folder like reward.py's, args.json, and accuracy.csv: of each member and of the average the
-share of the validation pairs whose chosen response it scores higher (ties half), of all and of each value of the
-pairs' column `batch` (kept and flipped labels of gold_label.py).
+OUTPUT_DIR/ model/, a folder like reward.py's; args.json; and accuracy.csv: for each member and the average, the share
+            of the validation pairs whose chosen response scores higher (ties half), of all pairs and of each value of
+            their column `batch` (kept and flipped labels of gold_label.py)
 """
 
 import json

@@ -1,32 +1,27 @@
-"""Best-of-n sampling against reward models and their ensembles: sections 2.1, 3 and 4, appendices B and F.9 of "Reward
-Model Ensembles Help Mitigate Overoptimization".
+"""Best-of-n sampling against reward models and their ensembles: sections 2.1, 3 and 4 and appendix B of "Reward Model
+Ensembles Help Mitigate Overoptimization".
 
     python ensembles/best_of_n.py --policy runs/sft/1b/44413 --reward-model-paths runs/reward/1b/{1,2,3,4,5} \
         --gold runs/reward/6.9b/44413 --output-dir runs/best_of_n/1b    # gold: or path.py:function of (post, summary)
-    torchrun --nproc_per_node 8 ensembles/best_of_n.py ...              # the prompts split over processes
-    python ensembles/best_of_n.py --output-dir runs/best_of_n/1b --estimate --uwo-lambdas 0.5    # tables anew
-    python ensembles/best_of_n.py --output-dir runs/best_of_n/1b --estimate --members 2 4 --tables-dir runs/best_2_4
+    torchrun --nproc_per_node 8 ensembles/best_of_n.py ...              # splits the prompts over processes
+    python ensembles/best_of_n.py --output-dir runs/best_of_n/1b --estimate    # makes the tables again
 
-1. N samples for each prompt, every distinct one scored by k proxies and by the gold reward: OUTPUT/samples_{prompt}.npz
-   with scores (N, k), gold (N,) float32, lengths (N,) in tokens (EOS counted), has_eos (N,), and texts (N,) with
-   --keep-texts. Each file is there whole or not at all: killed at any instant, the same command makes what is missing.
-   A sample is a function of (seed, prompt, its number), not of the micro-batch. A prompt runs through each model once;
-   all models are held at once. A response without EOS is scored as it stands, at its last token; their share is told.
-   scales.json: of each proxy mean and standard deviation over a sample of the policy to each of the first training
-   posts. The tables take (score - mean) / sd of each, as ppo.py's --standardise-members does
-2. The tables, which --estimate alone makes from OUTPUT, of as many prompts as are there, and with --members of some of
-   the proxies, in a folder of their own: samples cost most, so that all proxies to compare score the same ones once.
-   best_of_n.csv  of every n and method the expected gold reward of the best of n (equation 8) with its 95 % band over
-                  prompts, the method's own objective, and the variance (/ k) of all k members' scores of that response
-   win_rates.csv  share of prompts on which a method's gold reward is above a single member's (appendix F.9; ties half),
-                  at the largest n: mean and sample standard deviation over the k members
-   best_of_n.md   a summary. Methods: single_i, the i-th member; single, the mean over these; mean, wco and uwo
-                  (equations 3 to 5) of the first `members` members.
-   Of responses that tie in the objective each is the best with equal chance: their gold rewards count by their mean.
-   1,000 prompts x 12,500 samples are read in blocks of 80 prompts: 8 MB an array, 0.7 GB in all;
-   a method takes three seconds of one busy core, the whole table of five members (25 methods) a minute and a half.
+1. The script draws N samples for each prompt, and k reward models (the proxies) and the gold reward score every
+   distinct one. OUTPUT/samples_{prompt}.npz holds scores (N, k), gold (N,) float32, lengths (N,) in tokens (EOS
+   counted) and has_eos (N,). Each file is renamed into place once complete, so that after a kill the same command makes
+   what is missing. A sample depends on (seed, prompt, its number) alone, not on the micro-batch. All models are held in
+   memory at once. A response without EOS is scored as it stands, at its last token; the summary tells their share.
+   scales.json holds mean and standard deviation of each proxy over a sample of the policy to each of the first training
+   posts. The tables use (score - mean) / sd, as ppo.py --standardise-members does.
+2. It estimates the tables from these files, of as many prompts as are there. --estimate does only this.
+   best_of_n.csv  for every n and method the expected gold reward of the best of n (equation 8) with its 95 % band over
+                  prompts, the method's own objective, and the variance (/ k) of the k scores of that response
+   best_of_n.md   a summary of the largest n
+   The methods are single_i, the i-th proxy; single, the mean over these; and mean, wco and uwo (equations 3 to 5) of
+   all proxies. Where responses tie in the objective, each is the best with equal chance, so that their gold rewards
+   count by their mean.
 
-Deviation from the paper: 53 new tokens, those of TL;DR, not Alpaca's 256 (--response-length 256).
+Deviation from the paper: 53 new tokens, as for TL;DR, not Alpaca's 256 (--response-length 256).
 """
 
 import copy
@@ -64,9 +59,8 @@ from transformers import (
     DynamicCache,
 )
 
-FREE = (  # may differ in one folder
-    "output_dir micro_batch_size estimate members tables_dir ns uwo_lambdas bootstrap_draws standardise_members"
-)
+FREE = ["output_dir", "micro_batch_size", "estimate", "uwo_lambda"]  # may differ in one folder
+DRAWS = 1000  # of prompts, for the bands
 BLOCK = 1_000_000  # samples estimated at once
 
 
@@ -93,8 +87,6 @@ class Args:
     """of sampling (table 4)"""
     top_p: float = 0.9
     """the smallest set of tokens with this probability is sampled from (table 4); 1: all"""
-    top_k: int = 0
-    """only the so many likeliest tokens, before top_p; 0: all (table 4)"""
     response_length: int = 53
     """tokens sampled at most (table 4: 256)"""
     micro_batch_size: int = 64
@@ -103,23 +95,11 @@ class Args:
     """autocast over float32 weights; default bf16 on a GPU, none on a CPU"""
     standardise_posts: int = 256
     """training posts, the first so many, with a sample each for the scale of the proxies"""
-    keep_texts: bool = False
-    """keep the texts of the responses, too"""
 
     estimate: bool = False
     """sample nothing: make the tables of what output_dir holds"""
-    members: list[int] | None = None
-    """with --estimate: the proxies of these tables, by their place in --reward-model-paths, from 1; default all"""
-    tables_dir: str | None = None
-    """folder of these tables, and of an args.json that names their proxies"""
-    standardise_members: bool = True
-    """of each proxy (score - mean) / standard deviation over the policy's samples; else the scores as they are"""
-    ns: list[int] | None = None
-    """values of n, at most N; default about 30, evenly spaced in log n"""
-    uwo_lambdas: list[float] | None = None
-    """weights of the variance in uwo; default 0.1 0.5 1 (paper: 0.5 for best-of-n)"""
-    bootstrap_draws: int = 1000
-    """draws of prompts, of which the bands are 95 %"""
+    uwo_lambda: float = 0.5
+    """weight of the variance in uwo (section 5.1)"""
 
 
 def fail(message: str):
@@ -352,12 +332,10 @@ def banned_ids(model, tokenizer) -> torch.Tensor:
     return (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer))
 
 
-def nucleus(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Logits (b, V) with -inf for what is not sampled: all but the top_k largest (0: none), then all but the smallest
-    set with a probability of at least top_p; of equal logits the first counts as the larger."""
+def nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Logits (b, V) with -inf for what is not sampled: all but the smallest set with a probability of at least top_p.
+    Of equal logits the first counts as the larger."""
     ordered, order = logits.sort(dim=1, descending=True, stable=True)
-    if top_k:
-        ordered[:, top_k:] = -torch.inf
     if top_p < 1:
         probs = ordered.softmax(1)
         ordered = ordered.masked_fill(probs.cumsum(1) - probs >= top_p, -torch.inf)
@@ -384,7 +362,7 @@ def sample_many(
         for t in range(args.response_length):
             scaled = (logits.float() / args.temperature).masked_fill(banned, -torch.inf)
             noise = gumbel_noise(keys[rows], t, scaled.shape[1])
-            token = (nucleus(scaled, args.top_k, args.top_p) + noise).argmax(1)
+            token = (nucleus(scaled, args.top_p) + noise).argmax(1)
             responses[rows, t] = token
             open_rows = token != eos_id
             rows = rows[open_rows]
@@ -476,63 +454,31 @@ def bon_values(objective: numpy.ndarray, values: list[numpy.ndarray], weights: n
     return found
 
 
-def bands(values: numpy.ndarray, seed: int, draws: int) -> numpy.ndarray:
+def bands(values: numpy.ndarray, seed: int) -> numpy.ndarray:
     """Ends (2, m) of the 95 % percentile intervals of the column means of `values` (P, m), prompts drawn anew."""
     P = len(values)
-    counts = numpy.random.default_rng(seed).multinomial(P, numpy.full(P, 1 / P), size=draws)  # (draws, P)
+    counts = numpy.random.default_rng(seed).multinomial(P, numpy.full(P, 1 / P), size=DRAWS)  # (draws, P)
     return numpy.quantile(counts @ values / P, [0.025, 0.975], axis=0)
 
 
-def win_rate(mine: numpy.ndarray, singles: numpy.ndarray) -> tuple[float, float]:
-    """Mean and sample standard deviation over k members of the share of prompts on which `mine` (P,) is above the
-    member's `singles` (k, P), a tie half (appendix F.9)."""
-    wins = numpy.where(numpy.isclose(mine, singles, rtol=1e-9, atol=1e-9), 0.5, mine > singles).mean(1)
-    return float(wins.mean()), float(wins.std(ddof=1))
-
-
-def grid(args: Args, N: int) -> numpy.ndarray:
-    """The values of n, rising, or an error where one is impossible."""
-    ns = numpy.unique(args.ns if args.ns else numpy.geomspace(1, N, 30).round().astype(int))
-    if ns[0] < 1 or ns[-1] > N:
-        fail(f"--ns {ns[0] if ns[0] < 1 else ns[-1]}: n is at least 1 and at most the {N:,} samples of a prompt")
-    return ns
-
-
-def choose_members(args: Args, settings: dict):
-    """Name the proxies of --members in the args.json of --tables-dir."""
-    paths, out = settings["reward_model_paths"], args.tables_dir and Path(args.tables_dir)
-    members = args.members or [i + 1 for i in range(len(paths))]
-    if len(set(members)) < len(members) or not all(1 <= i <= len(paths) for i in members):
-        fail(f"--members {members}: places in --reward-model-paths, from 1 to {len(paths)}, each once")
-    if out is None or any(out.glob("samples_*.npz")):
-        fail("--members needs a --tables-dir of its own: the tables beside the samples are those of all proxies")
-    settings = settings | {"reward_model_paths": [paths[i - 1] for i in members], "samples_of": args.output_dir}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"--tables-dir {out} cannot be made ({one_line(error)})")
-    put(out / "args.json", (json.dumps(settings, indent=2) + "\n").encode())
+def grid(N: int) -> numpy.ndarray:
+    """About 30 values of n from 1 to N, evenly spaced in log n."""
+    return numpy.unique(numpy.geomspace(1, N, 30).round().astype(int))
 
 
 def make_tables(args: Args, settings: dict):
     """Make the tables of the prompts that are done in output_dir; `settings` are those of its samples."""
-    folder, N, members = Path(args.output_dir), settings["samples"], args.members
-    members = members or [i + 1 for i in range(len(settings["reward_model_paths"]))]
-    k, out = len(members), Path(args.tables_dir or folder)
-    scales = [(0.0, 1.0)] * k
-    if args.standardise_members:
-        with or_fail(f"{folder}/scales.json (the command that sampled makes it; or --no-standardise-members)"):
-            known = json.loads((folder / "scales.json").read_text())
-            scales = [tuple(known[settings["reward_model_paths"][i - 1]].values()) for i in members]
+    folder, N, k = Path(args.output_dir), settings["samples"], len(settings["reward_model_paths"])
+    with or_fail(f"{folder}/scales.json, which the command that sampled makes, cannot be read"):
+        known = json.loads((folder / "scales.json").read_text())
+        scales = [tuple(known[path].values()) for path in settings["reward_model_paths"]]
     middle, spread = torch.tensor(scales, dtype=torch.float64).T[:, :, None, None]  # (k, 1, 1) each
-    ns, lambdas = grid(args, N), [0.1, 0.5, 1.0] if args.uwo_lambdas is None else args.uwo_lambdas
     files = [file for i in range(settings["prompts"]) if (file := folder / f"samples_{i:06d}.npz").exists()]
     if not files:
         fail(f"{folder}: not one prompt is sampled there; without --estimate the command samples them")
+    ns = grid(N)
     weights = numpy.stack([bon_weights(int(n), N) for n in ns])  # (n, N)
-    methods = [(f"single_{i + 1}", 1, None) for i in range(k)]
-    for first in range(2, k + 1):
-        methods += [("mean", first, None), ("wco", first, None), *(("uwo", first, x) for x in lambdas)]
+    methods = [*(f"single_{i + 1}" for i in range(k)), *(("mean", "wco", "uwo") if k > 1 else ())]
     found = {method: numpy.empty((3, len(files), len(ns))) for method in methods}  # gold, objective, variance
     lengths, ended, size = [], [], max(1, BLOCK // N)
     with progress_bar("estimating", len(files)) as done:
@@ -540,70 +486,49 @@ def make_tables(args: Args, settings: dict):
             shards = []
             for file in files[start : start + size]:
                 with or_fail(f"{file} (delete it, and the command that sampled it makes it anew) cannot be read"):
-                    shards.append({key: value for key, value in numpy.load(file).items() if key != "texts"})
+                    shards.append(dict(numpy.load(file)))
             lengths += [shard["lengths"].mean() for shard in shards]
             ended += [shard["has_eos"].mean() for shard in shards]
             gold = numpy.stack([shard["gold"] for shard in shards]).astype(float)  # (P, N)
-            scores = numpy.stack([shard["scores"].T[[i - 1 for i in members]] for shard in shards], 1)
+            scores = numpy.stack([shard["scores"].T for shard in shards], 1)
             scores = (torch.from_numpy(scores).double() - middle) / spread  # (k, P, N)
             variance, part = scores.var(0, correction=0).numpy(), slice(start, start + len(shards))
-            for method in methods:
-                name, first, uwo_lambda = method
-                single = name.startswith("single_")
-                used = scores[int(name[7:]) - 1] if single else combine(scores[:first], name, uwo_lambda)
-                found[method][:, part] = bon_values(used.numpy(), [gold, used.numpy(), variance], weights)
+            for i, method in enumerate(methods):
+                used = (scores[i] if i < k else combine(scores, method, args.uwo_lambda)).numpy()
+                found[method][:, part] = bon_values(used, [gold, used, variance], weights)
             done(len(shards))
-    singles = numpy.stack([found[method] for method in methods[:k]])  # (k, 3, P, n)
-    curves, wins, short = [], [], []
-    for (name, first, uwo_lambda), curve in ({("single", 1, None): singles.mean(0)} | found).items():
-        method = {"method": name, "members": first, "uwo_lambda": "" if uwo_lambda is None else uwo_lambda}
-        low, high = bands(curve[0], settings["seed"], args.bootstrap_draws)
+    singles = numpy.mean([found[method] for method in methods[:k]], 0)  # (3, P, n)
+    curves, short = [], []
+    for method, curve in ({"single": singles} | found).items():
+        low, high = bands(curve[0], settings["seed"])
         gold, objective, variance = curve.mean(1)  # (n,) each
         columns = {"n": ns, "kl": bon_kl(ns), "gold": gold, "gold_low": low, "gold_high": high}
-        curves.append(pandas.DataFrame(method | columns | {"proxy": objective, "variance": variance}))
-        if first > 1:
-            rate, deviation = win_rate(curve[0, :, -1], singles[:, 0, :, -1])
-            wins.append(method | {"n": ns[-1], "win_rate": rate, "win_rate_sd": deviation})
-        if name == "single" or first == k > 1:
-            row = method | {"gold": gold[-1], "95 %": f"{low[-1]:.4g} to {high[-1]:.4g}", "proxy": objective[-1]}
-            row |= {"variance": variance[-1], "best gold": gold.max(), "at n": ns[gold.argmax()]}
-            short.append(row | {"wins": f"{rate:.1%} ± {deviation:.1%}" if first > 1 else ""})
+        curves.append(pandas.DataFrame({"method": method} | columns | {"proxy": objective, "variance": variance}))
+        row = {"method": method, "gold": gold[-1], "95 %": f"{low[-1]:.4g} to {high[-1]:.4g}", "proxy": objective[-1]}
+        short.append(row | {"variance": variance[-1], "best gold": gold.max(), "at n": ns[gold.argmax()]})
     text = f"# Best of {ns[-1]:,}: {len(files):,} of {settings['prompts']:,} prompts, {N:,} samples each\n\n"
-    text += f"{k} reward models, gold {settings['gold']}; {numpy.mean(lengths):.1f} tokens a response, "
-    text += f"{numpy.mean(ended):.1%} of the responses with EOS.\n\n{markdown(short)}"
-    put(out / "best_of_n.csv", pandas.concat(curves).to_csv(index=False).encode())
-    header = ["method", "members", "uwo_lambda", "n", "win_rate", "win_rate_sd"]
-    put(out / "win_rates.csv", pandas.DataFrame(wins, columns=header).to_csv(index=False).encode())
-    put(out / "best_of_n.md", text.encode())
+    text += f"{k} reward models, gold {settings['gold']}, uwo with λ {args.uwo_lambda:g}; {numpy.mean(lengths):.1f} "
+    text += f"tokens a response, {numpy.mean(ended):.1%} of the responses with EOS.\n\n{markdown(short)}"
+    put(folder / "best_of_n.csv", pandas.concat(curves).to_csv(index=False).encode())
+    put(folder / "best_of_n.md", text.encode())
     print(text)
 
 
 def main(args: Args):
     # ---- input -----------------------------------------------------------------------------------
     folder, saved = Path(args.output_dir), Path(args.output_dir) / "args.json"
-    if any(not 0 <= x < float("inf") for x in args.uwo_lambdas or []):
-        fail(f"--uwo-lambdas {args.uwo_lambdas}: the variance is a penalty, so that its weight is at least 0")
-    if args.bootstrap_draws < 1:
-        fail(f"--bootstrap-draws {args.bootstrap_draws}: at least 1")
+    if not 0 <= args.uwo_lambda < float("inf"):
+        fail(f"--uwo-lambda {args.uwo_lambda}: the variance is a penalty, so that its weight is at least 0")
     if args.estimate:
         with or_fail(f"--estimate: {saved}, which the sampling writes, cannot be read"):
             settings = json.loads(saved.read_text())
-        grid(args, settings["samples"])
-        settings |= {"standardise_members": args.standardise_members}
-        if args.members or args.tables_dir:
-            choose_members(args, settings)
-        else:
-            put(saved, (json.dumps(settings, indent=2) + "\n").encode())
         return make_tables(args, settings)
-    if args.members or args.tables_dir:
-        fail("--members and --tables-dir are for --estimate: samples are scored by all of --reward-model-paths")
     if not (args.policy and args.reward_model_paths and args.gold):
         fail("--policy, --reward-model-paths and --gold are needed to sample; without sampling: --estimate")
     if min(args.prompts, args.samples, args.response_length, args.micro_batch_size, args.standardise_posts) < 1:
         fail("--prompts, --samples, --response-length, --micro-batch-size and --standardise-posts are at least 1")
-    if not (args.temperature > 0 and 0 < args.top_p <= 1 and args.top_k >= 0):
-        fail(f"--temperature {args.temperature} --top-p {args.top_p} --top-k {args.top_k}: > 0, in (0, 1], at least 0")
-    grid(args, args.samples)
+    if not (args.temperature > 0 and 0 < args.top_p <= 1):
+        fail(f"--temperature {args.temperature} --top-p {args.top_p}: above 0, and in (0, 1]")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
@@ -611,7 +536,7 @@ def main(args: Args):
     # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
     torch.backends.cuda.enable_cudnn_sdp(False)
     args.mixed_precision = args.mixed_precision or ("bf16" if device.type == "cuda" else "no")
-    settings = {key: value for key, value in asdict(args).items() if key not in FREE.split()}
+    settings = {key: value for key, value in asdict(args).items() if key not in FREE}
     if saved.exists() and any(folder.glob("samples_*.npz")):
         with or_fail(f"{saved} cannot be read"):
             before = json.loads(saved.read_text())
@@ -648,13 +573,13 @@ def main(args: Args):
     except OSError as error:
         fail(f"--output-dir {folder} cannot be made ({one_line(error)})")
     if rank == 0:
-        put(saved, (json.dumps(settings | {"standardise_members": args.standardise_members}, indent=2) + "\n").encode())
+        put(saved, (json.dumps(settings, indent=2) + "\n").encode())
 
     # ---- sample and score, prompt by prompt ------------------------------------------------------
     files = {i: folder / f"samples_{i:06d}.npz" for i in range(rank, args.prompts, world)}
     missing = [i for i in files if not files[i].exists()]
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.mixed_precision == "bf16")
-    if args.standardise_members and rank == 0 and not (folder / "scales.json").exists():
+    if rank == 0 and not (folder / "scales.json").exists():
         rows = data["train"][: args.standardise_posts]["query_token"]
         posts, models = [row[row != pad_id].to(device) for row in rows], dict(zip(paths, members, strict=True))
         with autocast:
@@ -682,9 +607,8 @@ def main(args: Args):
             arrays = {"scores": numpy.stack(found, 1), "gold": golds}
             arrays |= {"lengths": (responses != pad_id).sum(1).int().cpu().numpy()}
             arrays |= {"has_eos": (responses == eos_id).any(1).cpu().numpy()}
-            arrays |= {"texts": numpy.array(texts)[places.cpu().numpy()]} if args.keep_texts else {}
             file = io.BytesIO()
-            (numpy.savez_compressed if args.keep_texts else numpy.savez)(file, **arrays)
+            numpy.savez(file, **arrays)
             put(files[i], file.getvalue())
     if world == 1:
         make_tables(args, settings)

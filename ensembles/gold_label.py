@@ -1,18 +1,20 @@
-"""A preference data set without people: two answers of a policy to each prompt, labelled by a gold reward, with noise.
+"""A preference data set without human labels: a policy answers each prompt twice, and a gold reward labels the pair.
 
     python ensembles/gold_label.py --policy runs/sft/base/1 --dataset data/alpaca/pref --gold runs/gold \
         --response-length 256 --output-dir data/alpaca/labelled
     python reward.py --preference-dataset data/alpaca/labelled/noise_25 --dataset data/alpaca/sft ...
 
-Both answers to a prompt are sampled with the noise of (seed, prompt, answer): the batch size changes nothing. The gold
-reward, a reward model or path.py:function of (post, summary), says which is chosen. Left out, and counted: equal
-answers, equal rewards, and answers that did not reach EOS, at which a reward is read. Then labels are flipped: in each
-split exactly the share --label-noise of the pairs, rounded, drawn from the seed; what is flipped at a lower share is
-flipped at a higher one, too, so that the data sets differ in nothing else.
+The gold reward is a reward model, or path.py:function of (post, summary). The better answer becomes the chosen one.
+Sampling noise depends on (seed, prompt, answer), so the batch size does not change the answers. Three kinds of pairs
+are left out and counted: equal answers, equal rewards, and pairs with an answer that did not reach EOS, where a reward
+would be read. Then the script flips exactly the share --label-noise of the labels in each split, rounded and drawn from
+the seed. Labels that are flipped at a lower share are also flipped at a higher one, so that the data sets differ in
+nothing else.
 
-Writes OUTPUT_DIR/noise_N for each of --label-noise (N in percent): train and validation of the prompts' data set, in
-the columns of tldr_dataset.py's preference data, with `gold_chosen` and `gold_rejected`, and `batch` kept or flipped,
-by which reward.py and dpo.py --run-eval group their accuracies: clean accuracy is that of what is kept.
+OUTPUT_DIR/noise_N, one for each value of --label-noise (N in percent), holds train and validation of the prompts' data
+set, in the columns of tldr_dataset.py's preference data. `gold_chosen` and `gold_rejected` are added, and `batch` is
+kept or flipped. reward.py and dpo.py --run-eval group their accuracies by it, so that you can read the accuracy on the
+labels that were kept.
 """
 
 import hashlib
@@ -69,8 +71,6 @@ class Args:
     """of sampling (table 4)"""
     top_p: float = 0.9
     """the smallest set of tokens with this probability is sampled from (table 4); 1: all"""
-    top_k: int = 0
-    """only the so many likeliest tokens, before top_p; 0: all (table 4)"""
     response_length: int = 53
     """tokens sampled at most (table 4: 256)"""
     micro_batch_size: int = 64
@@ -281,12 +281,10 @@ def banned_ids(model, tokenizer) -> torch.Tensor:
     return (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer))
 
 
-def nucleus(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Logits (b, V) with -inf for what is not sampled: all but the top_k largest (0: none), then all but the smallest
-    set with a probability of at least top_p; of equal logits the first counts as the larger."""
+def nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Logits (b, V) with -inf for what is not sampled: all but the smallest set with a probability of at least top_p.
+    Of equal logits the first counts as the larger."""
     ordered, order = logits.sort(dim=1, descending=True, stable=True)
-    if top_k:
-        ordered[:, top_k:] = -torch.inf
     if top_p < 1:
         probs = ordered.softmax(1)
         ordered = ordered.masked_fill(probs.cumsum(1) - probs >= top_p, -torch.inf)
@@ -294,9 +292,8 @@ def nucleus(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
 
 
 class NucleusGumbel(LogitsProcessor):
-    """Turns generate()'s arg max into a sample of the top_k and top_p tokens: arg max of what they leave of the scaled
-    logits plus keyed Gumbel noise. `banned` (V,) marks ids that are never sampled: [PAD] and ids beyond the
-    tokenizer."""
+    """Turns generate()'s arg max into a sample of the top_p tokens: arg max of what nucleus leaves of the scaled logits
+    plus keyed Gumbel noise. `banned` (V,) marks ids that are never sampled: [PAD] and ids beyond the tokenizer."""
 
     def __init__(self, keys: torch.Tensor, query_width: int, banned: torch.Tensor, args):
         self.keys, self.query_width, self.banned, self.args = keys, query_width, banned, args
@@ -304,7 +301,7 @@ class NucleusGumbel(LogitsProcessor):
     def __call__(self, input_ids, scores):
         noise = gumbel_noise(self.keys, input_ids.shape[1] - self.query_width, scores.shape[1])
         scaled = (scores.float() / self.args.temperature).masked_fill(self.banned, -torch.inf)
-        return nucleus(scaled, self.args.top_k, self.args.top_p) + noise
+        return nucleus(scaled, self.args.top_p) + noise
 
 
 @torch.no_grad()
@@ -415,8 +412,8 @@ def main(args: Args):
     names = {share: f"noise_{100 * share:g}" for share in args.label_noise}
     if not names or not all(0 <= share <= 1 for share in names):
         fail(f"--label-noise {args.label_noise}: shares of flipped labels, from 0 to 1")
-    if not (args.temperature > 0 and 0 < args.top_p <= 1 and args.top_k >= 0 and args.response_length > 0):
-        fail("--temperature and --response-length are above 0, --top-p in (0, 1], --top-k at least 0")
+    if not (args.temperature > 0 and 0 < args.top_p <= 1 and args.response_length > 0):
+        fail("--temperature and --response-length are above 0, --top-p in (0, 1]")
     folder = checkpoint_folder("--policy", args.policy)
     tokenizer = load_tokenizer(folder)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

@@ -3,7 +3,7 @@
 
 One process:    python ensembles/ppo.py --model nano-xs --reward-model-paths runs/reward/nano-xs/{1,2,3} \
                     --reward-combination uwo --uwo-lambda 0.1 --gold quickstart/truth.py:score
-Paper scale:    bash benchmark/ensembles.sh --dry-run
+Paper scale:    bash ensembles/run.sh --dry-run
 
 Starts from the SFT model (policy, reference, value) of the same name and seed. The run folder (default
 runs/ppo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), value_model/, metrics.jsonl,

@@ -31,7 +31,7 @@ from typing import Literal
 import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "benchmark"))
+sys.path.append(str(ROOT / "eval"))
 from study_runs import Job, cores, fail, fail_of, left_of, print_commands, run_jobs, runs_bar  # noqa: E402
 
 SIZES = ("xs", "s", "m")  # small to large

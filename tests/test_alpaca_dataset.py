@@ -124,23 +124,18 @@ def test_each_split_stands_where_its_stage_reads_it(made):
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("row", "where"),
     [
-        ([{"instruction": " ", "output": "x"}], r"x\.jsonl, row 1: instruction should be text, and not empty, not ' '"),
-        ([ROWS[0], {"instruction": "x"}], r"x\.jsonl, row 2: output should be text"),
-        ([ROWS[0] | {"input": "a <|assistant|>b"}], r"x\.jsonl, row 1: input holds <\|assistant\|>, which would begin"),
-        ([ROWS[0] | {"input": 3}], r"x\.jsonl, row 1: input should be text, and not empty, not 3"),
-        ([ROWS[0]], "no rows for the split pref"),
+        ({"instruction": " ", "output": "x"}, r"x\.jsonl, row 2: instruction"),
+        ({"instruction": "x"}, r"x\.jsonl, row 2: output"),
+        (ROWS[0] | {"input": "a <|assistant|>b"}, r"x\.jsonl, row 2: input holds <\|assistant\|>"),
+        (ROWS[0] | {"input": 3}, r"x\.jsonl, row 2: input"),
     ],
 )
-def test_bad_rows_are_named_and_nothing_is_written(world, tmp_path, rows, message):
-    four = [row | {"split": split} for row in rows for split in ("sft", "pref", "unlabeled", "val")]
-    file = write(tmp_path / "x.jsonl", four if "row" in message and len(rows) == 1 else rows)
-    if "row 2" in message:
-        file = write(tmp_path / "x.jsonl", [row | {"split": "sft"} for row in rows] + four)
-    if "pref" in message:
-        file = write(tmp_path / "x.jsonl", [row | {"split": "sft"} for row in rows])
-    with pytest.raises(SystemExit, match=message):
+def test_a_bad_row_is_named_and_nothing_is_written(world, tmp_path, row, where):
+    good = [ROWS[0] | {"split": split} for split in ("pref", "unlabeled", "val")]
+    file = write(tmp_path / "x.jsonl", [ROWS[0] | {"split": "sft"}, row | {"split": "sft"}, *good])
+    with pytest.raises(SystemExit, match=where):
         alpaca_dataset.main(alpaca_dataset.Args(file, str(world.model), str(tmp_path / "out")))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.jsonl"]
 
@@ -149,22 +144,19 @@ def test_bad_input_is_one_message(world, tmp_path):
     Args, out = alpaca_dataset.Args, str(tmp_path / "out")
     (tmp_path / "latin.jsonl").write_bytes(b'{"instruction": "caf\xe9", "output": "y"}\n')
     (tmp_path / "bad.jsonl").write_text('{"instruction": "x", "output": "y"}\n{"instr\n')
+    write(tmp_path / "one.jsonl", [ROWS[0] | {"split": "sft"}])
+    few = write(tmp_path / "few.jsonl", [ROWS[0] | {"split": x} for x in ("sft", "pref", "unlabeled", "val")])
+    model = str(world.model)
     for args, message in (
-        (Args(str(tmp_path / "bad.jsonl"), str(world.model), out), r"bad\.jsonl, row 2: not a JSON object"),
-        (
-            Args(str(tmp_path / "latin.jsonl"), str(world.model), out),
-            r"latin\.jsonl cannot be read \(Unicode",
-        ),
-        (Args(str(tmp_path / "none.jsonl"), str(world.model), out), "no .jsonl file there"),
-        (Args(str(tmp_path / "none"), str(world.model), out), "neither a file or folder nor a data set on the Hub"),
+        (Args(str(tmp_path / "bad.jsonl"), model, out), r"bad\.jsonl, row 2"),
+        (Args(str(tmp_path / "latin.jsonl"), model, out), r"latin\.jsonl cannot be read"),
+        (Args(str(tmp_path / "none.jsonl"), model, out), "none.jsonl"),
+        (Args(str(tmp_path / "none"), model, out), f"--dataset {tmp_path}/none"),
+        (Args(str(tmp_path / "one.jsonl"), model, out), "no rows for the split pref"),
+        (Args(few, model, out, max_query_length=4), "--max-query-length"),
+        (Args(few, "nowhere/x", out), "--base nowhere/x"),
+        (Args(few, model, model), f"{model} already holds data"),
     ):
-        with pytest.raises(SystemExit, match=message):
+        with pytest.raises(SystemExit, match=f"^error: .*{message}"):
             alpaca_dataset.main(args)
-    write(tmp_path / "few.jsonl", [ROWS[0] | {"split": x} for x in ("sft", "pref", "unlabeled", "val")])
-    with pytest.raises(SystemExit, match="split sft: no output, or every prompt or answer is longer"):
-        alpaca_dataset.main(Args(str(tmp_path / "few.jsonl"), str(world.model), out, max_query_length=4))
-    with pytest.raises(SystemExit, match="--base nowhere/x: no model that can be read"):
-        alpaca_dataset.main(Args(str(tmp_path / "few.jsonl"), "nowhere/x", out))
-    with pytest.raises(SystemExit, match="already holds data"):
-        alpaca_dataset.main(Args(str(tmp_path / "few.jsonl"), str(world.model), str(world.model)))
     assert not (tmp_path / "out").exists() and not [*tmp_path.glob("*.tmp*")]

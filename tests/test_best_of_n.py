@@ -5,10 +5,6 @@ import math
 import os
 import random
 import shutil
-import signal
-import time
-from collections import Counter
-from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
@@ -35,9 +31,8 @@ GOLD = f"{Path(truth.__file__)}:score"
 
 @pytest.fixture(scope="module")
 def made(world, tmp_path_factory) -> SimpleNamespace:
-    """A GPT-2 (absolute positions: a cached prompt must not shift them) that ends some of its responses early, with ids
-    beyond the tokenizer that would win if they were let; three reward models, the first a GPT-2, too, and one of
-    another tokenizer; .policy, .rewards, .other, .tokenizer, .data (the validation split) and .args."""
+    """A GPT-2 (absolute positions: a cached prompt must not shift them) that ends some responses early, with likely ids
+    beyond the tokenizer; three reward models, the first a GPT-2, and one of another tokenizer."""
     root = tmp_path_factory.mktemp("best_of_n")
     tokenizer = reward.load_tokenizer(str(world.tokenizer))
     data = load_from_disk(str(world.dataset))["validation"].with_format("torch")
@@ -68,21 +63,15 @@ def made(world, tmp_path_factory) -> SimpleNamespace:
     args = {"policy": str(root / "policy"), "reward_model_paths": rewards, "gold": GOLD, "prompts": PROMPTS}
     args |= {"dataset": str(world.dataset), "samples": N, "response_length": R, "micro_batch_size": 5, "top_p": 0.8}
     args |= {"standardise_posts": 5}
-    return SimpleNamespace(
-        policy=str(root / "policy"),
-        rewards=rewards,
-        other=str(root / "other"),
-        tokenizer=tokenizer,
-        data=data,
-        args=args,
-    )
+    paths = {"policy": str(root / "policy"), "rewards": rewards, "other": str(root / "other")}
+    return SimpleNamespace(**paths, tokenizer=tokenizer, data=data, args=args)
 
 
 @pytest.fixture(scope="module")
 def written(made, tmp_path_factory) -> Path:
-    """What a run with texts wrote."""
+    """What a run wrote."""
     output = tmp_path_factory.mktemp("written") / "new" / "x"
-    best_of_n.main(best_of_n.Args(**made.args, output_dir=str(output), keep_texts=True))
+    best_of_n.main(best_of_n.Args(**made.args, output_dir=str(output)))
     return output
 
 
@@ -146,24 +135,17 @@ def test_weights_against_exact_binomials_at_the_papers_size():
             assert weights[i - 1] == pytest.approx(exact, rel=1e-9, abs=1e-300)
 
 
-def test_bands():
-    same = best_of_n.bands(numpy.full((7, 2), 3.0), 1, 50)
+def test_bands(monkeypatch):
+    same = best_of_n.bands(numpy.full((7, 2), 3.0), 1)
     assert same == pytest.approx(numpy.full((2, 2), 3.0))
     values = numpy.random.default_rng(0).normal(size=(400, 1)) * [1, 2] + [0, 10]
-    low, high = best_of_n.bands(values, 1, 4000)
+    monkeypatch.setattr(best_of_n, "DRAWS", 4000)
+    low, high = best_of_n.bands(values, 1)
     assert (high - low) / 2 == pytest.approx(1.96 * values.std(0) / 20, rel=0.06)  # of a mean of 400
     assert (high + low) / 2 == pytest.approx(values.mean(0), abs=0.02)
     assert (2 * low[0] - low[1], 2 * high[0] - high[1]) == pytest.approx((-10, -10))  # the same prompts in all columns
-    assert (best_of_n.bands(values, 1, 50) == best_of_n.bands(values, 1, 50)).all()
-    assert (best_of_n.bands(values, 2, 50) != best_of_n.bands(values, 1, 50)).all()
-
-
-def test_win_rates_by_hand():
-    mine = numpy.array([1.0, 2.0, 3.0, 4.0])
-    third = sum([0.1] * 3) / 0.1  # 3 but for rounding: a tie
-    singles = numpy.array([[0.0, 2.0, 4.0, 5.0], [0.0, 0.0, third, 0.0]])  # won: 1 + ½ of 4, 3 + ½ of 4
-    assert third != 3.0
-    assert best_of_n.win_rate(mine, singles) == pytest.approx((5 / 8, math.sqrt(1 / 8)))
+    assert (best_of_n.bands(values, 1) == best_of_n.bands(values, 1)).all()
+    assert (best_of_n.bands(values, 2) != best_of_n.bands(values, 1)).all()
 
 
 SCORES = [  # three prompts, five samples, three members; of the first prompt two samples tie in every objective
@@ -171,59 +153,52 @@ SCORES = [  # three prompts, five samples, three members; of the first prompt tw
     [[0, 1, 5], [2, 2, 1], [7, -4, 4], [1, 1, 1], [2, 3, 0]],
     [[1, 0, 0], [0, 1, 0], [0, 0, 1], [4, 4, -3], [2, 2, 8]],
 ]
+SCALES = {"A": (1.0, 2.0), "B": (0.5, 4.0), "C": (-1.0, 0.5)}  # mean and standard deviation of the members
 GOLDS = [[5, 1, 3, -2, 0], [1, 4, -3, 2, 2], [0, 1, 2, -1, 7]]
-LENGTHS, ENDED = (
-    [[2, 3, 3, 4, 8], [1, 1, 1, 1, 1], [9, 9, 9, 9, 4]],
-    [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]],
-)
 
 
-def write_shards(folder: Path, settings: dict) -> Path:
+def write_shards(folder: Path) -> Path:
+    """What the sampling of these three prompts leaves."""
     folder.mkdir(parents=True)
-    for i, columns in enumerate(zip(SCORES, GOLDS, LENGTHS, ENDED, strict=True)):
-        scores, gold, lengths, ended = map(numpy.array, columns)
-        arrays = {"scores": scores.astype("float32"), "gold": gold.astype("float32"), "lengths": lengths}
-        numpy.savez(folder / f"samples_{i:06d}.npz", **arrays, has_eos=ended.astype(bool))
-    (folder / "args.json").write_text(json.dumps({"samples": 5, "prompts": 3, "seed": 1, "gold": "G"} | settings))
+    for i, (scores, gold) in enumerate(zip(SCORES, GOLDS, strict=True)):
+        arrays = {"scores": numpy.array(scores, "float32"), "gold": numpy.array(gold, "float32")}
+        arrays |= {"lengths": numpy.arange(5), "has_eos": numpy.arange(5) > 0}
+        numpy.savez(folder / f"samples_{i:06d}.npz", **arrays)
+    settings = {"samples": 5, "prompts": 3, "seed": 1, "gold": "G", "reward_model_paths": list(SCALES)}
+    (folder / "args.json").write_text(json.dumps(settings))
+    (folder / "scales.json").write_text(json.dumps({x: {"mean": m, "sd": d} for x, (m, d) in SCALES.items()}))
     return folder
 
 
-def objective_by_hand(name: str, members: int, uwo_lambda, scores: list) -> Fraction:
+def objective_by_hand(name: str, uwo_lambda, scores: list) -> Fraction:
+    scores = [(x - Fraction(mean)) / Fraction(sd) for x, (mean, sd) in zip(scores, SCALES.values(), strict=True)]
     if name.startswith("single_"):
         return Fraction(scores[int(name[7:]) - 1])
-    used = scores[:members]
-    mean = Fraction(sum(used), members)
-    variance = sum((x - mean) ** 2 for x in used) / members
-    return {"mean": mean, "wco": min(used), "uwo": mean - Fraction(uwo_lambda or 0) * variance}[name]
+    mean = Fraction(sum(scores), len(scores))
+    variance = sum((x - mean) ** 2 for x in scores) / len(scores)
+    return {"mean": mean, "wco": min(scores), "uwo": mean - Fraction(uwo_lambda) * variance}[name]
 
 
 @pytest.mark.parametrize("block", [10_000, 5], ids=["one block", "a block a prompt"])
 def test_the_tables_of_a_hand_made_case(tmp_path, monkeypatch, capsys, block):
-    folder = write_shards(tmp_path / "x", {"reward_model_paths": ["A", "B", "C"]})
+    folder = write_shards(tmp_path / "x")
     monkeypatch.setattr(best_of_n, "BLOCK", block)
-    args = best_of_n.Args(output_dir=str(folder), estimate=True, ns=[4, 1, 5], uwo_lambdas=[0.25, 2.0])
-    best_of_n.main(replace(args, standardise_members=False))
-    table = pandas.read_csv(folder / "best_of_n.csv", keep_default_na=False)
-    columns = "method members uwo_lambda n kl gold gold_low gold_high proxy variance"
-    assert list(table.columns) == columns.split()
-    methods, found = [(f"single_{i}", 1, "") for i in (1, 2, 3)], {}
-    for members in (2, 3):
-        methods += [("mean", members, ""), ("wco", members, ""), ("uwo", members, 0.25), ("uwo", members, 2.0)]
+    best_of_n.main(best_of_n.Args(output_dir=str(folder), estimate=True, uwo_lambda=0.25))
+    table = pandas.read_csv(folder / "best_of_n.csv")
+    assert list(table.columns) == "method n kl gold gold_low gold_high proxy variance".split()
+    methods, found = ["single_1", "single_2", "single_3", "mean", "wco", "uwo"], {}
+    ns = range(1, 6)
     for method in methods:
-        name, members, uwo_lambda = method
-        for n in (1, 4, 5):
+        for n in ns:
             best = {"gold": [], "proxy": [], "variance": []}
             for scores, gold in zip(SCORES, GOLDS, strict=True):
-                objective = [objective_by_hand(name, members, uwo_lambda, row) for row in scores]
-                variances = [
-                    objective_by_hand("mean", 3, 0, row) - objective_by_hand("uwo", 3, 1, row) for row in scores
-                ]
+                objective = [objective_by_hand(method, 0.25, row) for row in scores]
+                variances = [objective_by_hand("mean", 0, row) - objective_by_hand("uwo", 1, row) for row in scores]
                 for column, value in zip(best, (gold, objective, variances), strict=True):
                     best[column].append(over_subsets(objective, value, n))
             found[method, n] = best
-    rows = {((row["method"], row["members"], row["uwo_lambda"]), row["n"]): row for row in table.to_dict("records")}
-    rows = {((a, b, c if c == "" else float(c)), n): row for ((a, b, c), n), row in rows.items()}
-    assert set(rows) == set(found) | {(("single", 1, ""), n) for n in (1, 4, 5)} and len(table) == len(rows)
+    rows = {(row["method"], row["n"]): row for row in table.to_dict("records")}
+    assert set(rows) == set(found) | {("single", n) for n in ns} and len(table) == len(rows)
     for key, best in found.items():
         for column, values in best.items():
             assert rows[key][column] == pytest.approx(float(sum(values) / 3), abs=1e-12), (key, column)
@@ -231,87 +206,47 @@ def test_the_tables_of_a_hand_made_case(tmp_path, monkeypatch, capsys, block):
         golds, row = [float(value) for value in best["gold"]], rows[key]
         ends = [min(golds), row["gold_low"], row["gold"], row["gold_high"], max(golds)]
         assert all(low <= high + 1e-9 for low, high in zip(ends, ends[1:], strict=False))
-    for n in (1, 4, 5):  # the mean over the members
+    for n in ns:  # the mean over the members
         for column in ("gold", "proxy", "variance"):
             single = sum(sum(found[method, n][column]) / 3 for method in methods[:3]) / 3
-            assert rows[("single", 1, ""), n][column] == pytest.approx(float(single), abs=1e-12)
-    wins = pandas.read_csv(folder / "win_rates.csv", keep_default_na=False).to_dict("records")
-    assert len(wins) == 8 and {row["n"] for row in wins} == {5}
-    for row, method in zip(wins, methods[3:], strict=True):
-        shares = []
-        for single in methods[:3]:
-            mine, others = found[method, 5]["gold"], found[single, 5]["gold"]
-            pairs = list(zip(mine, others, strict=True))
-            shares.append(sum((a > b) + Fraction(1, 2) * (a == b) for a, b in pairs) / 3)
-        mean = sum(shares) / 3
-        assert (row["method"], row["members"]) == method[:2]
-        assert row["win_rate"] == pytest.approx(float(mean))
-        assert row["win_rate_sd"] == pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in shares) / 2))
+            assert rows["single", n][column] == pytest.approx(float(single), abs=1e-12)
     text = (folder / "best_of_n.md").read_text()
-    assert text in capsys.readouterr().out
-    for words in ("3 of 3 prompts, 5 samples each", "gold G; 4.3 tokens", "66.7% of the responses"):
-        assert words in text
-    best = rows[("mean", 3, ""), 5]
-    assert f"| mean | 3 |  | {best['gold']:.4g} | {best['gold_low']:.4g} to {best['gold_high']:.4g} |" in text
-
-
-def test_standardised_tables_are_those_of_standardised_scores(tmp_path):
-    scales, paths = {"A": (1.0, 2.0), "B": (0.5, 4.0), "C": (-1.0, 0.5)}, {"reward_model_paths": ["A", "B", "C"]}
-    raw, other = write_shards(tmp_path / "raw", paths), write_shards(tmp_path / "other", paths)
-    (raw / "scales.json").write_text(json.dumps({x: {"mean": m, "sd": d} for x, (m, d) in scales.items()}))
-    for i, rows in enumerate(SCORES):
-        file = other / f"samples_{i:06d}.npz"
-        arrays = dict(numpy.load(file))
-        scores = [[(x - m) / d for x, (m, d) in zip(row, scales.values(), strict=True)] for row in rows]
-        numpy.savez(file, **arrays | {"scores": numpy.array(scores, "float32")})
-    for members in (None, [3, 1]):
-        for folder in (raw, other):
-            tables = str(folder / "some") if members else None
-            args = best_of_n.Args(str(folder), estimate=True, members=members, tables_dir=tables)
-            best_of_n.main(replace(args, standardise_members=folder == raw))
-        found = [pandas.read_csv((x / "some" if members else x) / "best_of_n.csv") for x in (raw, other)]
-        pandas.testing.assert_frame_equal(*found, rtol=1e-5)
-        told = [json.loads(((x / "some" if members else x) / "args.json").read_text()) for x in (raw, other)]
-        assert [x["standardise_members"] for x in told] == [True, False]
-    with pytest.raises(SystemExit, match=r"other/scales.json \(the command that sampled makes it; or --no-stand"):
-        best_of_n.main(best_of_n.Args(str(other), estimate=True))
+    assert text in capsys.readouterr().out and "3 of 3 prompts" in text and "2.0 tokens" in text and "80.0%" in text
+    best = rows["mean", 5]
+    assert f"| mean | {best['gold']:.4g} | {best['gold_low']:.4g} to {best['gold_high']:.4g} |" in text
 
 
 def test_the_grid_of_n():
-    ns = best_of_n.grid(best_of_n.Args(output_dir=""), 12_500)
+    ns = best_of_n.grid(12_500)
     assert ns[0] == 1 and ns[-1] == 12_500 and 25 <= len(ns) <= 30 and (numpy.diff(ns) > 0).all()
     assert numpy.diff(numpy.log(ns[15:])) == pytest.approx(math.log(12_500) / 29, rel=0.02)
-    assert best_of_n.grid(best_of_n.Args(output_dir="", ns=[7, 2, 7]), 7).tolist() == [2, 7]
-    assert best_of_n.grid(best_of_n.Args(output_dir=""), 1).tolist() == [1]
+    assert best_of_n.grid(1).tolist() == [1] and best_of_n.grid(5).tolist() == [1, 2, 3, 4, 5]
 
 
 # ---- sampling ----------------------------------------------------------------------------------------------------
 
 
-def kept(probs: list[float], top_k: int, top_p: float) -> list[int]:
-    found = best_of_n.nucleus(torch.tensor([probs]).log(), top_k, top_p)[0]
+def kept(probs: list[float], top_p: float) -> list[int]:
+    found = best_of_n.nucleus(torch.tensor([probs]).log(), top_p)[0]
     left = found.isfinite().nonzero().flatten().tolist()
     assert found[left].tolist() == torch.tensor(probs).log()[left].tolist()  # as they were, each in its place
     return left
 
 
-def test_top_p_and_top_k_by_hand():
+def test_top_p_by_hand():
     probs = [0.05, 0.5, 0.15, 0.3]
-    assert kept(probs, 0, 0.9) == [1, 2, 3]  # 0.8 is not enough
-    assert kept(probs, 0, 0.79) == [1, 3]
-    assert kept(probs, 0, 0.49) == kept(probs, 0, 1e-9) == kept(probs, 1, 1.0) == [1]
-    assert kept(probs, 0, 1.0) == kept(probs, 9, 1.0) == [0, 1, 2, 3]
-    assert kept(probs, 2, 1.0) == [1, 3]
-    assert kept(probs, 2, 0.6) == [1]  # 0.5 / 0.8 of the two that are left
-    assert kept([0.25] * 4, 0, 0.5) == [0, 1]  # of equals the first, and no more than are needed
-    assert kept([0.25] * 4, 3, 1.0) == [0, 1, 2]
-    assert kept([0.125, 0.5, 0.125, 0.25], 0, 0.75) == [1, 3]  # exactly enough
+    assert kept(probs, 0.9) == [1, 2, 3]  # 0.8 is not enough
+    assert kept(probs, 0.79) == [1, 3]
+    assert kept(probs, 0.49) == kept(probs, 1e-9) == [1]
+    assert kept(probs, 1.0) == [0, 1, 2, 3]
+    assert kept([0.25] * 4, 0.5) == [0, 1]  # of equals the first, and no more than are needed
+    assert kept([0.125, 0.5, 0.125, 0.25], 0.75) == [1, 3]  # exactly enough
 
 
-@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 0.8, 0), (0.6, 1.0, 7), (1.4, 1.0, 0)])
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 0.8), (1.4, 1.0)])
 @torch.no_grad()
-def test_samples_are_those_of_full_forward_passes(made, temperature, top_p, top_k):
-    settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": 5, "micro_batch_size": 7}
+def test_samples_are_those_of_full_forward_passes(made, temperature, top_p):
+    settings = {"temperature": temperature, "top_p": top_p, "seed": 5, "micro_batch_size": 7}
     # a short prompt, so that much of what is seen is what was said
     found, model = drawn(made, 2, 20, last=5, **settings), best_of_n.load_policy(made.policy, made.tokenizer).eval()
     eos_id, pad_id = made.tokenizer.eos_token_id, made.tokenizer.pad_token_id
@@ -319,7 +254,7 @@ def test_samples_are_those_of_full_forward_passes(made, temperature, top_p, top_
         key, tokens = ppo.noise_keys(5, 2, [i]), query_of(made, 2, last=5)
         for t in range(R):
             logits = (model(tokens[None], use_cache=False).logits[0, -1, :pad_id] / temperature).tolist()
-            ranked, mass, choice = sorted(range(pad_id), key=lambda token: -logits[token])[: top_k or None], 0.0, []
+            ranked, mass, choice = sorted(range(pad_id), key=lambda token: -logits[token]), 0.0, []
             total = sum(math.exp(logits[token]) for token in ranked)
             for token in ranked:
                 if mass < top_p:
@@ -342,26 +277,19 @@ def test_samples_are_those_of_full_forward_passes(made, temperature, top_p, top_
 @torch.no_grad()
 def test_the_shards_hold_what_single_rows_score(made, written):
     eos_id, pad_id = made.tokenizer.eos_token_id, made.tokenizer.pad_token_id
-    models, ended, found = (
-        [ppo.load_reward_model(path, made.tokenizer).eval() for path in made.rewards],
-        [],
-        shards(written),
-    )
+    models = [ppo.load_reward_model(path, made.tokenizer).eval() for path in made.rewards]
+    ended, found = [], shards(written)
     assert len(found) == PROMPTS
     for i, shard in enumerate(found):
-        assert {key: (x.dtype.kind + str(x.dtype.itemsize), x.shape) for key, x in shard.items() if key != "texts"} == {
-            "scores": ("f4", (N, 3)),
-            "gold": ("f4", (N,)),
-            "lengths": ("i4", (N,)),
-            "has_eos": ("b1", (N,)),
-        }
+        assert {key: x.shape for key, x in shard.items()} == {
+            "scores": (N, 3), "gold": (N,), "lengths": (N,), "has_eos": (N,)
+        }  # fmt: skip
         for j, response in enumerate(drawn(made, i, N)):
             response = response[: int((response != pad_id).sum())]
             row = torch.cat([query_of(made, i), response])[None]
             expected = [model(row)[0, -1].item() for model in models]
             assert shard["scores"][j].tolist() == pytest.approx(expected, abs=1e-5)
             text = made.tokenizer.decode(response, skip_special_tokens=True)
-            assert shard["texts"][j] == text
             assert shard["gold"][j] == pytest.approx(truth.score(made.data[i]["query"], text), abs=1e-6)
             assert shard["lengths"][j] == len(response) and shard["has_eos"][j] == (eos_id in response)
             ended.append(eos_id in response)
@@ -370,17 +298,11 @@ def test_the_shards_hold_what_single_rows_score(made, written):
 
 
 def test_a_reward_model_as_gold_and_a_warning_where_it_is_a_proxy(made, tmp_path, capsys):
-    best_of_n.main(
-        best_of_n.Args(**made.args | {"gold": made.rewards[1], "output_dir": str(tmp_path / "x"), "prompts": 2})
-    )
+    changes = {"gold": made.rewards[1], "output_dir": str(tmp_path / "x"), "prompts": 1}
+    best_of_n.main(best_of_n.Args(**made.args | changes))
     assert f"warning: --gold {made.rewards[1]} is one of the proxies" in capsys.readouterr().out
-    for shard in shards(tmp_path / "x"):
-        assert (shard["gold"] == shard["scores"][:, 1]).all() and "texts" not in shard
-    two = {"gold": made.rewards[1], "reward_model_paths": [made.rewards[0], made.rewards[2]], "prompts": 1}
-    best_of_n.main(best_of_n.Args(**made.args | two | {"output_dir": str(tmp_path / "y")}))
-    assert "warning" not in capsys.readouterr().out
-    (alone,) = shards(tmp_path / "y")
-    assert alone["gold"].tolist() == pytest.approx(shards(tmp_path / "x")[0]["gold"].tolist(), abs=1e-5)
+    (shard,) = shards(tmp_path / "x")
+    assert (shard["gold"] == shard["scores"][:, 1]).all()
 
 
 def test_under_bf16_every_model_runs_in_bfloat16_and_every_head_in_float32(made, tmp_path, monkeypatch):
@@ -417,55 +339,35 @@ def test_a_proxy_that_says_one_thing_of_all_is_named(made, tmp_path):
     constant = str(make_constant(made.rewards[1], tmp_path / "constant"))
     changes = {"reward_model_paths": [made.rewards[0], constant], "output_dir": str(tmp_path / "x"), "samples": 2}
     assert f"{constant} scores all samples " in message(made.args | changes)
-    best_of_n.main(best_of_n.Args(**made.args | changes | {"standardise_members": False, "prompts": 1}))
-    assert not (tmp_path / "x/scales.json").exists() and (tmp_path / "x/best_of_n.md").exists()
 
 
 # ---- one folder, several commands --------------------------------------------------------------------------------
 
 
-def test_killed_at_any_instant_it_goes_on_to_the_same_bytes(made, written, tmp_path):
-    args = made.args | {"output_dir": str(tmp_path / "x"), "keep_texts": True}
-    draw, stopped = random.Random(0), Counter()
-    for at_least in (0, 1, 3):
-        child = os.fork()
-        if child == 0:
-            try:
-                best_of_n.main(best_of_n.Args(**args))
-            finally:
-                os._exit(0)
-        deadline = time.time() + 60
-        while len(list((tmp_path / "x").glob("samples_*.npz"))) < at_least and time.time() < deadline:
-            time.sleep(0.001)
-        time.sleep(draw.random() * 0.1)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        found = contents(tmp_path / "x") if (tmp_path / "x").exists() else {}
-        whole = {name: content for name, content in found.items() if name.endswith(".npz")}
-        assert whole == {name: contents(written)[name] for name in whole}  # nothing half-written under a shard's name
-        stopped[len(whole)] += 1
-    assert len(stopped) > 1
-    untouched = {file: file.stat().st_mtime_ns for file in (tmp_path / "x").glob("samples_*.npz")}
-    best_of_n.main(best_of_n.Args(**args))
+@pytest.mark.parametrize("written_before", [0, 1, 3])
+def test_killed_it_goes_on_to_the_same_bytes(made, written, tmp_path, monkeypatch, written_before):
+    """Killed while it writes a shard, which is there half-written under another name."""
+    args, folder = best_of_n.Args(**made.args, output_dir=str(tmp_path / "x")), tmp_path / "x"
+    replace = os.replace
+
+    def killed(partial, path):
+        if len(list(folder.glob("samples_*.npz"))) == written_before and "samples_" in str(path):
+            os.truncate(partial, 100)
+            raise KeyboardInterrupt
+        replace(partial, path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(best_of_n.os, "replace", killed)
+        best_of_n.main(args)
+    untouched = {file: file.stat().st_mtime_ns for file in folder.glob("samples_*.npz")}
+    assert len(untouched) == written_before
+    best_of_n.main(args)
     assert {file: file.stat().st_mtime_ns for file in untouched} == untouched  # only what was missing is made
-    assert {name: content for name, content in contents(tmp_path / "x").items() if ".tmp" not in name} == contents(
-        written
-    )
-
-
-def test_a_shard_that_was_being_written_is_not_there(tmp_path, monkeypatch):
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    (tmp_path / "x.npz").write_bytes(b"before")
-    monkeypatch.setattr(best_of_n.os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        best_of_n.put(tmp_path / "x.npz", b"after")
-    assert (tmp_path / "x.npz").read_bytes() == b"before"
+    assert contents(folder) == contents(written)
 
 
 def test_processes_share_the_prompts(made, written, tmp_path, monkeypatch, capsys):
-    args = best_of_n.Args(**made.args, output_dir=str(tmp_path / "x"), keep_texts=True)
+    args = best_of_n.Args(**made.args, output_dir=str(tmp_path / "x"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, names in ((1, ["samples_000001.npz", "samples_000003.npz"]), (0, ["args.json", "samples_000000.npz"])):
         monkeypatch.setenv("RANK", str(rank))
@@ -480,60 +382,16 @@ def test_processes_share_the_prompts(made, written, tmp_path, monkeypatch, capsy
 def test_tables_of_some_prompts_and_a_penalty_of_0(written, tmp_path, capsys):
     shutil.copytree(written, tmp_path / "x")
     (tmp_path / "x" / "samples_000001.npz").unlink()
-    best_of_n.main(best_of_n.Args(output_dir=str(tmp_path / "x"), estimate=True, uwo_lambdas=[0.0]))
+    best_of_n.main(best_of_n.Args(output_dir=str(tmp_path / "x"), estimate=True, uwo_lambda=0.0))
     assert "3 of 4 prompts" in capsys.readouterr().out
-    table = pandas.read_csv(tmp_path / "x" / "best_of_n.csv", keep_default_na=False)
-    columns = ["members", "n", "gold", "proxy"]
-    mean, uwo = (table[table["method"] == name][columns].to_numpy() for name in ("mean", "uwo"))
-    assert (mean == uwo).all()
-
-
-def test_tables_of_some_members_are_those_of_their_scores_alone(written, tmp_path):
-    """--members 2 1 against shards whose columns are in that order."""
-    folder, tables = Path(shutil.copytree(written, tmp_path / "all")), tmp_path / "tables"
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    common = {"estimate": True, "bootstrap_draws": 20}
-    best_of_n.main(best_of_n.Args(str(folder), **common, members=[2, 1], tables_dir=str(tables)))
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    turned = Path(shutil.copytree(folder, tmp_path / "turned"))
-    for shard in turned.glob("samples_*.npz"):
-        arrays = dict(numpy.load(shard))
-        numpy.savez(shard, **arrays | {"scores": arrays["scores"][:, [1, 0]]})
-    settings = json.loads((turned / "args.json").read_text())
-    settings["reward_model_paths"] = [settings["reward_model_paths"][i] for i in (1, 0)]
-    (turned / "args.json").write_text(json.dumps(settings))
-    best_of_n.main(best_of_n.Args(str(turned), **common))
-    for name in ("best_of_n.csv", "win_rates.csv", "best_of_n.md"):
-        assert (tables / name).read_bytes() == (turned / name).read_bytes()
-    assert json.loads((tables / "args.json").read_text()) == settings | {"samples_of": str(folder)}
-    whole, some = (pandas.read_csv(x / "best_of_n.csv").set_index(["method", "n"]) for x in (folder, tables))
-    assert some.loc["single_1", "proxy"].tolist() == whole.loc["single_2", "proxy"].tolist()
-    assert some.loc["single_1", "proxy"].tolist() != whole.loc["single_1", "proxy"].tolist()
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"estimate": True, "members": [1, 4]}, r"--members \[1, 4\]: places in --reward-model-paths, from 1 to 3"),
-        ({"estimate": True, "members": [1, 1]}, "each once"),
-        ({"estimate": True, "members": [0]}, "from 1 to 3"),
-        ({"estimate": True, "tables_dir": None}, "--members needs a --tables-dir of its own"),
-        ({"estimate": True, "ns": [10**6]}, "at most the"),
-        ({}, "--members and --tables-dir are for --estimate"),
-    ],
-)
-def test_bad_members_leave_nothing_behind(written, tmp_path, changes, words):
-    changes = {"members": [1], "tables_dir": str(tmp_path / "tables")} | changes
-    with pytest.raises(SystemExit, match=words):
-        best_of_n.main(best_of_n.Args(str(written), **changes))
-    assert not (tmp_path / "tables").exists()
+    table = pandas.read_csv(tmp_path / "x" / "best_of_n.csv").set_index("method")
+    assert (table.loc["mean"].to_numpy() == table.loc["uwo"].to_numpy()).all()
 
 
 def test_one_reward_model_has_no_ensemble(made, tmp_path):
     one = made.args | {"reward_model_paths": made.rewards[:1], "prompts": 1, "output_dir": str(tmp_path)}
     best_of_n.main(best_of_n.Args(**one))
     assert set(pandas.read_csv(tmp_path / "best_of_n.csv")["method"]) == {"single", "single_1"}
-    assert len(pandas.read_csv(tmp_path / "win_rates.csv")) == 0
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------
@@ -548,33 +406,23 @@ def message(args: dict) -> str:
 
 
 @pytest.mark.parametrize(
-    ("changes", "parts"),
+    ("changes", "part"),
     [
-        ({"ns": [2, 13]}, ["--ns 13", "12 samples"]),
-        ({"ns": [0, 2]}, ["--ns 0"]),
-        ({"uwo_lambdas": [0.5, -0.1]}, ["--uwo-lambdas [0.5, -0.1]", "at least 0"]),
-        ({"uwo_lambdas": [float("nan")]}, ["--uwo-lambdas [nan]"]),
-        ({"bootstrap_draws": 0}, ["--bootstrap-draws 0"]),
-        ({"gold": None}, ["--gold", "--estimate"]),
-        ({"reward_model_paths": []}, ["--reward-model-paths"]),
-        ({"samples": 0}, ["--samples", "at least 1"]),
-        ({"temperature": 0.0}, ["--temperature 0.0"]),
-        ({"top_p": 0.0}, ["--top-p 0.0"]),
-        ({"top_p": 1.1}, ["--top-p 1.1"]),
-        ({"top_k": -1}, ["--top-k -1"]),
-        ({"prompts": 17}, ["--prompts 17", "validation (16 rows)"]),
-        ({"split": "x"}, ["--split x", "validation (16 rows)"]),
-        ({"policy": "/nowhere"}, ["--policy /nowhere"]),
-        ({"gold": "/nowhere"}, ["--gold /nowhere"]),
-        ({"gold": "/nowhere.py:f"}, ["--gold /nowhere.py:f", "no function"]),
-        ({"gold": GOLD + "s"}, ["no function", "scores"]),
-        ({"dataset": "/nowhere"}, ["--dataset /nowhere"]),
-        ({"estimate": True}, ["--estimate", "args.json"]),
+        ({"uwo_lambda": -0.1}, "--uwo-lambda -0.1"),
+        ({"gold": None}, "--gold"),
+        ({"samples": 0}, "--samples"),
+        ({"temperature": 0.0}, "--temperature 0.0"),
+        ({"top_p": 1.1}, "--top-p 1.1"),
+        ({"prompts": 17}, "--prompts 17"),
+        ({"split": "x"}, "--split x"),
+        ({"policy": "/nowhere"}, "--policy /nowhere"),
+        ({"gold": "/nowhere.py:f"}, "--gold /nowhere.py:f"),
+        ({"dataset": "/nowhere"}, "--dataset /nowhere"),
+        ({"estimate": True}, "args.json"),
     ],
 )
-def test_bad_input_leaves_nothing_behind(made, tmp_path, changes, parts):
-    text = message(made.args | {"output_dir": str(tmp_path / "x")} | changes)
-    assert all(part in text for part in parts), text
+def test_bad_input_leaves_nothing_behind(made, tmp_path, changes, part):
+    assert part in message(made.args | {"output_dir": str(tmp_path / "x")} | changes)
     assert not (tmp_path / "x").exists()
 
 
@@ -595,8 +443,6 @@ def test_a_score_that_is_no_number_names_member_and_prompt(made, tmp_path):
     model.save_pretrained(broken, state_dict=model.state_dict())
     changes = {"reward_model_paths": [made.rewards[0], str(broken)], "output_dir": str(tmp_path / "x"), "samples": 2}
     assert f"training post 0: {broken} scores a sample inf" in message(made.args | changes)
-    text = message(made.args | changes | {"standardise_members": False})
-    assert str(broken) in text and f"prompt 0 ({made.data[0]['id']})" in text and "inf" in text
     assert not list((tmp_path / "x").glob("samples_*"))
 
 
@@ -612,10 +458,10 @@ def test_a_gold_function_that_fails_names_the_prompt(made, tmp_path):
 
 def test_other_settings_in_the_same_folder(made, written):
     before = contents(written)
-    text = message(made.args | {"output_dir": str(written), "keep_texts": True, "top_p": 0.7, "seed": 2})
+    text = message(made.args | {"output_dir": str(written), "top_p": 0.7, "seed": 2})
     assert "top_p: 0.8 -> 0.7" in text and "seed: 1 -> 2" in text and "samples:" not in text
     assert contents(written) == before
-    args = best_of_n.Args(**made.args | {"output_dir": str(written), "keep_texts": True, "micro_batch_size": 3})
+    args = best_of_n.Args(**made.args | {"output_dir": str(written), "micro_batch_size": 3})
     best_of_n.main(args)  # what may differ: nothing is missing, the tables are made anew
     assert contents(written) == before
 
@@ -628,10 +474,3 @@ def test_a_torn_shard_is_named(written, tmp_path):
     for file in (tmp_path / "x").glob("samples_*.npz"):
         file.unlink()
     assert "not one prompt" in message({"output_dir": str(tmp_path / "x"), "estimate": True})
-
-
-def test_a_full_disk_leaves_no_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(SystemExit, match="x.npz could not be written .*No space left.*same command"):
-        best_of_n.put(tmp_path / "x.npz", b"x")
-    assert not list(tmp_path.iterdir())

@@ -15,10 +15,11 @@ STAGES += [f"variants/{name}.py" for name in ("rloo", "grpo", "online_dpo", "ppo
 OURS = [
     *STAGES,
     "tldr_dataset.py",
-    *(f"benchmark/{name}.py" for name in ("convert_released", "plan", "push", "smollm2", "study_runs")),
+    *(f"benchmark/{name}.py" for name in ("convert_released", "plan", "push", "smollm2")),
     *(f"benchmark/speed/{name}.py" for name in ("throughput", "trl_peer")),
     *(f"ensembles/{name}.py" for name in ("alpaca_dataset", "average", "best_of_n", "figures", "gold_label", "study")),
-    *(f"eval/{name}.py" for name in ("check_data", "figures", "judge", "rm_report", "samples", "visualize_tokens")),
+    *(f"eval/{name}.py" for name in ("check_data", "figures", "judge", "rm_report", "samples")),
+    *(f"eval/{name}.py" for name in ("study_runs", "visualize_tokens")),
     *(f"llama2/{name}.py" for name in ("margins", "million", "preference_dataset")),
     *(f"quickstart/{name}.py" for name in ("nano", "posts", "pretrain", "report", "scaling", "truth")),
 ]

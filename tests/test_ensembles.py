@@ -548,7 +548,7 @@ def test_the_commands_of_docstrings_parse(folder):
 
 
 def test_the_commands_are_the_papers_tables():
-    command = ["bash", str(ROOT / "benchmark" / "ensembles.sh"), "--dry-run"]
+    command = ["bash", str(ROOT / "ensembles" / "run.sh"), "--dry-run"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     names = [
         "sft.py",
@@ -571,7 +571,7 @@ def test_the_commands_are_the_papers_tables():
     own, small = (x.output_dir for x in found["sft.py"])
     [labels], [bon] = found["ensembles/gold_label.py"], found["ensembles/best_of_n.py"]
     for x in (labels, bon):
-        assert (x.policy, x.temperature, x.top_p, x.top_k, x.response_length) == (own, 1.0, 0.9, 0, 256)
+        assert (x.policy, x.temperature, x.top_p, x.response_length) == (own, 1.0, 0.9, 256)
     assert (bon.prompts, bon.samples, labels.label_noise) == (1000, 12_500, (0.0, 0.25, 0.35))
     members, runs = found["reward.py"], found["ensembles/ppo.py"]
     assert labels.dataset == f"{data[0].output_dir}/pref" and runs[0].dataset == f"{data[0].output_dir}/unlabeled"

@@ -19,7 +19,7 @@ SCRIPTS += [ROOT / "eval/samples.py"]
 def launch_lines() -> set[str]:
     """Commands that start several processes, of documents, the scripts' heads and the ensemble paper's script."""
     text = "\n".join(path.read_text() for path in [*DOCUMENTS, *SCRIPTS])
-    shown = ["bash", "benchmark/ensembles.sh", "--dry-run"]
+    shown = ["bash", "ensembles/run.sh", "--dry-run"]
     text += subprocess.run(shown, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     text = text.replace("\\\n", " ")
     return {line.group() for line in re.finditer(r"(accelerate launch|torchrun) .*?\.py .*", text)}

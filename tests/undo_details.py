@@ -934,33 +934,24 @@ test_average.py::test_ties_count_half ensembles/average.py: ties are lost
 test_average.py::test_an_average_below ensembles/average.py: beside the best member
 - worst = min(
 + worst = max(
-test_best_of_n.py::test_standardised_tables ensembles/best_of_n.py: the scores are centred only
+test_best_of_n.py::test_the_tables ensembles/best_of_n.py: the scores are centred only
 - - middle) / spread
 + - middle)
 test_best_of_n.py::test_scales_are_of ensembles/best_of_n.py: the standard deviation over n - 1
 - scores.std(unbiased=False)
 + scores.std()
-test_ensembles_figures.py::test_paired_differences ensembles/figures.py: runs of other reward models are pairs
-- return run.seed == other.seed and bool(run.made_of & other.made_of)
-+ return run.seed == other.seed
-test_ensembles_figures.py::test_paired_differences ensembles/figures.py: the interval of n - 1 values
-- stdev(differences) / n**0.5
-+ stdev(differences) / (n - 1) ** 0.5
-test_ensembles_figures.py::test_verdicts ensembles/figures.py: no worse is anything
-- return "no worse" if low > NO_WORSE and
-+ return "no worse" if low < NO_WORSE and
-test_ensembles_figures.py::test_verdicts ensembles/figures.py: 0.05 of anything
-- and quantity not in NOT_GOLD else
-+ else
-test_ensembles_figures.py::test_gold_at_a_kl_distance ensembles/figures.py: the point before, not between
-- + (y[after] - y[after - 1]) * (kl
-+ + 0 * (kl
-test_ensembles_figures.py::test_quantities_by_hand ensembles/figures.py: one standard error
-- return 2 * error(run) - drop(run)
-+ return error(run) - drop(run)
-test_ensembles_figures.py::test_claims_of_a_hand_made_study ensembles/figures.py: several bases are one
-- many = pick([run for run in here if run.bases > 1]
-+ many = pick([run for run in here if run.bases]
+test_ensembles_figures.py::test_paired_differences ensembles/figures.py: any seed is a pair
+- return [left[seed] - right[seed] for seed in left if seed in right]
++ return [x - y for x, y in zip(left.values(), right.values())]
+test_ensembles_figures.py::test_the_interval ensembles/figures.py: the interval of n - 1 values
+- stdev(values) / len(values) ** 0.5
++ stdev(values) / (len(values) - 1) ** 0.5
+test_ensembles_figures.py::test_which_runs ensembles/figures.py: the worst KL penalty
+- kl = max(groups, key
++ kl = min(groups, key
+test_ensembles_figures.py::test_curves_are_means ensembles/figures.py: every run is a replicate
+- means = [mean(by_seed(runs, lambda run, step=step: curves[id(run)][step]).values()) for step in steps]
++ means = [mean(curve[step] for curve in curves.values()) for step in steps]
 
 test_gradients.py::test_sft sft.py: the weights decay by a hundredth whatever WEIGHT_DECAY says
 - "weight_decay": WEIGHT_DECAY

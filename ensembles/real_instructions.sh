@@ -3,7 +3,7 @@
 # reward models under a gold reward, best of n and DPO. The base has random weights and the gold is ROUGE-L with the
 # row's own answer, so that the numbers say that the stages fit together, and nothing about instructions.
 #
-#   bash benchmark/real_instructions.sh [instructions.jsonl [folder of the tokenizer]]      (15 minutes of one core)
+#   bash ensembles/real_instructions.sh [instructions.jsonl [folder of the tokenizer]]      (15 minutes of one core)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

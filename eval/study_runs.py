@@ -1,10 +1,10 @@
-"""What studies share: a queue of commands, each with the file that it has to leave behind.
+"""A queue of commands for studies: each command has a file that it must leave behind.
 
-A job whose file is there is finished and is not started again, so that the same command continues after a stop. Jobs
-run side by side, each with its share of the cores and a log of its own. A job that fails stops no other. A study is a
-script that lists its jobs, runs what is left and makes its tables:
+A job whose file exists is finished and is not started again, so that the same command continues after a stop. Jobs run
+side by side, each with its share of the cores and a log of its own. A job that fails does not stop the others. A study
+is a script that lists its jobs, runs what is left and makes its tables (ensembles/study.py, quickstart/scaling.py):
 
-    sys.path.append(str(ROOT / "benchmark"))
+    sys.path.append(str(ROOT / "eval"))
     import study_runs
 """
 

@@ -1,22 +1,26 @@
 #!/usr/bin/env bash
-# "Reward Model Ensembles Help Mitigate Overoptimization" at its scale: tables 1 to 4, best of n, and PPO against the mean, the worst
-# case and the uncertainty-weighted score of five reward models, against each of them alone, and, which is not the paper's,
-# against the average of their weights (WARM).
+# "Reward Model Ensembles Help Mitigate Overoptimization" at its scale: tables 1 to 4, best of n, and PPO against the mean,
+# the worst case and the uncertainty-weighted score of five reward models and against each of them alone. PPO against the
+# average of their weights (WARM) is added.
 #
-#   bash benchmark/ensembles.sh --dry-run     print the commands
-#   bash benchmark/ensembles.sh               run them, one after another
+#   bash ensembles/run.sh --dry-run     prints the commands
+#   bash ensembles/run.sh               runs them, one after another
 #
-# From the environment, in place of the paper's: POLICY, PROXY, GOLD, DATA, NOISE (percent), PROMPTS (that are answered
-# and labelled; all), LAUNCH, and of PPO SEEDS (figure 4 has three), KL, MEMBERS (of the ensembles; "1 2 3") and LAMBDAS
-# ("0.1 0.5"). Folders are named after them; what is finished is kept, and what was stopped goes on, so that a call with
-# others adds to the runs. python ensembles/figures.py --runs runs/ensembles draws all of them.
-# The paper's reward models learn from the answers to 46,000 prompts (section 4.3, it does not say which of the 52,000);
-# here they are the 10,000 of AlpacaFarm's split for that, so that no prompt is both SFT's, PPO's or best of n's and theirs.
-# The gold is there before, and has the policy's tokenizer with its two turns: AlpacaFarm's of 7B, a LLaMA, has not.
-# 3,000 PPO steps of 32 are 94 updates: 256 rollouts in 4 epochs are 32 steps. What the paper does not say, and is ours:
-# --gold-every and --eval-rows; the rest is ensembles/ppo.py's default: the value model starts from SFT, as in the paper's code, and
-# members are standardised, as its authors say they did. An answer without EOS keeps its score: the paper's reward has no fixed one
-# for it (Detail 23), which would be above the worst case's where that falls below -1.
+# The environment replaces the paper's values of POLICY, PROXY, GOLD, DATA, NOISE (percent of flipped labels), LAUNCH, and
+# of PPO SEEDS (figure 4 has three) and KL. Folders are named after them. What is finished is kept, and what was stopped
+# continues, so a call with other values adds to the runs. To draw them:
+#
+#   python ensembles/figures.py --runs runs/ensembles/ppo/noise_25_pythia-70m runs/ensembles/best_of_n/noise_25_pythia-70m
+#
+# What you should know:
+# - The paper's reward models learn from answers to 46,000 prompts (section 4.3; it does not say which of the 52,000). Here
+#   they learn from AlpacaFarm's 10,000 for that purpose, which neither SFT, PPO nor best of n sees.
+# - GOLD must exist before, with the policy's tokenizer and its two turns. AlpacaFarm's of 7B is a LLaMA and does not fit.
+# - 3,000 PPO steps of 32 are 94 updates, because 256 rollouts in 4 epochs are 32 steps.
+# - --gold-every and --eval-rows are ours. All else is ensembles/ppo.py's default: the value model starts from SFT, as in the
+#   paper's code, and members are standardised, as its authors say they did.
+# - An answer without EOS keeps its score. Detail 23's fixed -1 is not in this paper, and would be a reward wherever the
+#   worst case falls below -1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -25,7 +29,7 @@ proxy=${PROXY:-EleutherAI/pythia-70m} # 44M without its embeddings of the output
 gold=${GOLD:-runs/ensembles/gold}
 data=${DATA:-data/alpaca}
 read -ra launch <<<"${LAUNCH:-accelerate launch --config_file benchmark/accelerate/zero2.yaml --num_processes 4}"
-[[ $# == 0 || $* == --dry-run ]] || { echo "error: $*: ensembles.sh takes --dry-run or nothing" >&2 && exit 1; }
+[[ $# == 0 || $* == --dry-run ]] || { echo "error: $*: run.sh takes --dry-run or nothing" >&2 && exit 1; }
 dry_run=${1:-}
 
 run() { # what it leaves behind, command...
@@ -38,8 +42,7 @@ run() { # what it leaves behind, command...
 }
 
 runs=runs/ensembles
-answered=labelled${PROMPTS:+_$PROMPTS}
-setting=noise_${NOISE:-25}_${proxy##*/}${PROMPTS:+_$PROMPTS}
+setting=noise_${NOISE:-25}_${proxy##*/}
 go_on=(--resume --save-every 200 --keep-checkpoints 1)
 for model in "$policy" "$proxy"; do # their tokens are the same: the policy's data serve both
     name=${model##*/}
@@ -50,21 +53,21 @@ for model in "$policy" "$proxy"; do # their tokens are the same: the policy's da
 done
 policy_run=$runs/sft/${policy##*/}
 data=$data/${policy##*/}
-run "$data/$answered" python ensembles/gold_label.py --policy "$policy_run" --gold "$gold" --dataset "$data/pref" \
-    ${PROMPTS:+--prompts "$PROMPTS"} --label-noise 0 0.25 0.35 --response-length 256 --output-dir "$data/$answered" # table 4
+run "$data/labelled" python ensembles/gold_label.py --policy "$policy_run" --gold "$gold" --dataset "$data/pref" \
+    --label-noise 0 0.25 0.35 --response-length 256 --output-dir "$data/labelled" # table 4
 
 members=()
 for seed in 1 2 3 4 5; do # table 2: the same data, another head and another order
     member=$runs/reward/$setting/$seed
     run "$member/eval/accuracy.csv" "${launch[@]}" reward.py --model "$proxy" --seed "$seed" \
         --sft-model-path "$runs/sft/${proxy##*/}" --dataset "$data/sft" \
-        --preference-dataset "$data/$answered/noise_${NOISE:-25}" --learning-rate 1e-5 --num-train-epochs 5 \
+        --preference-dataset "$data/labelled/noise_${NOISE:-25}" --learning-rate 1e-5 --num-train-epochs 5 \
         --batch-size 32 --run-eval "${go_on[@]}" --output-dir "$member"
     members+=("$member")
 done
 average=$runs/reward/$setting/average
 run "$average/args.json" python ensembles/average.py --reward-model-paths "${members[@]}" \
-    --preference-dataset "$data/$answered/noise_${NOISE:-25}" --output-dir "$average"
+    --preference-dataset "$data/labelled/noise_${NOISE:-25}" --output-dir "$average"
 run "$runs/best_of_n/$setting/best_of_n.md" python ensembles/best_of_n.py --policy "$policy_run" \
     --reward-model-paths "${members[@]}" --gold "$gold" --dataset "$data/sft" --prompts 1000 --samples 12500 \
     --response-length 256 --output-dir "$runs/best_of_n/$setting"
@@ -79,20 +82,11 @@ ppo() { # folder, kl, seed, flags...: table 3
         --output-dir "$folder" "${@:4}"
 }
 
-some=("${members[@]}")
-if [[ -n ${MEMBERS:-} ]]; then
-    some=()
-    for seed in $MEMBERS; do some+=("$runs/reward/$setting/$seed"); done
-fi
-of=${MEMBERS:+_of_${MEMBERS// /_}}
 for seed in ${SEEDS:-1}; do
     for kl in ${KL:-0 0.01 0.1 0.2}; do # figures 4 and 5, and the 0.2 that a single reward model needs (section 5.2)
-        ppo "mean$of" "$kl" "$seed" --reward-model-paths "${some[@]}" --reward-combination mean
-        ppo "wco$of" "$kl" "$seed" --reward-model-paths "${some[@]}" --reward-combination wco
-        for lambda in ${LAMBDAS:-0.1}; do
-            ppo "uwo_$lambda$of" "$kl" "$seed" --reward-model-paths "${some[@]}" --reward-combination uwo \
-                --uwo-lambda "$lambda"
-        done
+        ppo mean "$kl" "$seed" --reward-model-paths "${members[@]}" --reward-combination mean
+        ppo wco "$kl" "$seed" --reward-model-paths "${members[@]}" --reward-combination wco
+        ppo uwo "$kl" "$seed" --reward-model-paths "${members[@]}" --reward-combination uwo --uwo-lambda 0.1
         ppo warm "$kl" "$seed" --reward-model-paths "$average"
         for member in "${members[@]}"; do
             ppo "single_${member##*/}" "$kl" "$seed" --reward-model-paths "$member"
