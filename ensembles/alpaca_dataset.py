@@ -34,6 +34,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ppo import fail  # noqa: E402
+
 SPLITS = {"sft": 10_000, "pref": 10_000, "unlabeled": 20_000, "val": 2_000, "unused": 10_000}  # AlpacaFarm's rows
 TURNS = "<|prompter|>", "<|assistant|>"
 
@@ -52,11 +56,6 @@ class Args:
     """tokens of an answer, EOS included (table 4)"""
     seed: int = 1
     """of the order in which rows without splits are dealt out"""
-
-
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
 
 
 def one_line(error: Exception) -> str:

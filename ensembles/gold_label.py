@@ -17,11 +17,8 @@ kept or flipped. reward.py and dpo.py --run-eval group their accuracies by it, s
 labels that were kept.
 """
 
-import hashlib
 import importlib.util
-import json
 import re
-import struct
 import sys
 import tempfile
 from contextlib import contextmanager
@@ -29,23 +26,31 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-import pyarrow.compute as pc
 import torch
 import torch.nn.functional as F
 import tyro
-from datasets import Dataset, DatasetDict, Features, List, Value, disable_progress_bars, load_dataset, load_from_disk
-from huggingface_hub import snapshot_download
+from datasets import Dataset, DatasetDict, Features, List, Value, disable_progress_bars
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from safetensors.torch import load_file
-from torch import nn
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
     GenerationConfig,
     LogitsProcessor,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ppo import (  # noqa: E402
+    RewardModel,
+    banned_ids,
+    checkpoint_folder,
+    fail,
+    gumbel_noise,
+    load_policy,
+    load_reward_model,
+    load_splits,
+    load_tokenizer,
+    noise_keys,
+    or_fail,
 )
 
 COLUMNS = ["id", "query", "query_token"]
@@ -77,150 +82,12 @@ class Args:
     """prompts of one length that are answered at a time, at most: memory and speed only"""
 
 
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
-
-
 def one_line(error: Exception) -> str:
     """Kind and first line of an exception."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-@contextmanager
-def or_fail(message: str):
-    """Around what goes wrong outside of the script (a damaged file, a full disk): the run ends with one message."""
-    try:
-        yield
-    except Exception as error:  # of as many kinds as there are formats
-        fail(f"{message} ({error!r:.300})")
-
-
 # ---- data and models ---------------------------------------------------------------------------------------------
-
-
-def checkpoint_folder(flag: str, path: str) -> str:
-    """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
-    for folder in (Path(path) / "model", Path(path)):
-        if (folder / "config.json").exists():
-            return str(folder)
-    name, _, revision = path.partition("@")
-    if name.count("/") != 1 or name.startswith((".", "/")):
-        runs, *run = path.split("/")
-        if runs == "runs" and len(run) == 3 and run[1] in ("1b", "2.8b", "6.9b"):
-            stage, model, seed = run
-            fail(f"{flag} {path}: no checkpoint there. This makes it: python {stage}.py --model {model} --seed {seed}")
-        fail(f"{flag} {path}: no checkpoint there, neither in that folder nor in its model/, and this is no Hub id")
-    wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
-    with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
-        folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
-        if not list(Path(folder).glob("*.safetensors")):
-            folder = snapshot_download(**wanted)  # pytorch_model.bin
-        return folder
-
-
-def load_tokenizer(path: str):
-    """The tokenizer of a checkpoint folder, with `[PAD]` added (Detail 3: never EOS)."""
-    with or_fail(f"the tokenizer in {path} cannot be read"):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    return tokenizer
-
-
-def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
-    """The DatasetDict in a folder written by tldr_dataset.py, or of a Hub id[@revision]. An error where a split or a
-    column is missing, an id is too large, or most of 16 rows are another tokenizer's (eval/check_data.py: all)."""
-    name, _, revision = path.partition("@")
-    with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
-        data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
-        for split in ("train", "validation", *data):
-            data[split].select_columns(columns)[0]
-    keys = [column for column in columns if "_token" in column]
-    for split, rows in data.items():
-        largest = max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
-        looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
-        same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
-        if 2 * same <= len(looked_at) or largest >= len(tokenizer):
-            found = f"{same} of {len(looked_at)} rows are as the model's tokenizer makes them; largest id {largest}"
-            fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py; eval/check_data.py tells more")
-    return data.with_format("torch")
-
-
-def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
-    """Whether a row's query is the tokens that the tokenizer makes of its text, and the rest end in its EOS."""
-    tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
-    query = tokens.pop("query_token", None)
-    if query is not None and query != tokenizer(row["query"], add_special_tokens=False).input_ids:
-        return False
-    return all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())
-
-
-def without_dropout(config):
-    """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
-    for key, value in config.to_dict().items():
-        if "drop" in key and isinstance(value, int | float):
-            setattr(config, key, 0.0)
-    return config
-
-
-def load_policy(path: str, tokenizer):
-    """A causal language model in float32, without dropout, whose embeddings hold every id of the tokenizer."""
-    settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
-    with or_fail(f"the model in {path} cannot be read"):
-        config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
-    rows = model.get_input_embeddings().num_embeddings
-    if rows < len(tokenizer) - 1:
-        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
-    if rows < len(tokenizer):
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    return model
-
-
-class ScalarHead(nn.Linear):
-    """The head of a reward model, (b, T, d) -> (b, T, 1), in float32 under autocast and in a bfloat16 model, too."""
-
-    def forward(self, hidden):
-        with torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(hidden.float(), self.weight.float(), self.bias.float())
-
-
-class RewardModel(nn.Module):
-    """A transformers sequence classifier with one label that returns its scalar at every position."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        self.config = model.config
-
-    def forward(self, input_ids, **inputs):
-        """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask, because no token of a causal model
-        sees what comes after it."""
-        hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
-        return self.model.score(hidden).squeeze(-1)
-
-
-def load_reward_model(path: str, tokenizer) -> RewardModel:
-    """A trained reward model in float32 without dropout, the head's bias in `score.bias`. The paper's released ones
-    become such a folder by benchmark/convert_released.py."""
-    with or_fail(f"{path} holds no reward model that can be read; reward.py makes one"):
-        config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
-        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-        model.config.pad_token_id = tokenizer.pad_token_id
-        model.score = ScalarHead(model.score.weight.shape[1], 1)
-        weights = {}
-        for file in weight_files(path):
-            weights |= load_file(file)
-        model.load_state_dict(weights)
-    return RewardModel(model)
-
-
-def weight_files(path: str) -> list[Path]:
-    """The safetensors files of a checkpoint folder: model.safetensors, or else those that its index names."""
-    if Path(path, "model.safetensors").exists():
-        return [Path(path, "model.safetensors")]
-    index = json.loads(Path(path, "model.safetensors.index.json").read_text())
-    return [Path(path, name) for name in sorted(set(index["weight_map"].values()))]
 
 
 def load_function(flag: str, value: str):
@@ -243,42 +110,6 @@ def equal_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
     for length in lengths.unique().flip(0):
         groups += (lengths == length).nonzero().squeeze(1).split(size)
     return groups
-
-
-def noise_keys(seed: int, update: int, rows: list[int]) -> torch.Tensor:
-    """Two 32-bit keys (b, 2) per row, a hash of (seed, update, row)."""
-    keys = []
-    for row in rows:
-        digest = hashlib.blake2b(f"{seed} {update} {row}".encode(), digest_size=8).digest()
-        keys.append(struct.unpack("<ii", digest))
-    return torch.tensor(keys, dtype=torch.int32).reshape(-1, 2)
-
-
-def mix(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A bijection of 32-bit integers in which each bit of x changes about half of all bits (the shifts and factors are
-    those of Wellons's lowbias32), the key xored in after each product. int32 products wrap; masks make >> unsigned."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D ^ key
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32) ^ key
-    return x ^ ((x >> 16) & 0xFFFF)
-
-
-def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Tensor:
-    """Gumbel(0, 1) noise (b, V) that depends on (key, position, token) alone, not on batch, device or rank: a 32-bit
-    integer hash, read as a uniform with 32 bits near 0, where the largest noise comes from."""
-    step = torch.as_tensor(position, dtype=torch.int32, device=keys.device) * 0x3C6EF35F
-    key_0 = mix(keys[:, 0, None] + step, keys[:, 1, None])  # (b, 1)
-    key_1 = mix(keys[:, 1, None] + step, keys[:, 0, None])
-    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * (0x9E3779B9 - 2**32)  # golden ratio
-    bits = mix(token + key_0, key_1)  # (b, V)
-    unsigned = torch.where(bits < 0, bits + 2.0**32, bits.float())
-    uniform = (unsigned + 0.5) / 2**32
-    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
-
-
-def banned_ids(model, tokenizer) -> torch.Tensor:
-    """(V,) bool: [PAD] and the ids beyond the tokenizer, which no sample may hold."""
-    ids = torch.arange(model.get_input_embeddings().num_embeddings)
-    return (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer))
 
 
 def nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:

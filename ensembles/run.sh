@@ -43,7 +43,7 @@ run() { # what it leaves behind, command...
 
 runs=runs/ensembles
 setting=noise_${NOISE:-25}_${proxy##*/}
-go_on=(--resume --save-every 200 --keep-checkpoints 1)
+go_on=(--resume --save-every 200)
 for model in "$policy" "$proxy"; do # their tokens are the same: the policy's data serve both
     name=${model##*/}
     run "$data/$name/sft" python ensembles/alpaca_dataset.py --base "$model" --output-dir "$data/$name"
@@ -78,7 +78,7 @@ ppo() { # folder, kl, seed, flags...: table 3
         --dataset "$data/unlabeled" --learning-rate 1e-6 --lr-schedule cosine --final-learning-rate 1e-7 --num-ppo-epochs 4 \
         --batch-size 256 --num-mini-batches 8 --total-episodes 24064 --cliprange 0.2 --cliprange-value 0.2 --lam 0.95 \
         --temperature 1.0 --response-length 256 --kl-coef "$2" --penalty-reward-value None \
-        --gold "$gold" --gold-every 3 --eval-rows 256 --resume --save-every 10 --keep-checkpoints 1 \
+        --gold "$gold" --gold-every 3 --eval-rows 256 --resume --save-every 10 \
         --output-dir "$folder" "${@:4}"
 }
 

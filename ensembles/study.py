@@ -109,7 +109,7 @@ def steps_of(args: Args) -> dict[str, list[Job]]:
         command += f" --penalty-reward-value None --gold {GOLD} --gold-every 3 --eval-rows 64 --sample-every 0"
         command += f" --total-episodes {64 * args.updates} --batch-size 64 --micro-batch-size 16"
         command += " --forward-batch-size 64 --num-ppo-epochs 2 --num-mini-batches 4 --learning-rate 1e-4"
-        command += " --final-learning-rate 1e-4 --save-every 10 --keep-checkpoints 1 --resume"
+        command += " --final-learning-rate 1e-4 --save-every 10 --resume"
         add("PPO", f"ppo/{method}_kl_{kl_coef:g}/{i}", "model/config.json", command)
     return steps
 

@@ -308,7 +308,7 @@ def test_a_reward_model_as_gold_and_a_warning_where_it_is_a_proxy(made, tmp_path
 def test_under_bf16_every_model_runs_in_bfloat16_and_every_head_in_float32(made, tmp_path, monkeypatch):
     torch.backends.cuda.enable_cudnn_sdp(True)
     attention = record(monkeypatch, torch.nn.functional, "scaled_dot_product_attention")
-    heads = record(monkeypatch, best_of_n.ScalarHead, "forward")
+    heads = record(monkeypatch, ppo.ScalarHead, "forward")
     changes = {"gold": made.rewards[1], "prompts": 1, "mixed_precision": "bf16", "output_dir": str(tmp_path)}
     best_of_n.main(best_of_n.Args(**made.args | changes))
     assert {call.result.dtype for call in attention} == {torch.bfloat16}
