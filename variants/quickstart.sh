@@ -1,25 +1,30 @@
 #!/usr/bin/env bash
 # Every variant on the quickstart's data, and one table beside PPO and DPO at the quickstart's settings.
 #
-#   bash variants/quickstart.sh [--size xs|s|m] [--seed N] [--posts-seed N] [--fast]
+#   bash variants/quickstart.sh [--size xs|s|m] [--seeds 1 2 ...] [--posts-seed N] [--fast]
 #
-# The arguments are those of quickstart/run.sh, whose stages are run first where they are not there. Of variants what is
-# finished is kept. The table is printed, and lands in runs/quickstart/posts-N/report/nano-{size}/{seed}/variants.csv.
+# The quickstart's stages are run first where they are not there; what is finished is kept. A seed's table is printed, and
+# lands in runs/quickstart/posts-N/report/nano-{size}/{seed}/variants.csv. With several seeds variants/ranking.py then
+# compares all of them: seeds.csv and truth_over_kl.png in runs/quickstart/posts-N/report/nano-{size}.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-bash quickstart/run.sh "$@" --continue
-size="" seed=1 posts_seed=1 fast=""
-while (($#)); do # which are right: the quickstart has taken them
+size="" seeds=() posts_seed=1 fast=""
+while (($#)); do
     case $1 in
-        --fast) fast=-fast ;;
-        --size) size=$2 ;;
-        --seed) seed=$2 ;;
-        --posts-seed) posts_seed=$2 ;;
+        --fast) fast=-fast && shift ;;
+        --size) size=$2 && shift 2 ;;
+        --posts-seed) posts_seed=$2 && shift 2 ;;
+        --seed | --seeds)
+            shift
+            while (($#)) && [[ $1 != --* ]]; do seeds+=("$1") && shift; done
+            ;;
+        *) echo "error: unknown argument $1; usage: bash variants/quickstart.sh [--size xs|s|m] [--seeds 1 2 ...]" \
+            "[--posts-seed N] [--fast]" >&2 && exit 1 ;;
     esac
-    shift
 done
 size=${size:-$([[ $fast ]] && echo xs || echo s)}
+((${#seeds[@]})) || seeds=(1)
 
 source quickstart/setup.sh requirements.txt
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
@@ -27,12 +32,9 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc 2>/dev/null || getconf _NPROCE
 model=nano-$size
 data=data/quickstart/posts-$posts_seed$fast
 runs=runs/quickstart/posts-$posts_seed$fast
-sft=$runs/sft/$model/$seed
-reward=$runs/reward/$model/$seed
 episodes=$([[ $fast ]] && echo 960 || echo 3840) # as PPO and DPO in quickstart/run.sh
 pairs=$([[ $fast ]] && echo 2000 || echo 8000)
 
-folders=()
 variant() { # name, then flags; what is finished is kept
     local name=$1 run=$runs/$1/$model/$seed
     shift
@@ -43,16 +45,22 @@ variant() { # name, then flags; what is finished is kept
     python "variants/$name.py" --model "quickstart/bases/$model" --seed "$seed" --output-dir "$run" --sft-model-path "$sft" "$@"
     python eval/samples.py "$run" --dataset "$data/tldr/sft" --splits validation
 }
-online=(--dataset "$data/tldr/sft" --learning-rate 1e-4 --batch-size 64 --micro-batch-size 16 --sample-every 10
-    --total-episodes "$episodes")
 
-variant rloo "${online[@]}" --reward-model-path "$reward"
-variant grpo "${online[@]}" --reward-model-path "$reward"
-variant online_dpo "${online[@]}" --reward-model-path "$reward"
-variant ppo_function "${online[@]}" --reward-function quickstart/truth.py:score
-# a quarter of DPO's learning rate there: SimPO has no reference that holds the policy
-variant simpo --preference-dataset "$data/tldr/preference" --learning-rate 5e-6 --batch-size 32 --micro-batch-size 8 \
-    --total-episodes "$pairs"
-
-python variants/compare.py --raw "$data/raw" --sft "$sft" --runs "$runs"/{ppo,dpo}/"$model/$seed" "${folders[@]}" \
-    --output "$runs/report/$model/$seed/variants.csv"
+for seed in "${seeds[@]}"; do
+    table=$runs/report/$model/$seed/variants.csv
+    [[ ! -e $table || ${#seeds[@]} == 1 ]] || continue
+    bash quickstart/run.sh --size "$size" --seed "$seed" --posts-seed "$posts_seed" ${fast:+--fast} --continue
+    sft=$runs/sft/$model/$seed reward=$runs/reward/$model/$seed folders=()
+    online=(--dataset "$data/tldr/sft" --learning-rate 1e-4 --batch-size 64 --micro-batch-size 16 --sample-every 10
+        --total-episodes "$episodes")
+    variant rloo "${online[@]}" --reward-model-path "$reward"
+    variant grpo "${online[@]}" --reward-model-path "$reward"
+    variant online_dpo "${online[@]}" --reward-model-path "$reward"
+    variant ppo_function "${online[@]}" --reward-function quickstart/truth.py:score
+    # a quarter of DPO's learning rate there: SimPO has no reference that holds the policy
+    variant simpo --preference-dataset "$data/tldr/preference" --learning-rate 5e-6 --batch-size 32 --micro-batch-size 8 \
+        --total-episodes "$pairs"
+    python variants/compare.py --raw "$data/raw" --sft "$sft" --runs "$runs"/{ppo,dpo}/"$model/$seed" "${folders[@]}" \
+        --output "$table"
+done
+((${#seeds[@]} == 1)) || python variants/ranking.py --tables "$runs/report/$model" --seeds "${seeds[@]}" --output "$runs/report/$model"

@@ -1,0 +1,95 @@
+"""The variants over several seeds: mean and standard deviation of each, and differences to PPO paired by seed.
+
+    bash variants/quickstart.sh --seeds 1 2 3 4 5 6 7 8       # makes the runs and calls it
+    python variants/ranking.py --output variants/results      # the same from the rows that are there
+
+A seed has an SFT and a reward model of its own. Reads {tables}/{seed}/variants.csv (compare.py) and writes to --output:
+seeds.csv, a row a policy and seed, and truth_over_kl.png. Differences have 95 % t intervals over seeds; p is of the
+paired t test, Holm's correction is over the policies that are compared.
+"""
+
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+
+import pandas
+import tyro
+from matplotlib.figure import Figure
+from scipy.stats import t
+
+NAMES = {"sft": "SFT", "ppo": "PPO", "dpo": "DPO", "rloo": "RLOO", "grpo": "GRPO", "online_dpo": "online DPO"}
+NAMES |= {"ppo_function": "PPO with the truth", "simpo": "SimPO"}
+
+
+@dataclass
+class Args:
+    output: Path
+    """folder of seeds.csv and truth_over_kl.png"""
+    tables: Path | None = None
+    """folder of {seed}/variants.csv; default: only show what seeds.csv has"""
+    seeds: tuple[int, ...] = ()
+    """seeds to read"""
+
+
+def paired(rows: pandas.DataFrame, policy: str, other: str = "ppo") -> dict[str, float]:
+    """Mean over seeds of a policy's truth less the other's on the same seed, its 95 % t interval and p (two-sided)."""
+    truth = rows.pivot(index="seed", columns="policy", values="truth")
+    differences = (truth[policy] - truth[other]).dropna()
+    n, mean, error = len(differences), differences.mean(), differences.std() / sqrt(len(differences))
+    half = t.ppf(0.975, n - 1) * error
+    return {"difference": mean, "low": mean - half, "high": mean + half, "p": 2 * t.sf(abs(mean) / error, n - 1)}
+
+
+def holm(p: dict[str, float]) -> dict[str, float]:
+    """Holm's corrected p values: the i-th smallest of m times m - i (i from 0), and never below one before it."""
+    corrected, last = {}, 0.0
+    for i, (name, value) in enumerate(sorted(p.items(), key=lambda item: item[1])):
+        last = corrected[name] = max(last, min(1.0, value * (len(p) - i)))
+    return corrected
+
+
+def draw(rows: pandas.DataFrame, path: Path):
+    """Truth over KL: a point a seed, and a larger one for the mean of each policy."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axis = figure.subplots()
+    for i, (policy, own) in enumerate((name, rows[rows["policy"] == name]) for name in NAMES if name != "sft"):
+        axis.scatter(own["kl"], own["truth"], s=14, alpha=0.45, color=f"C{i}")
+        axis.scatter(
+            own["kl"].mean(), own["truth"].mean(), s=110, color=f"C{i}", edgecolor="black", label=NAMES[policy]
+        )
+    axis.axhline(rows[rows["policy"] == "sft"]["truth"].mean(), color="grey", linewidth=0.8, label="SFT")
+    axis.set(xlabel="KL to SFT, nats a response", ylabel="truth, mean over 500 posts")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=90)
+
+
+def main(args: Args):
+    args.output.mkdir(parents=True, exist_ok=True)
+    if args.tables:
+        tables = [pandas.read_csv(args.tables / str(seed) / "variants.csv").assign(seed=seed) for seed in args.seeds]
+        pandas.concat(tables).to_csv(args.output / "seeds.csv", index=False)
+    rows = pandas.read_csv(args.output / "seeds.csv")
+    policies = [name for name in NAMES if name in set(rows["policy"])]
+    compared = {name: paired(rows, name) for name in policies if name not in ("sft", "ppo")}
+    corrected = holm({name: found["p"] for name, found in compared.items()})
+    print(f"{rows['seed'].nunique()} seeds, mean ± standard deviation over seeds\n")
+    print("| | truth | to PPO, 95 % | p, Holm | win rate | words | KL to SFT | seconds |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in policies:
+        own, difference = rows[rows["policy"] == name], ["", ""]
+        if name in compared:
+            found = compared[name]
+            difference = [
+                f"{found['difference']:+.3f} ({found['low']:+.3f} to {found['high']:+.3f})",
+                f"{corrected[name]:.3f}",
+            ]
+        digits = {"truth": 3, "win_rate": 3, "words": 1, "kl": 2, "seconds": 0}
+        cells = {key: f"{own[key].mean():.{n}f} ± {own[key].std():.{n}f}" for key, n in digits.items()}
+        cells["kl"] = "" if name == "sft" else cells["kl"]
+        print("|", " | ".join([NAMES[name], cells.pop("truth"), *difference, *cells.values()]), "|")
+    draw(rows, args.output / "truth_over_kl.png")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
