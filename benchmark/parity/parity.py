@@ -57,8 +57,7 @@ ENSEMBLE_GET = "git archive --format=tar 416b03c src | tar -x -C FOLDER, in a cl
 OLD = {"transformers": "4.33.2", "tokenizers": "0.13.3"}
 GET_OLD = "pip install --target FOLDER transformers==4.33.2 tokenizers==0.13.3, with Python 3.11"
 ORDERS = 5  # other orders of the rows, for the floor
-LIMITS = {"max_query_length": 96, "max_sft_response_length": 40, "max_sft_query_response_length": 136}
-LIMITS |= {"max_rm_response_length": 48, "max_rm_query_response_length": 144}
+LIMITS = {"max_query_length": 96, "max_sft_response_length": 40, "max_rm_response_length": 48}
 RESPONSE_LENGTH = 24
 console = Console(width=None if sys.stdout.isatty() else 160)
 
