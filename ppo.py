@@ -39,6 +39,7 @@ Details: README, "The 25 details". Deviations from the paper (P) and the authors
 
 import hashlib
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -925,6 +926,7 @@ def make_accelerator(args) -> Accelerator:
     torch.backends.cuda.enable_cudnn_sdp(False)
     transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
     transformers_logging.disable_progress_bar()
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns that tied weights are saved once
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # else accelerate divides the loss by it
     world = int(os.environ.get("WORLD_SIZE", "1"))

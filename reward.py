@@ -28,6 +28,7 @@ Deviations from the paper and its code, each on purpose:
 """
 
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -609,6 +610,7 @@ def make_accelerator(args) -> Accelerator:
     torch.backends.cuda.enable_cudnn_sdp(False)
     transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
     transformers_logging.disable_progress_bar()
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns that tied weights are saved once
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # else accelerate divides the loss by it
     world = int(os.environ.get("WORLD_SIZE", "1"))

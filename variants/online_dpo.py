@@ -46,6 +46,7 @@ A prompt's k episodes follow each other. Deviations from others, each on purpose
 
 import hashlib
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -898,6 +899,7 @@ def make_accelerator(args) -> Accelerator:
     torch.backends.cuda.enable_cudnn_sdp(False)
     transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
     transformers_logging.disable_progress_bar()
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns that tied weights are saved once
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # else accelerate divides the loss by it
     world = int(os.environ.get("WORLD_SIZE", "1"))
