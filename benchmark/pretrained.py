@@ -153,9 +153,18 @@ def agreement_rows(args: Args) -> tuple[list[dict], list[dict]]:
     return table, [row | {"error": error} for row in bins]
 
 
+def collect_curves(args: Args):
+    """Write curves.csv from the runs that are there."""
+    rows = []
+    for stage, metrics in CURVES.items():
+        for line in metrics_of(args.runs / stage) if (args.runs / stage).exists() else []:
+            place = {"stage": stage, "update": line["update"], "episode": line.get("episode", 0)}
+            rows += [place | {"metric": key, "value": line[key]} for key in [*metrics, "time/update"] if key in line]
+    pandas.DataFrame(rows).to_csv(args.output / "curves.csv", index=False, float_format="%.6g")
+
+
 def collect(args: Args):
-    """Write every table of --output."""
-    args.output.mkdir(parents=True, exist_ok=True)
+    """Write every other table of --output."""
     precision = json.loads((args.runs / "sft" / "args.json").read_text())["mixed_precision"]
     accelerator = Accelerator(mixed_precision=precision or "no")
     folder = ppo.checkpoint_folder("--runs", str(args.runs / "sft"))
@@ -170,19 +179,6 @@ def collect(args: Args):
         row | {"kept_median": median(shares), "kept_whole": fmean(share == 1 for share in shares)} for row in table
     ]
     pairs, bins = agreement_rows(args)
-    curves = [
-        {
-            "stage": stage,
-            "update": line["update"],
-            "episode": line.get("episode", 0),
-            "metric": metric,
-            "value": line[metric],
-        }
-        for stage, metrics in CURVES.items()
-        for line in metrics_of(args.runs / stage)
-        for metric in metrics
-        if metric in line
-    ]
     invented = {}
     for stage in POLICIES:
         rows = pandas.read_csv(
@@ -194,7 +190,6 @@ def collect(args: Args):
         "policies": table,
         "pairs": pairs,
         "calibration": bins,
-        "curves": curves,
         "invented": list(invented.values()),
     }
     for name, rows in tables.items():
@@ -290,6 +285,10 @@ def draw_runs(folder: Path):
 
 def main(args: Args):
     if args.runs:
+        args.output.mkdir(parents=True, exist_ok=True)
+        collect_curves(args)
+        if not (args.runs / "samples" / "invented" / "rloo").exists():
+            raise SystemExit(f"{args.output}/curves.csv is written; the tables come when all runs have samples")
         collect(args)
     print_page(args.output)
     draw_runs(args.output)
