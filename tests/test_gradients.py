@@ -307,12 +307,18 @@ def test_reward(start, record_property):
 
     def by_hand():
         for update in range(1, UPDATES + 1):
-            logs = defaultdict(float)
+            logs, others = defaultdict(float), []
             for pair in batch_of(start.pairs, update):
-                chosen, rejected = (rewards_at(model, getattr(pair, side))[-1] for side in SIDES)
+                sides = [rewards_at(model, getattr(pair, side)) for side in SIDES]
+                chosen, rejected = (rewards[-1] for rewards in sides)
                 loss = -logsigmoid(chosen - rejected)
                 (loss / BATCH).backward()
                 log_pair(logs, loss, chosen, rejected)
+                end = len(pair.query) - 1  # a last token of the query that the sides do not share counts as theirs
+                first = end + (pair.chosen[end] == pair.rejected[end])
+                others += [reward.item() for rewards in sides for reward in rewards[first:-1]]
+            logs["other_logits/mean"] = statistics.fmean(others)  # Detail 13
+            logs["other_logits/share_negative"] = statistics.fmean(reward < 0 for reward in others)
             yield update, cosine(update), logs
 
     hold(run, {"model.": model}, by_hand(), record_property, changed_after=["score.bias"])
@@ -497,8 +503,8 @@ def log_ratios(logs: dict, ratios: torch.Tensor, is_clipped: torch.Tensor, count
 
 GRPO = [
     {"length_norm": "response", "kl_estimator": "k3", "scale_by_std": True, "cliprange_high": 0.15},
-    {"length_norm": "tokens", "kl_estimator": "k2", "scale_by_std": False, "ratio": "response"},
-    {"length_norm": "constant", "kl_estimator": "k3_ratio", "scale_by_std": True},
+    {"length_norm": "tokens", "kl_estimator": "k3_ratio", "scale_by_std": False, "ratio": "response"},
+    {"length_norm": "constant", "kl_estimator": "k2", "scale_by_std": True},
 ]
 
 
@@ -773,7 +779,10 @@ def test_ensembles_ppo(start, record_property, options):
 
     def whiten_scores(episodes) -> dict:
         if not gate:
-            return {}
+            logs = {"spread": statistics.fmean(statistics.pstdev(episode.scores) for episode in episodes)}
+            logs["variance"] = statistics.fmean(statistics.pvariance(episode.scores) for episode in episodes)
+            logs |= {str(i + 1): statistics.fmean(episode.scores[i] for episode in episodes) for i in range(2)}
+            return {f"objective/reward_model_{key}": value for key, value in logs.items()}
         scores = [episode.raw_score for episode in episodes]
         for episode in episodes:
             if episode.has_eos:
