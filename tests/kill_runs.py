@@ -217,8 +217,8 @@ def kill_stage(stage: str, whole, root: Path, args: Args) -> list[dict]:
         run = replace(whole, output_dir=str(root / f"{stage}.{kill}"))
         folder, wait = Path(run.output_dir), chance.random() * duration
         events = [folder / "args.json"]
-        if kill < args.kills // 2:  # as a checkpoint is begun, or up to 20 ms later
-            save, wait = folder / "checkpoints" / f"update_{chance.choice((2, 4, 6)):06d}", chance.random() * 0.02
+        if kill < args.kills // 2:  # as a checkpoint is begun, or up to 5 ms later
+            save, wait = folder / "checkpoints" / f"update_{chance.choice((2, 4, 6)):06d}", chance.random() * 0.005
             events = [save.with_name(f"{save.name}.tmp"), save]
         child = start(stage, run)
         while not any(event.exists() for event in events):

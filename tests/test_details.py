@@ -64,16 +64,12 @@ def right_padded(rows: list[list[int]]) -> torch.Tensor:
 
 
 class PlainReward(torch.nn.Module):
-    """The reward model of a checkpoint folder (or the backbone of one, with the head given), by plain transformers."""
+    """The reward model of a checkpoint folder, by plain transformers."""
 
-    def __init__(self, folder: Path, weight: torch.Tensor | None = None, bias: float = 0.0):
+    def __init__(self, folder: Path):
         super().__init__()
-        self.backbone = AutoModel.from_pretrained(folder)
-        if weight is None:
-            state = load_file(folder / "model.safetensors")
-            weight, bias = state["score.weight"], state["score.bias"].item()
-        self.weight = torch.nn.Parameter(weight.clone())
-        self.bias = torch.nn.Parameter(torch.tensor([bias]))
+        self.backbone, state = AutoModel.from_pretrained(folder), load_file(folder / "model.safetensors")
+        self.weight, self.bias = state["score.weight"], state["score.bias"]
 
     def forward(self, rows: list[list[int]]) -> torch.Tensor:
         """Unpadded rows -> logits (b, T); what lies behind a row's end is without meaning."""
@@ -103,9 +99,7 @@ ALONE = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcont
 
 def trained_reward(stage, folder: Path):
     """A reward model of a checkpoint folder, with the forward pass of a stage."""
-    loaded = ppo.load_reward_model(str(folder), padded_tokenizer(folder))
-    model = stage.RewardModel if stage is reward else stage.RewardModel
-    return model(loaded.model).eval()
+    return stage.RewardModel(ppo.load_reward_model(str(folder), padded_tokenizer(folder)).model).eval()
 
 
 # ---- fixtures: hand-made data --------------------------------------------------------------------------
@@ -388,7 +382,8 @@ def test_detail_03_space_eos_and_pad(hand_made):
         assert (own.pad_token, own.pad_token_id, own.eos_token_id) == ("[PAD]", pad, eos)
 
 
-def test_detail_04_length_limits(hand_made, world):
+def test_detail_04_length_limits(hand_made):
+    """What is reported of lengths: test_tldr_dataset.py::test_whole_run."""
     limits = [
         tldr_dataset.widths_of(tldr_dataset.Args(), name, cnndm)
         for name, cnndm in (("sft", False), ("preference", False), ("preference", True))
@@ -424,19 +419,6 @@ def test_detail_04_length_limits(hand_made, world):
     validation = [pair(1), pair(2, **news), pair(3, summaries=summaries(156), **news)]
     expected = f"error: {told}--max-rm-response-length 156 ({where / 'comparisons/validation.jsonl'}, row 3)"
     assert refused(hand_made, "comparisons/validation.jsonl", validation) == expected
-
-    reported = {
-        (row["dataset"], row["split"], row["text"]): row
-        for row in read_csv(world.dataset.parent / "statistics" / "lengths.csv")
-    }
-    pad = padded_tokenizer(world.model).pad_token_id
-    responses = {("sft", "reference_response"): 53, ("preference", "chosen"): 169, ("preference", "rejected"): 169}
-    for (name, column), limit in responses.items():
-        for split, data in load_from_disk(str(world.dataset.parent / name)).items():
-            measured = max(sum(token != pad for token in row) for row in data[f"{column}_token"])
-            row = reported[name, split, column]
-            assert int(row["max"]) == measured
-            assert int(row["limit"]) == (155 if split == "validation_cnndm" else limit)
 
 
 def test_detail_05_shapes_and_padding_sides(world):
@@ -937,21 +919,11 @@ def test_detail_20_validation_score_on_a_fixed_batch(short, talker, reward_run, 
         assert eos in allowed and pad not in allowed
 
 
-def test_detail_20_metrics_of_the_rollout(ppo_run):
-    """Those that test_gradients.py leaves out."""
+def test_detail_20_entropy_of_the_rollout(ppo_run):
+    """Its other metrics: test_gradients.py. (The entropy of a token: test_helpers.py::test_policy_and_value.)"""
     for episode, row in zip(ppo_run.episodes, ppo_run.metrics, strict=True):
-        found = episode.found
-        logratio = (found["logprobs"].double() - found["ref_logprobs"].double()).tolist()
-        logratio = [own[: len(response)] for own, response in zip(logratio, episode.responses, strict=True)]
-        expected = {
-            "objective/kl_k2": statistics.fmean(sum(x**2 / 2 for x in own) for own in logratio),
-            "objective/kl_k3": statistics.fmean(sum(math.exp(-x) - 1 + x for x in own) for own in logratio),
-            "objective/entropy": found["entropy"].double().sum().item() / PPO_BATCH,
-        }
-        for key, value in expected.items():
-            assert math.isclose(row[key], value, rel_tol=1e-4, abs_tol=2e-6), key
+        assert close(row["objective/entropy"], episode.found["entropy"].double().sum() / PPO_BATCH)
         assert row["policy/first_ratio_deviation"] == 0
-    assert row["objective/kl_k3"] > 1e-3 and abs(row["objective/kl_k3"] - row["objective/kl_k2"]) > 1e-5
 
 
 def test_detail_20_first_ratios_that_are_not_1(short, talker, reward_run, tmp_path, monkeypatch):

@@ -299,6 +299,9 @@ def test_the_validation_score_is_that_of_the_members(setting, world, golden):
     lines, greedy = read_metrics(golden.folder), plain_samples(setting, world, golden.folder / "model", 0, 0.01)
     assert lines[-1]["eval/score"] == pytest.approx(statistics.fmean(map(worth, greedy)), rel=1e-4)
     assert [line["update"] for line in lines if "eval/score" in line] == [2, 3]
+    for line in [line for line in lines if line["update"]]:  # without a penalty every response keeps its score
+        assert line["objective/score"] == line["objective/score_without_penalty"]
+    assert lines[1]["response/eos_rate"] < 1
 
 
 def test_a_member_that_says_one_thing_of_all_is_named(setting, tmp_path):

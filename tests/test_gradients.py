@@ -483,6 +483,8 @@ def rollout_logs(run, episodes) -> dict:
         "objective/score": sum(x.score for x in episodes) / n,
         "objective/score_without_penalty": sum(x.raw_score for x in episodes) / n,
         "objective/kl": sum(x.kl.sum() for x in episodes) / n,
+        "objective/kl_k2": sum((x.kl**2 / 2).sum() for x in episodes) / n,
+        "objective/kl_k3": sum(((-x.kl).exp() - 1 + x.kl).sum() for x in episodes) / n,
         "response/length": sum(len(x.response) for x in episodes) / n,
         "response/eos_rate": sum(x.has_eos for x in episodes) / n,
     }
@@ -729,7 +731,12 @@ def test_ppo_function(start, record_property):
         return len(episode.row.text) % 7 / 7 - len(summary) / 20
 
     value_model = plain(start.sft, with_head=True)
-    hold_ppo(run, value_model, ppo_by_hand(run, value_model, score), record_property)
+
+    def score_sd(episodes) -> dict:
+        return {"objective/score_sd": statistics.stdev(episode.score for episode in episodes)}
+
+    by_hand = ppo_by_hand(run, value_model, score, change_scores=score_sd)
+    hold_ppo(run, value_model, by_hand, record_property)
 
 
 ENSEMBLES = [

@@ -13,7 +13,7 @@ import torch
 from conftest import SHARED, script
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
-from test_helpers import PAD, lengths_masks, same, tensor
+from test_helpers import PAD, same, tensor
 from test_tldr_dataset import EOS, byte_level_tokenizer, naive_truncation
 from transformers import AutoTokenizer
 
@@ -263,6 +263,12 @@ def test_data_order_is_one_stream_whatever_the_batches(n, seed, ends):
 
 
 numbers = st.floats(-20, 20, allow_subnormal=False)
+
+
+def lengths_masks(lengths: list[int], width: int) -> tuple[list, list]:
+    response = [[t < n for t in range(width)] for n in lengths]
+    value = [[t < n + 1 for t in range(width)] for n in lengths]
+    return response, value
 
 
 @st.composite

@@ -160,6 +160,9 @@ def test_whole_run(folder, capsys):
     row = lengths["sft", "train", "reference_response"]
     assert [row["min"], row["max"], row["limit"]] == [str(measured[0]), str(measured[-1]), "53"]
     assert float(row["median"]) == (measured[2] + measured[3]) / 2
+    assert lengths["preference", "validation_cnndm", "query_chosen"]["limit"] == "2021"
+    assert lengths["preference", "train", "rejected"]["limit"] == "169"
+    assert lengths["preference", "validation_cnndm", "rejected"]["limit"] == "155"
 
     with pytest.raises(SystemExit, match="out already holds data: remove it"):
         main(arguments(folder))
