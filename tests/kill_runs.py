@@ -4,10 +4,9 @@
     python tests/kill_runs.py --kills 2 --stages ppo --output /tmp/faults.md
 
 Each stage trains a nano model for six updates with a checkpoint every second one, TensorBoard, W&B (offline) and the
-evaluation, once to its end and then once per kill. The first half of the kills aims at a moment inside the writing of
-a checkpoint, the others at any between the first update and the end. Where one fell is read from a log that the run
-writes as it enters and leaves its helpers. The resumed run has to leave the same weights, metrics.jsonl (but for the
-times), tables and TensorBoard events as the run that nobody killed, and the same in W&B from its checkpoint on.
+evaluation, once to its end and then once per kill. The first half of the kills aims at the writing of a checkpoint, the
+others at any moment. The resumed run has to leave the same weights, metrics.jsonl (but for the times), tables and
+TensorBoard events as the run that nobody killed, and the same in W&B from its checkpoint on.
 """
 
 import json
@@ -20,7 +19,6 @@ import struct
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -41,18 +39,6 @@ import reward  # noqa: E402
 import sft  # noqa: E402
 
 STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}
-PHASES = {  # helper -> what a run does inside
-    **dict.fromkeys(("sample", "forward_passes", "reward_scores"), "rollout"),
-    "optimizer_step": "optimiser step",
-    "write_metrics": "metrics",
-    "checkpoint": "checkpoint",
-    **dict.fromkeys(
-        ("loss_and_count", "pair_rewards", "pair_logprobs", "policy_loss", "backward"),
-        "forward and backward",
-    ),
-    **dict.fromkeys(("validation_loss", "evaluate_pairs", "reference_rewards", "implicit_rewards"), "evaluation"),
-    **dict.fromkeys(("split_logprobs", "validation_score"), "evaluation"),
-}
 
 
 @dataclass
@@ -70,45 +56,6 @@ class Args:
 
 
 # ---- one run in a child process ----------------------------------------------------------------------------------
-
-
-def trace(module, path: Path):
-    """From now on the helpers of a stage write `enter NAME seconds` and `leave NAME seconds` to a file, unbuffered."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def note(word: str, name: str):
-        os.write(file, f"{word} {time.monotonic():.6f} {name}\n".encode())
-
-    def traced(call, name: str):
-        def inner(*args, **kwargs):
-            note("enter", name)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                note("leave", name)
-
-        return inner
-
-    writing, updates = module.writing, module.updates
-
-    @contextmanager
-    def traced_writing(accelerator, target):
-        name = "checkpoint" if target.parent.name == "checkpoints" else target.name
-        note("enter", name)
-        with writing(accelerator, target) as partial:
-            yield partial
-        note("leave", name)
-
-    def traced_updates(*args):
-        note("begin", "training")
-        yield from updates(*args)
-
-    for name in PHASES:
-        if hasattr(module, name):
-            setattr(module, name, traced(getattr(module, name), name))
-    module.writing, module.updates = traced_writing, traced_updates
-    module.Accelerator.backward = traced(module.Accelerator.backward, "backward")
-    return note
 
 
 def fork(output: str, work) -> int:
@@ -134,39 +81,14 @@ def fork(output: str, work) -> int:
     return child
 
 
-def start(stage: str, args, log: Path | None = None) -> int:
-    """Process id of a child that runs the stage; with `log` it writes its phases there."""
-
-    def work():
-        note = trace(STAGES[stage], log) if log else lambda *_: None
-        STAGES[stage].main(args)
-        note("end", "training")
-
-    return fork(f"{args.output_dir}.log", work)
+def start(stage: str, args) -> int:
+    """Process id of a child that runs the stage."""
+    return fork(f"{args.output_dir}.log", lambda: STAGES[stage].main(args))
 
 
 def finish(child: int) -> int:
     """Exit code of a child (negative: the signal that ended it)."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def read_phases(log: Path) -> list[tuple[str, float, str]]:
-    """The whole lines of a log of phases as (word, seconds, name)."""
-    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-    rows = [line.split(maxsplit=2) for line in lines if line.endswith("\n")]
-    return [(word, float(seconds), name.strip()) for word, seconds, name in rows]
-
-
-def where_it_fell(phases: list[tuple[str, float, str]]) -> str:
-    """What a run was doing when its log of phases ends: the innermost helper that it had not left."""
-    inside, updates = [], 0
-    for word, _, name in phases:
-        if word == "enter":
-            inside.append(name)
-        elif word == "leave":
-            inside.remove(name)
-            updates += name == "write_metrics"
-    return f"{PHASES.get(inside[-1], inside[-1]) if inside else 'between'}, {updates} lines of metrics written"
 
 
 # ---- what a run leaves behind ------------------------------------------------------------------------------------
@@ -281,39 +203,29 @@ def settings(root: Path) -> dict:
 
 
 def kill_stage(stage: str, whole, root: Path, args: Args) -> list[dict]:
-    """A row per kill: the instant, where it fell, what --resume continued from, and whether all ended the same."""
+    """A row per kill: what was half-written, what --resume continued from, and whether all ended the same."""
     chance = random.Random(f"{args.seed} {stage}")
-    log = root / f"{stage}.whole.phases"
     whole = replace(whole, output_dir=str(root / f"{stage}.whole"))
-    if finish(start(stage, whole, log)):
+    if finish(start(stage, whole)):
         raise SystemExit(f"error: {whole.output_dir}.log")
-    expected, phases = left_behind(Path(whole.output_dir)), read_phases(log)
+    expected, rows = left_behind(Path(whole.output_dir)), []
     wrong = complete(expected)
     if wrong:
         raise SystemExit(f"error: {stage}, not killed: {wrong}")
-    begin = next(seconds for word, seconds, _ in phases if word == "begin")
-    duration = phases[-1][1] - begin
-    saves = [seconds for _, seconds, name in phases if name == "checkpoint"]
-    saves = [after - before for before, after in zip(saves[::2], saves[1::2], strict=True)]
-    rows = []
+    duration = conftest.read_metrics(Path(whole.output_dir))[-1]["time/total"]
     for kill in range(args.kills):
-        aimed = kill < args.kills // 2
-        number, part = chance.randrange(len(saves)), chance.random()
         run = replace(whole, output_dir=str(root / f"{stage}.{kill}"))
-        log = root / f"{stage}.{kill}.phases"
-        child = start(stage, run, log)
-        event = ("enter", "checkpoint") if aimed else ("begin", "training")
-        while True:  # until the event has come
-            came = [seconds for word, seconds, name in read_phases(log) if (word, name) == event]
-            if len(came) > (number if aimed else 0):
-                break
+        folder, wait = Path(run.output_dir), chance.random() * duration
+        events = [folder / "args.json"]
+        if kill < args.kills // 2:  # as a checkpoint is begun, or up to 5 ms later
+            save, wait = folder / "checkpoints" / f"update_{chance.choice((2, 4, 6)):06d}", chance.random() * 0.005
+            events = [save.with_name(f"{save.name}.tmp"), save]
+        child = start(stage, run)
+        while not any(event.exists() for event in events):
             time.sleep(0.0005)
-        moment = came[number if aimed else 0] + part * (0.8 * saves[number] if aimed else duration)
-        time.sleep(max(0.0, moment - time.monotonic()))
+        time.sleep(wait)
         os.kill(child, signal.SIGKILL)
-        survived = finish(child) == 0
-        phases = read_phases(log)
-        folder = Path(run.output_dir)
+        finish(child)
         partial = [x.name for x in folder.glob("checkpoints/*.tmp")]
         ended = (folder / "model").exists()  # then --resume does nothing
         again = finish(start(stage, replace(run, resume=True)))
@@ -325,11 +237,8 @@ def kill_stage(stage: str, whole, root: Path, args: Args) -> list[dict]:
         again_said = {step for step in expected["W&B"] if not ended and (not said or step > int(came_from[-6:]))}
         if {step: expected["W&B"].get(step) for step in history} != history or not again_said <= history.keys():
             different.append("W&B")
-        at = next(seconds for word, seconds, _ in phases if word == "begin")
-        row = {"stage": stage, "kill": kill + 1, "seconds after the start": f"{moment - at:.3f}"}
-        row["where it fell"] = "the run had ended" if survived else where_it_fell(phases)
-        row["half-written"] = ", ".join(partial) or "-"
-        row["continued from"] = came_from
+        row = {"stage": stage, "kill": kill + 1, "half-written": ", ".join(partial) or "-"}
+        row["continued from"] = "nothing: it had ended" if ended else came_from
         row["exit code"] = again
         row["different"] = ", ".join(different) or "nothing"
         rows.append(row)
@@ -354,7 +263,7 @@ def main(args: Args):
     summary = []
     for stage in args.stages:
         own = [row for row in rows if row["stage"] == stage]
-        inside = sum(row["where it fell"].startswith("checkpoint") for row in own)
+        inside = sum(row["half-written"] != "-" for row in own)
         fine = sum(row["exit code"] == 0 for row in own)
         identical = sum(row["different"] == "nothing" for row in own)
         summary.append(

@@ -92,9 +92,7 @@ ROW_DAMAGE = {  # (data set, what is done to row 1 of the split test, message)
         put("reference_response_token", 0, 9999),
         r"reference_response_token needs .*wrong \[9999\]",
     ),
-    "negative id": ("preference", put("query_rejected_token", 3, -1), r"query_rejected_token needs .*wrong \[-1\]"),
     "null id": ("sft", put("query_token", 59, None), r"query_token needs .*wrong \[None\]"),
-    "null ids": ("preference", lambda row: row.update(chosen_token=None), r"chosen_token needs 169 ids .* it has 0"),
     "one [PAD] more": (
         "preference",
         lambda row: row["chosen_token"].append(row["chosen_token"][-1]),
@@ -104,11 +102,6 @@ ROW_DAMAGE = {  # (data set, what is done to row 1 of the split test, message)
         "sft",
         lambda row: row.update(query_token=row["query_token"][::-1]),
         r"query_token needs 60 ids of 0 to \d+, \[PAD\] \(\d+\) on the left alone;",
-    ),
-    "response padded on the left": (
-        "preference",
-        lambda row: row.update(rejected_token=row["rejected_token"][::-1]),
-        r"rejected_token needs 169 ids .* on the right alone, EOS before;",
     ),
     "no EOS": (
         "preference",
@@ -120,26 +113,11 @@ ROW_DAMAGE = {  # (data set, what is done to row 1 of the split test, message)
         put("chosen_token", 0, 7),
         "chosen_token is not what the tokenizer makes of chosen;?",
     ),
-    "null text": (
-        "sft",
-        lambda row: row.update(reference_response=None),
-        "reference_response_token is not what the tokenizer makes of",
-    ),
     "length": ("sft", lambda row: row.update(query_token_len=7), r"query_token_len is 7, not \d+"),
-    "length of a response": (
-        "preference",
-        lambda row: row.update(query_chosen_token_len=7),
-        "query_chosen_token_len is 7",
-    ),
     "label hides the response": (
         "preference",
         hide("query_chosen_token", 1),
         "query_chosen_token_response_label is not",
-    ),
-    "label shows the query": (
-        "sft",
-        hide("query_reference_response_token", -1),
-        "query_reference_response_token_response_label is",
     ),
 }
 

@@ -117,17 +117,6 @@ def test_the_block_needs_nothing_of_a_stage():
     assert loaded & constants == {"STAGE", *own} and "MAY_CHANGE" in own
 
 
-@pytest.mark.parametrize("script", STAGES)
-def test_the_order_is_from_the_algorithm_outwards(script):
-    rules = [line.strip("# =") for line in text_of(script).splitlines() if line.startswith("# ====")]
-    assert rules[:2] == ["the algorithm", "main"] and rules[-1].startswith("plumbing")
-    outwards = ["rollout", "forward passes", "sampling", "padding", "models", "evaluation"]
-    assert rules[2:-1] == [word for word in outwards if word in rules]
-    kinds = [type(node).__name__ + ":" + getattr(node, "name", "") for node in ast.parse(text_of(script)).body]
-    first = next(i for i, kind in enumerate(kinds) if kind.startswith(("FunctionDef", "ClassDef")))
-    assert kinds[0] == "Expr:" and kinds[first] == "ClassDef:Args"
-
-
 def test_same_name_same_text():
     found = differences({script: text_of(script) for script in OURS})
     assert not found, "\n\n".join(found)
@@ -169,9 +158,7 @@ def main():
     [
         ("yield seconds", "yield Seconds", "pause"),
         ("# why", "# who", "pause"),
-        ("seconds: int", "seconds:int", "pause"),
         ("@contextlib.contextmanager", "@contextlib.contextmanageR", "pause"),
-        ("return text", "return  text", "Log"),
         ("size = 1", "size = 2", "Log"),
     ],
 )
@@ -192,8 +179,12 @@ def test_a_named_exception_is_one_text_among_its_scripts():
 
 @pytest.mark.parametrize(
     "line",
-    ["import ppo", "from sft import generate", "import os, quickstart.nano", "from . import sft", "from .sft import x"]
-    + ["def f():\n    from reward import last_token", "importlib.import_module('ppo')", "__import__('dpo')"],
+    [
+        "import os, quickstart.nano",
+        "from . import sft",
+        "def f():\n    from reward import x",
+        "importlib.import_module('ppo')",
+    ],
 )
 def test_an_import_of_ours_is_found(line):
     assert imports_of_ours(line)

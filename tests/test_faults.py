@@ -25,7 +25,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import free_port, make_reward_model
-from kill_runs import STAGES, left_behind
+from kill_runs import left_behind
 from safetensors.torch import load_file
 
 import ppo
@@ -106,21 +106,10 @@ def stopped(tmp_path_factory) -> Path:
     return folder
 
 
-def test_an_update_that_is_missing_or_there_twice_is_noticed(whole):
-    found = whole[2] | {"weights": 1, "W&B": {line["update"]: line for line in whole[2]["metrics"]}}
-    events = found["TensorBoard"]
-    found["W&B"] = {step: {k: v for k, v in row.items() if k != "update"} for step, row in found["W&B"].items()}
-    assert kill_runs.complete(found) == ""
-    assert kill_runs.complete(found | {"TensorBoard": events[1:]})
-    assert kill_runs.complete(found | {"TensorBoard": sorted(events + events[-1:])})
-    assert kill_runs.complete(found | {"W&B": {step: row for step, row in found["W&B"].items() if step != 3}})
-
-
 # ---- signals ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("save_every", [0, 3])
+@pytest.mark.parametrize(("number", "save_every"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 3)])
 def test_a_signal_saves_after_the_update_and_ends_with_75(tmp_path, whole, capsys, number, save_every):
     args = toy_args(tmp_path / "run", save_every=save_every)
     with pytest.raises(SystemExit) as end:
@@ -144,17 +133,10 @@ def cut_short(path: Path):
     os.truncate(path, path.stat().st_size - 1)
 
 
-def zeros(path: Path):
-    path.write_bytes(b"\0" * path.stat().st_size)
-
-
 DAMAGES = {  # what happens to a checkpoint
     "optimiser cut short": lambda x: cut_short(x / "optimizer.bin"),
-    "optimiser of zeros": lambda x: zeros(x / "optimizer.bin"),
     "weights cut short": lambda x: cut_short(x / "model.safetensors"),
-    "weights missing": lambda x: (x / "model.safetensors").unlink(),
     "metrics missing": lambda x: (x / "metrics.jsonl").unlink(),
-    "empty folder": lambda x: [file.unlink() for file in x.iterdir()],
 }
 
 
@@ -202,8 +184,7 @@ def test_no_run_is_overwritten(halfway, left):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"seed": 8}, {"batch_size": 4}, {"total_episodes": 480}, {"learning_rate": 0.2}, {"max_grad_norm": 0.5}]
-    + [{"loss_on": "response"}, {"dataset": "moved"}],
+    [{"seed": 8}, {"learning_rate": 0.2}, {"dataset": "moved"}],
 )
 def test_resume_refuses_what_would_change_an_update(halfway, changes):
     before, settings = contents(halfway), json.loads((halfway / "args.json").read_text())
@@ -230,7 +211,7 @@ def test_a_data_set_that_has_moved_is_written_into_args_json(halfway, whole):
     assert toy(toy_args(halfway, resume=True, dataset="moved")) == [5, 6] and end_of(halfway) == whole
 
 
-@pytest.mark.parametrize("changes", [{}, {"seed": 8, "batch_size": 2, "total_episodes": 960, "dataset": "none"}])
+@pytest.mark.parametrize("changes", [{}, {"seed": 8, "dataset": "none"}])
 def test_resume_leaves_an_ended_run_as_it_is(halfway, capsys, changes):
     (halfway / "model").mkdir()
     before = contents(halfway)
@@ -272,17 +253,6 @@ def test_a_full_disk_while_saving(tmp_path, whole, full_disk):
     assert str(end.value).endswith("make room, then continue with --resume") and "\n" not in str(end.value)
     assert [x.name for x in (folder / "checkpoints").iterdir()] == ["update_000002"]
     assert toy(toy_args(folder, resume=True)) == [3, 4, 5, 6] and end_of(folder) == whole
-
-
-def test_a_full_disk_at_the_end(tmp_path, world, full_disk):
-    args = toy_args(tmp_path / "run")
-    AcceleratorState._reset_state(True)
-    accelerator, tokenizer = sft.make_accelerator(args), sft.load_tokenizer(str(world.model))
-    model = sft.load_policy(str(world.model), tokenizer)
-    full_disk(300_000)  # the weights have 700,000
-    with pytest.raises(SystemExit, match="^error: .*/run/model could not be written"):
-        sft.save_model(accelerator, args, "model", model, tokenizer)
-    assert not list((tmp_path / "run").iterdir())
 
 
 # ---- damaged data and models ------------------------------------------------------------------------------------
@@ -354,27 +324,13 @@ def test_plain_weights_in_a_bin_file_are_read(models, tmp_path):
 # ---- losses that are no numbers ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_a_gradient_that_is_no_number_stops_before_the_step(tmp_path, wrong):
+def test_a_gradient_that_is_no_number_stops_before_the_step(tmp_path):
     with pytest.raises(SystemExit) as end:
-        toy(toy_args(tmp_path / "run", save_every=1), lambda update: wrong if update == 3 else None)
+        toy(toy_args(tmp_path / "run", save_every=1), lambda update: float("inf") if update == 3 else None)
     assert str(end.value).startswith("error: update 3: the gradient norm is ")
     assert newest(tmp_path / "run").name == "update_000002"
     assert all(x.isfinite().all() for x in load_file(newest(tmp_path / "run") / "model.safetensors").values())
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_in_every_stage(world, models, tmp_path, stage):
-    """A learning rate of 1e30 makes the second update's loss infinite or NaN."""
-    args = kill_runs.arguments(stage, world, models.sft, models.reward)
-    args = replace(args, output_dir=str(tmp_path / "run"), learning_rate=1e30, save_every=1, track=False)
-    if stage == "ppo":
-        args = replace(args, num_ppo_epochs=1)
-    AcceleratorState._reset_state(True)
-    with pytest.raises(SystemExit, match="^error: update 2: the gradient norm is "):
-        STAGES[stage].main(args)
-    assert [x.name for x in (tmp_path / "run" / "checkpoints").iterdir()] == ["update_000001"]
 
 
 # ---- the process's end -------------------------------------------------------------------------------------------
@@ -462,23 +418,11 @@ def test_each_update_is_once_in_metrics_tensorboard_and_wandb_after_a_stop(tmp_p
     assert kill_runs.complete(found | {"weights": 1, "W&B": {}}) == "" and end_of(folder)[:2] == whole[:2]
 
 
-def test_samples_go_to_wandb(capsys):
-    found = []
-    tracker = SimpleNamespace(name="wandb", log_table=lambda *values, step: found.append((*values, step)))
-    tokenizer = SimpleNamespace(pad_token="_", decode=lambda tokens: "".join("_q[b]r"[i] for i in tokens))
-    batch = {"queries": torch.tensor([[0, 1, 2, 3, 4]]), "responses": torch.tensor([[5, 0]])}
-    accelerator = SimpleNamespace(trackers=[SimpleNamespace(name="tensorboard"), tracker], is_main_process=True)
-    ppo.show_samples(accelerator, batch, torch.tensor([0.12345]), torch.tensor([2.0]), tokenizer, 7)
-    columns = ["query (end)", "response", "score", "kl"]
-    assert found == [("samples/training", columns, [["q[b]", "r", "0.123", "2.000"]], 7)]
-    assert "q[b]" in capsys.readouterr().out
-
-
 def test_wandb_out_of_reach_is_one_error(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "a1b2" * 10)
-    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
     code, output = in_a_child(toy_args(tmp_path / "run", track=True))
     assert code == 1 and "error: the trackers do not start (WANDB_MODE=offline keeps" in output
     assert "Traceback" not in output[output.index("error: the trackers") :]
@@ -536,7 +480,7 @@ class LoopbackWandb:
 @pytest.fixture
 def server(monkeypatch):
     found = LoopbackWandb()
-    settings = {"MODE": "online", "BASE_URL": found.url, "API_KEY": "a1b2" * 10, "FINISH_TIMEOUT": "5"}
+    settings = {"MODE": "online", "BASE_URL": found.url, "API_KEY": "a1b2" * 10, "FINISH_TIMEOUT": "2"}
     for name, value in settings.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     yield found
@@ -554,18 +498,6 @@ def test_wandb_has_each_update_once_where_it_was_ahead_of_the_checkpoint(tmp_pat
     assert [row["_step"] for row in server.history[run]] == [line["update"] for line in lines]
     for row, line in zip(server.history[run], lines, strict=True):
         assert all(row[key] == line[key] for key in line if key != "update" and not key.startswith("time/"))
-
-
-def test_wandb_that_goes_away_costs_nothing(tmp_path, server, whole):
-    args, folder = toy_args(tmp_path / "run", track=True), tmp_path / "run"
-    child = kill_runs.fork(f"{folder}.log", lambda: toy(args, lambda update: time.sleep(1) if update == 4 else None))
-    while not (folder / "metrics.jsonl").exists() or '"update": 3' not in (folder / "metrics.jsonl").read_text():
-        time.sleep(0.01)
-    server.stop()
-    assert kill_runs.finish(child) == 0, Path(f"{folder}.log").read_text()[-2000:]
-    assert end_of(folder)[:2] == whole[:2] and left_behind(folder)["metrics"] == whole[2]["metrics"]
-    [file] = (folder / "wandb").glob("run-*/*.wandb")
-    assert sorted(kill_runs.wandb_history(file)) == list(range(LAST + 1))  # for `wandb sync`
 
 
 def test_secrets_are_nowhere_in_a_run_folder(tmp_path, monkeypatch):
@@ -593,21 +525,18 @@ class Payload:
         return os.system, (f"touch {self.path}",)
 
 
-def test_the_payload_works(tmp_path):
-    torch.save({"x": Payload(tmp_path / "ran")}, tmp_path / "file.bin")
-    torch.load(tmp_path / "file.bin", weights_only=False)
-    assert (tmp_path / "ran").exists()
-
-
-def test_no_code_runs_from_a_checkpoint(stopped, tmp_path, capsys):
+def test_no_code_runs_from_a_checkpoint(stopped, tmp_path):
     for name in ("optimizer.bin", "random_states_0.pkl"):
         folder = tmp_path / name
         shutil.copytree(stopped, folder)
         content = torch.load(newest(folder) / name, weights_only=False)
         torch.save(content | {"more": Payload(tmp_path / "ran")}, newest(folder) / name)
-        done = toy(toy_args(folder, resume=True))
-        assert done == ([3, 4, 5, 6] if name == "optimizer.bin" else [5, 6])  # the other has nothing that is needed
-    assert not (tmp_path / "ran").exists() and capsys.readouterr().out.count("cannot be loaded") == 1
+        if name == "optimizer.bin":
+            with pytest.raises(SystemExit, match="cannot be loaded"):
+                toy(toy_args(folder, resume=True))
+        else:  # which has nothing that is needed
+            assert toy(toy_args(folder, resume=True)) == [5, 6]
+    assert not (tmp_path / "ran").exists()
 
 
 def test_no_code_runs_from_a_config(models, tmp_path):

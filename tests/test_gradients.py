@@ -307,12 +307,18 @@ def test_reward(start, record_property):
 
     def by_hand():
         for update in range(1, UPDATES + 1):
-            logs = defaultdict(float)
+            logs, others = defaultdict(float), []
             for pair in batch_of(start.pairs, update):
-                chosen, rejected = (rewards_at(model, getattr(pair, side))[-1] for side in SIDES)
+                sides = [rewards_at(model, getattr(pair, side)) for side in SIDES]
+                chosen, rejected = (rewards[-1] for rewards in sides)
                 loss = -logsigmoid(chosen - rejected)
                 (loss / BATCH).backward()
                 log_pair(logs, loss, chosen, rejected)
+                end = len(pair.query) - 1  # a last token of the query that the sides do not share counts as theirs
+                first = end + (pair.chosen[end] == pair.rejected[end])
+                others += [reward.item() for rewards in sides for reward in rewards[first:-1]]
+            logs["other_logits/mean"] = statistics.fmean(others)  # Detail 13
+            logs["other_logits/share_negative"] = statistics.fmean(reward < 0 for reward in others)
             yield update, cosine(update), logs
 
     hold(run, {"model.": model}, by_hand(), record_property, changed_after=["score.bias"])
@@ -477,6 +483,8 @@ def rollout_logs(run, episodes) -> dict:
         "objective/score": sum(x.score for x in episodes) / n,
         "objective/score_without_penalty": sum(x.raw_score for x in episodes) / n,
         "objective/kl": sum(x.kl.sum() for x in episodes) / n,
+        "objective/kl_k2": sum((x.kl**2 / 2).sum() for x in episodes) / n,
+        "objective/kl_k3": sum(((-x.kl).exp() - 1 + x.kl).sum() for x in episodes) / n,
         "response/length": sum(len(x.response) for x in episodes) / n,
         "response/eos_rate": sum(x.has_eos for x in episodes) / n,
     }
@@ -497,8 +505,8 @@ def log_ratios(logs: dict, ratios: torch.Tensor, is_clipped: torch.Tensor, count
 
 GRPO = [
     {"length_norm": "response", "kl_estimator": "k3", "scale_by_std": True, "cliprange_high": 0.15},
-    {"length_norm": "tokens", "kl_estimator": "k2", "scale_by_std": False, "ratio": "response"},
-    {"length_norm": "constant", "kl_estimator": "k3_ratio", "scale_by_std": True},
+    {"length_norm": "tokens", "kl_estimator": "k3_ratio", "scale_by_std": False, "ratio": "response"},
+    {"length_norm": "constant", "kl_estimator": "k2", "scale_by_std": True},
 ]
 
 
@@ -723,7 +731,12 @@ def test_ppo_function(start, record_property):
         return len(episode.row.text) % 7 / 7 - len(summary) / 20
 
     value_model = plain(start.sft, with_head=True)
-    hold_ppo(run, value_model, ppo_by_hand(run, value_model, score), record_property)
+
+    def score_sd(episodes) -> dict:
+        return {"objective/score_sd": statistics.stdev(episode.score for episode in episodes)}
+
+    by_hand = ppo_by_hand(run, value_model, score, change_scores=score_sd)
+    hold_ppo(run, value_model, by_hand, record_property)
 
 
 ENSEMBLES = [
@@ -773,7 +786,10 @@ def test_ensembles_ppo(start, record_property, options):
 
     def whiten_scores(episodes) -> dict:
         if not gate:
-            return {}
+            logs = {"spread": statistics.fmean(statistics.pstdev(episode.scores) for episode in episodes)}
+            logs["variance"] = statistics.fmean(statistics.pvariance(episode.scores) for episode in episodes)
+            logs |= {str(i + 1): statistics.fmean(episode.scores[i] for episode in episodes) for i in range(2)}
+            return {f"objective/reward_model_{key}": value for key, value in logs.items()}
         scores = [episode.raw_score for episode in episodes]
         for episode in episodes:
             if episode.has_eos:

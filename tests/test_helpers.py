@@ -1,10 +1,10 @@
-"""The pure helpers of the stages against the same formulas written out in plain Python: loops, math, no tensors."""
+"""The pure helpers of the stages against plain Python, and against plain rows on four architectures. (What a run makes
+of them, step by step: test_gradients.py.)"""
 
 import gc
 import math
 import random
 import weakref
-from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -12,21 +12,13 @@ import nano
 import pytest
 import torch
 from conftest import close
-from transformers import Gemma2Config, Gemma2ForCausalLM
 
-import dpo
 import ppo
 import reward
 import sft
 
 PAD = 0
-SUMS = ["loss/policy", "loss/value", "policy/clip_fraction", "policy/approx_kl", "policy/ratio", "policy/ratio_square"]
-SUMS += ["value/clip_fraction"]  # of the losses
 ARCHITECTURES = ["gpt_neox", "gpt2", "llama", "qwen3"]
-
-
-def draw(rng: random.Random, rows: int, columns: int, scale: float = 1.0) -> list[list[float]]:
-    return [[rng.gauss(0, scale) for _ in range(columns)] for _ in range(rows)]
 
 
 def tensor(values) -> torch.Tensor:
@@ -45,25 +37,7 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-# ---- ppo: rewards, advantages, losses ---------------------------------------------------------------------------
-
-
-def lengths_masks(lengths: list[int], width: int) -> tuple[list, list]:
-    response = [[t < n for t in range(width)] for n in lengths]
-    value = [[t < n + 1 for t in range(width)] for n in lengths]
-    return response, value
-
-
-def test_the_masks_and_lengths_of_a_batch():
-    lengths = [1, 3, 4, 5, 0]
-    responses = torch.tensor([[3] * n + [PAD] * (5 - n) for n in lengths])
-    queries = torch.tensor([[PAD] * (4 - n) + [2] * n for n in (4, 1, 2, 3, 1)])
-    batch = ppo.make_batch(queries, responses, PAD)
-    expected_response, expected_value = lengths_masks(lengths, 5)
-    assert batch["response_mask"].tolist() == expected_response and batch["value_mask"].tolist() == expected_value
-    assert batch["response_mask"].dtype == batch["value_mask"].dtype == torch.bool
-    assert batch["lengths"].tolist() == lengths and batch["row_lengths"].tolist() == [5, 4, 6, 8, 1]
-    assert batch["queries"] is queries and batch["responses"] is responses
+# ---- micro-batches of PPO ---------------------------------------------------------------------------------------
 
 
 def test_micro_batches_are_the_batch_cut():
@@ -84,81 +58,15 @@ def test_micro_batches_are_the_batch_cut():
     assert ppo.micro_batches(batch, torch.arange(5), 5)[0]["values"].shape == (5, 5)  # no more than the responses have
 
 
-def loop_losses(logprobs, values, old_logprobs, old_values, advantages, returns, lengths, clip, clip_value):
-    """Losses, sums for the log, and the gradients with respect to logprobs and values, position by position."""
-    sums, policy_gradient, value_gradient = Counter(dict.fromkeys(SUMS, 0.0)), [], []
-    for b, n in enumerate(lengths):
-        policy_gradient.append([0.0] * len(values[b]))
-        value_gradient.append([0.0] * len(values[b]))
-        for t in range(len(values[b])):
-            if t < n:
-                difference = logprobs[b][t] - old_logprobs[b][t]
-                ratio, a = math.exp(difference), advantages[b][t]
-                limited = min(max(ratio, 1 - clip), 1 + clip)
-                clipped = -a * limited > -a * ratio
-                policy_gradient[b][t] = 0.0 if clipped else -a * ratio
-                sums["loss/policy"] += max(-a * ratio, -a * limited)
-                sums["policy/clip_fraction"] += clipped
-                sums["policy/approx_kl"] += difference**2 / 2
-                sums["policy/ratio"] += ratio
-                sums["policy/ratio_square"] += ratio**2
-            if t <= n:
-                v, old, target = values[b][t], old_values[b][t], returns[b][t]
-                limited = min(max(v, old - clip_value), old + clip_value)
-                clipped = (limited - target) ** 2 > (v - target) ** 2
-                value_gradient[b][t] = 0.0 if clipped else v - target
-                sums["loss/value"] += 0.5 * max((v - target) ** 2, (limited - target) ** 2)
-                sums["value/clip_fraction"] += clipped
-    return sums, policy_gradient, value_gradient
-
-
-def micro_batch(lengths: list[int], old_logprobs, old_values, advantages, returns) -> dict:
-    """What the losses read of a micro-batch whose responses have these lengths."""
-    response_mask, value_mask = lengths_masks(lengths, len(old_logprobs[0]))
-    mb = {"logprobs": old_logprobs, "values": old_values, "advantages": advantages, "returns": returns}
-    mb = {key: tensor(value) for key, value in mb.items()}
-    return mb | {"response_mask": torch.tensor(response_mask), "value_mask": torch.tensor(value_mask)}
-
-
-def test_the_losses_their_sums_for_the_log_and_their_gradients():
-    rng, lengths, width = random.Random(5), [1, 4, 6, 3] * 4, 6
-    old_logprobs, old_values = draw(rng, 16, width), draw(rng, 16, width)
-    logprobs = [[x + rng.gauss(0, 0.4) for x in row] for row in old_logprobs]
-    values = [[x + rng.gauss(0, 0.4) for x in row] for row in old_values]
-    advantages, returns = draw(rng, 16, width), draw(rng, 16, width)
-    for b, n in enumerate(lengths):  # exp(800) is inf, and inf x 0 is no 0: the mask must act before the ratio
-        logprobs[b][n:] = [800.0] * (width - n)
-    sums, policy_gradient, value_gradient = loop_losses(
-        logprobs, values, old_logprobs, old_values, advantages, returns, lengths, 0.2, 0.3
+def test_what_lies_behind_a_responses_end_is_in_neither_loss_nor_gradient():
+    """exp(800) is inf, and inf x 0 is no 0: the mask must act before the ratio. (The rest: test_gradients.py.)"""
+    logprobs, mask = torch.tensor([[0.1, 800.0]], requires_grad=True), torch.tensor([[True, False]])
+    loss, sums = ppo.policy_loss(
+        logprobs, {"logprobs": torch.zeros(1, 2), "advantages": torch.ones(1, 2), "response_mask": mask}, 0.2
     )
-    new_logprobs, new_values = tensor(logprobs).requires_grad_(), tensor(values).requires_grad_()
-    mb = micro_batch(lengths, old_logprobs, old_values, advantages, returns)
-    policy_loss, policy_sums = ppo.policy_loss(new_logprobs, mb, 0.2)
-    value_loss, value_sums = ppo.value_loss(new_values, mb, 0.3)
-    logs = policy_sums | value_sums
-    assert not policy_sums.keys() & value_sums.keys()
-    assert sums["policy/clip_fraction"] >= 8 and sums["value/clip_fraction"] >= 8  # on both sides
-    same(policy_loss.detach(), sums["loss/policy"])
-    same(value_loss.detach(), sums["loss/value"])
-    assert logs.keys() == set(SUMS)
-    for key, value in logs.items():
-        same(value.detach(), sums[key], 1e-6)
-    (policy_loss + value_loss).backward()
-    same(new_logprobs.grad, policy_gradient)
-    same(new_values.grad, value_gradient)
-
-
-# ---- losses of the other stages ---------------------------------------------------------------------------------
-
-
-def test_dpo_loss():
-    four = draw(random.Random(8), 4, 5, 10.0)
-    h = [(pc - rc) - (pr - rr) for pc, pr, rc, rr in zip(*four, strict=True)]
-    tensors = [tensor(x) for x in four]
-    same(dpo.dpo_loss(*tensors, 0.05), [-math.log(sigmoid(0.05 * x)) for x in h])
-    smooth = [-0.9 * math.log(sigmoid(0.05 * x)) - 0.1 * math.log(1 - sigmoid(0.05 * x)) for x in h]
-    same(dpo.dpo_loss(*tensors, 0.05, label_smoothing=0.1), smooth)
-    same(dpo.dpo_loss(*tensors, 0.05, "ipo"), [(x - 10.0) ** 2 for x in h])
+    loss.backward()
+    same(loss.detach(), -math.exp(0.1), 1e-6)
+    assert all(value.isfinite() for value in sums.values()) and logprobs.grad[0, 1] == 0
 
 
 # ---- order and shape of the data --------------------------------------------------------------------------------
@@ -202,27 +110,6 @@ def test_pair_rows_splits_what_is_shared():
     assert found["rejected"].tolist() == [[6, 7, 8], [3, 6, 0], [31, 6, 7], [8, 6, 0]]
     assert found["chosen_start"].tolist() == [pair[2][3] for pair in PAIRS]
     assert found["rejected_start"].tolist() == [pair[2][4] for pair in PAIRS]
-
-
-def test_pair_inputs_hide_chosen_from_rejected_and_restart_its_positions():
-    pairs, start = reward.pair_rows(stored_pairs(PAIRS), PAD), list(range(50, 65))  # 15 tokens that all queries share
-    queries = [start + pair[2][0] for pair in PAIRS]
-    query = torch.tensor([[PAD] * (34 - len(row)) + row for row in queries])
-    inputs, columns = reward.pair_inputs(query, pairs["chosen"], pairs["rejected"], PAD)
-    tokens, mask, positions = inputs["input_ids"], inputs["attention_mask"], inputs["position_ids"]
-    assert tokens.shape == positions.shape == (4, 32) and mask.shape == (4, 1, 32, 32)  # 23 tokens at most
-    for b, (query, (_, _, (_, chosen, rejected, _, _))) in enumerate(zip(queries, PAIRS, strict=True)):
-        row = tokens[b].tolist()
-        assert row == query + chosen + rejected + [PAD] * (32 - len(query + chosen + rejected))
-        for at, response in zip(columns.values(), (chosen, rejected), strict=True):
-            own = at[b, : 1 + len(response)].tolist()
-            assert tokens[b, own].tolist() == query[-1:] + response
-            for n, t in enumerate(own):  # sees a prefix of its own plain row
-                assert [row[s] for s in range(32) if mask[b, 0, t, s]] == query + response[:n]
-                assert positions[b, t] == len(query) + n - 1
-        for t in range(len(query)):
-            assert [row[s] for s in range(32) if mask[b, 0, t, s]] == query[: t + 1] and positions[b, t] == t
-        assert mask[b, 0].any(1).all()  # a padded position that sees nothing would turn into NaN
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -269,29 +156,6 @@ def random_pairs(vocab: int, pad_id: int, shortest: int) -> tuple[dict, list[tup
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("shortest", [3, 17])  # less and more than the 16 columns that the first pass comes in
-def test_pair_logprobs_equal_two_plain_rows(small, shortest):
-    policy, tokenizer, _ = small
-    batch, plain = random_pairs(len(tokenizer) - 2, tokenizer.pad_token_id, shortest)
-    found = dpo.pair_logprobs(policy, dpo.pair_rows(batch, tokenizer.pad_token_id), tokenizer.pad_token_id)
-    for side in (0, 1):
-        for i, row in enumerate(plain):
-            logprobs = policy(torch.tensor([row[side]])).logits[0].double().log_softmax(-1)
-            expected = sum(logprobs[t - 1, row[side][t]].item() for t in range(row[2 + side], len(row[side])))
-            assert found[side][i].item() == pytest.approx(expected, rel=1e-5, abs=1e-5)
-
-
-def test_episode_rows_move_the_padding_to_the_right():
-    queries = torch.tensor([[PAD] * 16 + [5], [PAD] * 2 + [6] * 15])
-    responses = torch.tensor([[1, 2, PAD, PAD], [3, PAD, PAD, PAD]])
-    rows, before = ppo.episode_rows(queries, responses, PAD)
-    assert rows.tolist() == [[5, 1, 2] + [PAD] * 13, [6] * 15 + [3]]  # 16 of 20 columns
-    assert before.tolist() == [[0, 1, 2, 3], [14, 15, 15, 15]]  # of 2 and 1 tokens, and of one past the end
-    mixed = torch.tensor([[PAD, 1, PAD, 2] + [PAD] * 13, [PAD, 3] + [PAD] * 15])
-    assert ppo.right_padded(mixed, PAD).tolist() == [[1, 2] + [PAD] * 14, [3] + [PAD] * 15]
-
-
-@torch.no_grad()
 def test_policy_and_value_equal_plain_rows(small):
     policy, tokenizer, folder = small
     torch.manual_seed(1)
@@ -312,21 +176,6 @@ def test_policy_and_value_equal_plain_rows(small):
         assert torch.allclose(entropy[i, :n].double(), -(expected.exp() * expected).sum(1), rtol=1e-4, atol=1e-4)
         hidden = value_model.model.base_model(row).last_hidden_state[0, start - 1 :]  # through the state after the last
         assert torch.allclose(values[i, : n + 1], value_model.model.score(hidden)[:, 0], rtol=1e-4, atol=1e-4)
-
-
-def test_a_model_that_caps_its_logits_is_refused():
-    shape = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "head_dim": 16,
-    }
-    config = Gemma2Config(vocab_size=20, num_key_value_heads=1, **shape, final_logit_softcapping=0.1)
-    with pytest.raises(SystemExit, match="gemma: the logits of Gemma2ForCausalLM are not those of its head"):
-        ppo.check_head(Gemma2ForCausalLM(config), "gemma")
-    config.final_logit_softcapping = None
-    ppo.check_head(Gemma2ForCausalLM(config), "gemma")
 
 
 @torch.no_grad()
@@ -433,52 +282,19 @@ def generate(model, queries, tokenizer, length: int, temperature: float, keys) -
     return ppo.generate(model, queries, tokenizer, length, temperature, keys, cache)[0]
 
 
-@torch.no_grad()
-def naive_sample(model, query: list[int], tokenizer, length: int, temperature: float, key: torch.Tensor) -> list[int]:
-    """One row without padding, cache or batch: a full forward pass per token."""
-    tokens = list(query)
-    for t in range(length):
-        logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].tolist()
-        noise = ppo.gumbel_noise(key[None], t, len(logits))[0].tolist()
-        allowed = [i for i in range(tokenizer.size) if i != tokenizer.pad_token_id]
-        tokens.append(max(allowed, key=lambda i: logits[i] / (temperature + 1e-7) + noise[i]))
-        if tokens[-1] == tokenizer.eos_token_id:
-            break
-    return tokens[len(query) :]
-
-
-@pytest.mark.parametrize("temperature", [0.7, 0.01])
-def test_generate_equals_sampling_token_by_token_without_cache_and_padding(small, temperature):
+def test_what_stops_at_eos_is_what_would_be_cut_there(small):
+    """However wide the padding is. (The tokens are those of transformers: test_sampling.py.)"""
     model, real, _ = small
-    pad_id, length = real.pad_token_id, 10
-    rng = random.Random(12)
-    queries = [[rng.randrange(400) for _ in range(n)] for n in (3, 9, 5, 14, 1, 14)]
+    pad_id, queries = real.pad_token_id, torch.full((6, 14), real.pad_token_id)
+    for row, n in zip(queries, (3, 9, 5, 14, 1, 14), strict=True):
+        row[-n:] = torch.randint(1, 400, (n,), generator=torch.Generator().manual_seed(n))
     keys = ppo.noise_keys(3, 1, list(range(6)))
-    # ids from 440 on count as beyond the tokenizer, but for [PAD]: nothing else tells the model's last rows apart
-    endless = Tokenizer(440, pad_id, -1)
-    free = [naive_sample(model, q, endless, length, temperature, k) for q, k in zip(queries, keys, strict=True)]
-    eos_id = free[0][4]  # a token that does get sampled, so that some rows end and others do not
-    tokenizer = Tokenizer(440, pad_id, eos_id)
-    expected = [naive_sample(model, q, tokenizer, length, temperature, k) for q, k in zip(queries, keys, strict=True)]
-    assert min(map(len, expected)) < length == max(map(len, expected))  # some rows end early, some do not
-
-    def padded(extra: int) -> torch.Tensor:
-        return torch.tensor([[pad_id] * (14 + extra - len(q)) + q for q in queries])
-
-    def full(rows):
-        return [row + [pad_id] * (length - len(row)) for row in rows]
-
-    found = generate(model, padded(0), tokenizer, length, temperature, keys)
-    assert found.tolist() == full(expected)
-    assert generate(model, padded(7), tokenizer, length, temperature, keys).tolist() == full(expected)
-    some = [4, 0, 2]  # another batch, cut to its own longest row
-    assert generate(model, padded(0)[some], tokenizer, length, temperature, keys[some]).tolist() == full(
-        [expected[i] for i in some]
-    )
-    assert generate(model, padded(0)[:1], tokenizer, length, temperature, keys[:1]).shape == (1, length)
-    # what stops at EOS is what would be cut there
-    unstopped = generate(model, padded(0), endless, length, temperature, keys)
-    assert ppo.truncate_response(unstopped, eos_id, pad_id).tolist() == full(expected)
+    endless = generate(model, queries, Tokenizer(440, pad_id, -1), 10, 0.7, keys)
+    eos_id = endless[0, 4].item()  # a token that does get sampled, so that some rows end and others do not
+    expected = ppo.truncate_response(endless, eos_id, pad_id)
+    assert 0 < (expected == eos_id).any(1).sum() < 6
+    for wide in (queries, torch.nn.functional.pad(queries, (7, 0), value=pad_id)):
+        assert torch.equal(generate(model, wide, Tokenizer(440, pad_id, eos_id), 10, 0.7, keys), expected)
 
 
 def test_pad_and_ids_beyond_the_tokenizer_are_never_sampled(small):

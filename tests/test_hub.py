@@ -4,7 +4,6 @@ pushed is what the next stage loads. The last run is of a copy of a stage script
 import importlib
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -12,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import loopback_hub
-import pandas
 import push
 import pytest
 import tyro
@@ -85,30 +83,12 @@ def test_what_was_pushed_is_what_the_run_left(hub, stage):
 @pytest.mark.parametrize("stage", BRANCHES)
 def test_the_card_says_how_the_model_was_made(hub, stage):
     card = hub.file(f"models/me/nano-{stage}", BRANCHES[stage], "README.md").decode()
-    head, _, text = card.removeprefix("---\n").partition("---\n")
-    data = "- me/tldr-preference\n" if stage == "slic" else "- me/tldr\n"
-    assert "license: other" in head and data in head and f"- {stage}\n" in head
-    assert f"# {stage} of " in text and "seed 3" in text
-    assert f"\npython {stage}.py --model" in text and "--batch-size 8 --total-episodes 16" in text  # the command
+    assert f"\npython {stage}.py --model" in card and "--batch-size 8 --total-episodes 16" in card  # the command
     last = json.loads((hub.root / "runs" / stage / "nano-xs" / "3" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert f"## Metrics of update {last['update']}" in text
     key = "loss/policy" if stage == "ppo" else "loss/train"
-    assert f"| {key} | {last[key]:.4g} |" in text
-    assert "| `learning_rate` | `3e-06` |" in text and "| `seed` | `3` |" in text and "`wandb_id`" not in text
+    assert f"| {key} | {last[key]:.4g} |" in card and "| `learning_rate` | `3e-06` |" in card
     kind = "SequenceClassification" if stage == "reward" else "CausalLM"
-    assert f'AutoModelFor{kind}.from_pretrained("me/nano-{stage}", revision="{BRANCHES[stage]}")' in text
-    if stage == "reward":
-        accuracy = pandas.read_csv(hub.root / "runs" / "reward" / "nano-xs" / "3" / "eval" / "accuracy.csv")
-        assert f"## accuracy\n\n| {' | '.join(accuracy.columns)} |" in text
-
-
-def test_data_cards_keep_their_head_and_get_our_text(hub):
-    for repository, name in (("me/tldr", "sft"), ("me/tldr-preference", "preference")):
-        card = hub.file(f"datasets/{repository}", "v1", "README.md").decode()
-        assert card.startswith("---\n") and "dataset_info" in card and "- split: validation" in card
-        assert (hub.root / "tldr" / name / "README.md").read_text().strip() in card
-        assert re.search(r"name: train\n +num_bytes: \d+\n +num_examples: 64\n", card)
-        assert re.search(r"train +query +64 ", card) and "--push-to-hub" in card
+    assert f'AutoModelFor{kind}.from_pretrained("me/nano-{stage}", revision="{BRANCHES[stage]}")' in card
 
 
 def test_a_stage_started_from_the_pushed_weights(hub):

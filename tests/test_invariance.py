@@ -367,12 +367,6 @@ def test_the_compared_runs_learn_and_their_responses_differ_in_length(one_proces
     assert lines[-1]["objective/kl"] > 0.01 and lines[0]["value/clip_fraction"] > 0
 
 
-def test_ratios_are_exactly_one_before_the_first_step_of_an_update(one_process, two_processes):
-    for case in ("ppo", "ppo_mini_batches"):
-        for folder in (*one_process[case], two_processes[case]):
-            assert all(line["policy/first_ratio_deviation"] == 0 for line in metrics(folder))
-
-
 # ---- padding ----------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
     HYPOTHESIS_PROFILE=long python -m pytest tests/test_properties.py --hypothesis-show-statistics    # over 5,000 cases
 
-tests/run.sh tries 40 cases of each."""
+tests/run.sh tries 40 cases of most."""
 
 import json
 import os
@@ -11,14 +11,12 @@ from collections import Counter
 import pytest
 import torch
 from conftest import SHARED, script
-from datasets import load_from_disk
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
-from test_helpers import PAD, lengths_masks, same, tensor
+from test_helpers import PAD, same, tensor
 from test_tldr_dataset import EOS, byte_level_tokenizer, naive_truncation
 from transformers import AutoTokenizer
 
-import dpo
 import ppo
 import reward
 import sft
@@ -66,6 +64,7 @@ def cnndm_length(monkeypatch):
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(title=plain_text | text, post=text, share=st.floats(-0.2, 1.1))
 @example(title="", post="\n" * 50, share=0.0)
 @example(title="t", post="the cat\nsat  on \n a    mat\n\n  !!!", share=0.7)
@@ -200,54 +199,6 @@ def test_a_file_is_read_line_by_line_or_refused(tmp_path, content):
     event(f"{min(len(rows), 3)} rows or more" if rows else "no rows")
 
 
-@given(content=st.binary(max_size=300))
-def test_a_parquet_file_of_any_bytes_is_refused(tmp_path, content):
-    path = tmp_path / "train.parquet"
-    path.write_bytes(content)
-    with pytest.raises(SystemExit, match="error: .*train.parquet: not a parquet file"):
-        tldr_dataset.read_file(path)
-
-
-@settings(max_examples=max(4, settings.default.max_examples // 10))
-@given(rows=st.lists(st.tuples(text, text, text), max_size=5), number=st.integers(0, 10**9))
-def test_no_row_is_lost_on_the_way_to_the_data_set(tmp_path_factory, rows, number):
-    folder = tmp_path_factory.mktemp("rows")
-    TOKENIZER.save_pretrained(folder / "tokenizer")
-    pair = {"info": {"title": "t", "post": "p"}, "choice": 0, "batch": "b", "split": "s", "extra": {"confidence": 1}}
-    pair["summaries"] = [{"text": "x", "policy": "a"}, {"text": "y", "policy": "b"}]
-    for name in ("posts", "comparisons"):
-        (folder / name).mkdir()
-    (folder / "comparisons" / "train.jsonl").write_text(json.dumps(pair))
-    raw = [{"id": str(i), "subreddit": None, "title": t, "post": p, "summary": s} for i, (t, p, s) in enumerate(rows)]
-    (folder / "posts" / "train.jsonl").write_text("\n".join(map(json.dumps, raw)))
-    paths = {"sft_dataset": str(folder / "posts"), "preference_dataset": str(folder / "comparisons")}
-    widths = {"max_sft_response_length": 4000}
-    paths |= {"tokenizer": str(folder / "tokenizer"), "output_dir": str(folder / "out")}
-    try:
-        tldr_dataset.main(tldr_dataset.Args(**paths, **widths))
-    except SystemExit as error:
-        assert str(error).startswith("error: ") and not (folder / "out").exists() and not list(folder.glob("out*"))
-        assert (
-            not raw
-            or not all(x.strip() for row in rows for x in row)
-            or "title" in str(error)
-            or "tokens" in str(error)
-        )
-        event("refused")
-        return
-    found = load_from_disk(str(folder / "out" / "sft"))["train"]
-    assert [(row["title"], row["post"], row["summary"]) for row in found] == rows
-    event("taken")
-
-
-@given(query=st.lists(st.integers(0, 3), max_size=6), tokens=st.lists(st.integers(0, 3), max_size=9))
-def test_a_label_hides_the_shared_prefix_only(query, tokens):
-    label = tldr_dataset.mask_query(query, tokens, 9)
-    shared = sum(1 for x in label if x == 9)
-    assert label == [9] * shared + tokens[shared:] and tokens[:shared] == query[:shared]
-    assert shared in (len(query), len(tokens)) or query[shared] != tokens[shared]
-
-
 # ---- rows of ids ------------------------------------------------------------------------------------------------
 
 
@@ -312,6 +263,12 @@ def test_data_order_is_one_stream_whatever_the_batches(n, seed, ends):
 
 
 numbers = st.floats(-20, 20, allow_subnormal=False)
+
+
+def lengths_masks(lengths: list[int], width: int) -> tuple[list, list]:
+    response = [[t < n for t in range(width)] for n in lengths]
+    value = [[t < n + 1 for t in range(width)] for n in lengths]
+    return response, value
 
 
 @st.composite
@@ -386,29 +343,6 @@ def test_log_probabilities_sum_to_one_and_match_the_entropy(logits, temperature)
     torch.testing.assert_close(total, torch.ones_like(total), rtol=0, atol=1e-5)
     entropy = -(torch.stack(every).exp() * torch.stack(every)).sum(0)
     torch.testing.assert_close(ppo.token_entropy(table, temperature), entropy, rtol=1e-4, atol=1e-5)
-
-
-@given(
-    keys=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=2, max_size=2),
-    position=st.integers(0, 5000),
-    size=st.integers(1, 400),
-)
-def test_noise_is_finite_and_a_prefix_of_that_of_a_larger_vocabulary(keys, position, size):
-    key = torch.tensor([keys], dtype=torch.int32)
-    noise = ppo.gumbel_noise(key, position, size)
-    assert noise.shape == (1, size) and noise.isfinite().all()
-    assert torch.equal(noise, ppo.gumbel_noise(key.repeat(2, 1), position, size + 7)[1:, :size])
-
-
-@given(four=st.lists(st.lists(numbers, min_size=2, max_size=2), min_size=4, max_size=4), beta=st.floats(0.01, 1))
-def test_preference_losses_fall_with_the_margin(four, beta):
-    chosen, rejected, *_ = tables = [tensor(x) for x in four]
-    losses = dpo.dpo_loss(*tables, beta, "sigmoid", 0.0)
-    better = dpo.dpo_loss(chosen + 1, *tables[1:], beta, "sigmoid", 0.0)
-    assert (better < losses).all() and (losses > 0).all() and losses.isfinite().all()
-    both = reward.preference_loss(chosen, rejected)
-    gap = (chosen - rejected).tolist()
-    same(both, [torch.nn.functional.softplus(tensor(-x)).item() for x in gap])
 
 
 @pytest.mark.parametrize(("rows", "process"), [(sft_rows, "process_sft_row"), (pairs, "process_preference_row")])

@@ -1,7 +1,6 @@
 """quickstart/: generated posts with a known truth, nano models, their pretraining, and the commands of run.sh."""
 
 import importlib.util
-import itertools
 import json
 import os
 import random
@@ -10,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 from math import cos, pi
 from pathlib import Path
@@ -82,23 +80,13 @@ WORDS = "the of it a and so then they we you he she who what when where why how 
         ("", 0),
         ("I'm 24, my sister broke my laptop, feeling sad, should I move out?", 1),
         ("24yo: SISTER Broke lapTOP", 4 / 6),  # upper or lower case, and letters behind the age
-        ("sister, sister, my sister!", 1 / 6),  # named again, counted once
-        ("my brother broke my laptop", (2 - 1) / 6),
-        ("42F and angry", -2 / 6),
         ("I am 24, or 25?", (1 - 1) / 6),  # a contradiction: one right, one wrong
-        ("my sister and my brother", (1 - 1) / 6),
         ("sad, angry, tired, move out, stay quiet", (2 - 3) / 6),
         ("carpets this morning: sisterly, broken laptops, sadly 240, 1243, a24, moved out, bring a cart", 0),
-        ("we move. Out of here we go, and to move it out", 0),
         ("aged 17, 60, 05 and 99", 0),  # no ages of this world
         (" ".join(["sister", *WORDS[:23]]), 1 / 6),  # 24 words
         (" ".join(["sister", *WORDS[:24]]), 1 / 6 - 0.02),
-        (" ".join([*WORDS[:24], "sister", "broke", "laptop", "sad", "24", "oh"]), 5 / 6 - 6 * 0.02),
-        ("she said it, she said no", 0),  # two words again are no run of three
-        ("my sister did it. My sister did", 1 / 6 - 0.1),
-        ("no no no no no", -0.2),  # three runs, two of them repeated
         ("He did that! he, DID, that; he did-that", -0.4),  # seven runs, three different ones
-        (" ".join(["my sister"] * 13), 1 / 6 - 2 * 0.02 - 22 * 0.1),  # 26 words, 24 runs, two different ones
     ],
 )
 def test_score_by_hand(summary, expected):
@@ -121,18 +109,6 @@ def test_each_value_names_itself_only():
         for value in values:
             for text in (value, f"so, {value.upper()}.", f"({value})"):
                 assert truth.find_facts(text) == {k: ({value} if k == kind else set()) for k in truth.FACTS}, text
-
-
-def test_judge_wins_losses_and_ties():
-    better, worse = "my sister broke it", "my sister"
-    assert [truth.judge(POST, better, worse), truth.judge(POST, worse, better)] == [1, 0]
-    assert truth.judge(POST, "the laptop", worse) == truth.judge(POST, worse, worse) == 0.5
-    post = "My sister broke my laptop. I feel sad. Should I move out?"
-    three = "sister broke laptop"
-    four = " ".join([*WORDS, "until now also still", "sister broke laptop", "sad"])  # 33 words
-    four = f"{four} indeed"  # 34: 4/5 - 10 * 0.02 is 3/5, but for rounding
-    assert truth.score(post, three) != truth.score(post, four) == pytest.approx(0.6, abs=1e-12)
-    assert truth.judge(post, three, four) == truth.judge(post, four, three) == 0.5
 
 
 # ---- posts ----------------------------------------------------------------------------------------------------------
@@ -207,13 +183,9 @@ def tables(raw) -> dict[str, list[dict]]:
     }
 
 
-def test_comparison_schema(raw, tables):
+def test_pairs_are_about_posts_of_their_split(raw, tables):
     assert {name: len(rows) for name, rows in tables.items()} == {"train": 2000, "validation": 400, "cnndm": 300}
-    for row in itertools.chain(*tables.values()):  # its types are what tldr_dataset.py takes
-        assert list(row["info"]) == ["id", "post", "title", "subreddit", "site", "article"]
-        assert all(s["text"].startswith(" ") and s["text"][1] != " " for s in row["summaries"])
-        assert row["summaries"][0]["policy"] != row["summaries"][1]["policy"]
-    for split in ("train", "validation"):  # train pairs are about train posts, validation about validation
+    for split in ("train", "validation"):
         sources = {row["id"]: row for row in read_jsonl(raw / f"posts/{split}.jsonl")}
         for row in tables[split]:
             source = sources[row["info"]["id"]]
@@ -221,10 +193,6 @@ def test_comparison_schema(raw, tables):
             assert row["info"] == {key: source.get(key) for key in row["info"]}
             for summary in row["summaries"]:
                 assert summary["text"] == f" {copied.get(summary['policy'], summary['text'][1:])}"
-    for row in tables["cnndm"]:
-        info = row["info"]
-        assert info["post"] is info["title"] is info["subreddit"] is None and info["site"] == "cnn"
-        assert info["article"].count("\n") == 2
     articles = {(row["info"]["id"], row["info"]["article"]) for row in tables["cnndm"]}
     assert len({name for name, _ in articles}) == len({text for _, text in articles}) == len(tables["cnndm"])
 
@@ -262,48 +230,34 @@ def test_confidence_is_on_the_side_of_the_choice_and_follows_the_gap(pairs):
 @pytest.mark.parametrize("split", ["validation", "test"])
 def test_yardsticks(raw, split):
     rows, of = read_jsonl(raw / f"posts/{split}.jsonl"), read_jsonl(raw / f"yardsticks/{split}.jsonl")
-    assert sorted(path.name for path in (raw / "yardsticks").iterdir()) == ["test.jsonl", "validation.jsonl"]
     assert [row["id"] for row in of] == [row["id"] for row in rows]
-    scores, complete = [], []
+    complete = []
     for row, yardstick in zip(rows, of, strict=True):
-        assert list(yardstick) == ["id", "near_perfect", "copied_title"]
         assert yardstick["copied_title"] == row["title"]
         facts, said = kinds_told(row["post"]), kinds_told(yardstick["near_perfect"])
         assert said.items() <= facts.items() and len(said) >= len(facts) - 1
         complete.append(said == facts)
-        scores.append(truth.score(row["post"], yardstick["near_perfect"]))
-    assert close(complete, 1 - FLAWED) and fmean(scores) > 0.95
+    assert close(complete, 1 - FLAWED)
 
 
 DOCUMENT = re.compile(r"SUBREDDIT: r/(\w+)\n\nTITLE: (.+)\n\nPOST: (.+\n.+\n.+)\n\n([^\0]+)")
 
 
 def test_pretraining_documents_restate_their_own_post(raw, all_posts):
-    texts = [row["text"] for row in read_jsonl(raw / "pretraining.jsonl") if list(row) == ["text"]]
+    """And it is no post of the data set."""
+    texts = [row["text"] for row in read_jsonl(raw / "pretraining.jsonl")]
     assert len(texts) == 400 == len(set(texts))
-    known, lengths, groups = {row["post"] for row in all_posts}, [], Counter()
-    numbers = []
+    known, numbers = {row["post"] for row in all_posts}, []
     for text in texts:
         assert "TL;DR" not in text and "{" not in text
-        subreddit, title, post, rest = DOCUMENT.fullmatch(text).groups()
+        _, title, post, rest = DOCUMENT.fullmatch(text).groups()
         facts = kinds_told(post)
-        assert subreddit in posts.SUBREDDITS and post not in known and CORE <= set(facts)
-        assert kinds_told(title).items() <= facts.items()
+        assert post not in known and CORE <= set(facts)
         numbers.append(len(facts))
-        restatements = rest.split("\n\n")
-        lengths.append(len(restatements))
-        for line in restatements:
-            said = kinds_told(line)
-            groups[frozenset(said)] += 1
-            assert said and said.items() <= facts.items(), line
-    assert set(lengths) == {5, 6, 7, 8, 9}
-    assert set(groups) == {frozenset(kinds) for kinds in posts.RESTATEMENTS} and min(groups.values()) > 50
-    assert set(numbers) == set(DOCUMENT_FACTS)
+        for line in [title, *rest.split("\n\n")]:
+            assert kinds_told(line).items() <= facts.items(), line
     for n, share in DOCUMENT_FACTS.items():
         assert close([number == n for number in numbers], share)
-
-
-# ---- tokenizer ------------------------------------------------------------------------------------------------------
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
@@ -313,12 +267,7 @@ def test_pretraining_documents_restate_their_own_post(raw, all_posts):
     ("change", "words"),
     [
         ({"num_test": 0}, "--num-test is 0; it must be 1 or more"),
-        ({"num_comparisons": -1}, "--num-comparisons is -1"),
-        ({"num_validation_comparisons": 0}, "--num-validation-comparisons is 0; it must be 1 or more"),
-        ({"num_cnndm_comparisons": -1}, "--num-cnndm-comparisons is -1"),
-        ({"num_pretraining": -1}, "--num-pretraining is -1; it must be 0 or more"),
         ({"label_noise": 1.5}, "--label-noise is 1.5"),
-        ({"vocab_size": 256}, "--vocab-size is 256"),
     ],
 )
 def test_posts_errors_leave_nothing_behind(tmp_path, change, words):
@@ -345,18 +294,11 @@ def test_existing_folders_are_left_alone(raw, tmp_path):
 
 def test_leftovers_of_a_killed_run_do_not_get_in(raw, tmp_path):
     for name in ("raw", "nano"):
-        leftover = tmp_path / f"{name}.tmp/posts/train.jsonl"
-        leftover.parent.mkdir(parents=True)
-        leftover.write_text("broken")
-        (leftover.parent / "stray").write_text("broken")
+        (tmp_path / f"{name}.tmp/posts").mkdir(parents=True)
+        (tmp_path / f"{name}.tmp/posts/stray").write_text("broken")
     posts.main(posts.Args(output_dir=str(tmp_path / "raw"), **SMALL))
     make_nano(tmp_path / "nano", raw / "tokenizer")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["nano", "raw"]
-    assert not (tmp_path / "nano/posts").exists()
-    names = {path for path in files(tmp_path / "raw") if not path.startswith("tokenizer/")}
-    expected = {f"{folder}/{split}.jsonl" for folder in ("posts", "yardsticks") for split in ("validation", "test")}
-    expected |= {f"comparisons/{split}.jsonl" for split in ("train", "validation")}
-    assert names == expected | {"posts/train.jsonl", "pretraining.jsonl"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["nano", "raw"] and not list(tmp_path.rglob("stray"))
 
 
 # ---- nano -----------------------------------------------------------------------------------------------------------
@@ -468,21 +410,6 @@ def test_batches_are_whole_and_hold_every_document_once():
     assert sum(map(len, pretrain.batches_of(documents[:200], 4, seed=3))) == 200
 
 
-def test_batches_hold_similar_lengths_in_random_order():
-    rng = random.Random(2)
-    documents = random_documents([rng.randint(2, 300) for _ in range(200)])  # one pool
-    bounds = [(min(map(len, batch)), max(map(len, batch))) for batch in pretrain.batches_of(documents, 4, seed=0)]
-    in_order = sorted(bounds)
-    assert all(before[1] <= after[0] for before, after in zip(in_order, in_order[1:], strict=False))
-    assert bounds != in_order and bounds != in_order[::-1]
-    rises = sum(before < after for before, after in zip(bounds, bounds[1:], strict=False))
-    assert 15 <= rises <= 34
-    # pools are drawn at random: of many documents that come sorted, each pool has long and short ones
-    documents = random_documents([2 + i for i in range(400)])
-    first = pretrain.batches_of(documents, 4, seed=0)[:20]
-    assert max(len(d) for batch in first for d in batch) > 300 and min(len(d) for batch in first for d in batch) < 100
-
-
 def own_loss(model, documents: list[torch.Tensor]) -> tuple[float, int, list[torch.Tensor]]:
     """Summed loss, number of predicted tokens and hits (T - 1,) of each document, one by one and without padding."""
     total, count, hits = 0.0, 0, []
@@ -547,9 +474,6 @@ def test_pretraining_is_the_documented_loop(raw, base, tmp_path):
     ("change", "words"),
     [
         ({"steps": 0}, "--steps is 0; it must be 1 or more"),
-        ({"batch_size": 0}, "--batch-size is 0"),
-        ({"held_out": 0}, "--held-out is 0"),
-        ({"eval_every": -1}, "--eval-every is -1"),
         ({"held_out": 393}, "has 400 documents; --held-out and one batch need 401"),
         ({"documents": "nowhere"}, "nowhere/pretraining.jsonl is missing; write it with posts.py --num-pretraining"),
         ({"model": "nowhere"}, "--model nowhere holds no config.json; make the model with quickstart/nano.py"),
@@ -653,48 +577,16 @@ def names(calls: list[list[str]]) -> list[str]:
     return [call[0] for call in calls]
 
 
-def flags(call: list[str]) -> dict[str, str]:
-    """Flag -> its value, "" for a switch, of a command; none is given twice. What has no flag is under run."""
-    found, parts = {}, call[1:]
-    if not parts[0].startswith("--"):
-        found["run"] = parts.pop(0)
-    while parts:
-        flag = parts.pop(0)
-        assert flag.startswith("--") and flag not in found, call
-        found[flag] = parts.pop(0) if parts and not parts[0].startswith("--") else ""
-    return found
-
-
-def check_commands(calls: list[list[str]], world: str, size: str, seed: str, posts_seed: str):
-    """Each command works on what the one before has made, in the folders of its world (posts-N), size and seed."""
-    data, runs = f"data/quickstart/{world}", f"runs/quickstart/{world}"
-    base, before = f"quickstart/bases/nano-{size}", None
-    for call in calls:
-        given, stage = flags(call), call[0].removesuffix(".py")
-        of = {name: f"{runs}/{name}/nano-{size}/{seed}" for name in STAGES}
-        if call[0] == "quickstart/posts.py":
-            assert (given["--seed"], given["--output-dir"]) == (posts_seed, f"{data}/raw")
-        elif call[0] == "tldr_dataset.py":
-            assert given["--sft-dataset"] == f"{data}/raw/posts" and given["--output-dir"] == f"{data}/tldr"
-            assert given["--preference-dataset"] == f"{data}/raw/comparisons" and given["--tokenizer"] == base
-        elif call[0] == REPORT:
-            assert given["--raw"] == f"{data}/raw" and given["--preference-dataset"] == f"{data}/tldr/preference"
-            assert (given["--runs"], given["--model"], given["--seed"]) == (runs, f"nano-{size}", seed)
-        elif call[0] == SAMPLES:
-            scored = {"--reward-model-path": of["reward"], "--splits": "validation"} if before == "ppo" else {}
-            assert given == {"run": of[before], "--dataset": f"{data}/tldr/sft"} | scored
-        else:
-            assert (given["--model"], given["--seed"], given["--output-dir"]) == (base, seed, of[stage])
-            pairs = stage in ("reward", "dpo")
-            assert given.get("--dataset") == (None if stage == "dpo" else f"{data}/tldr/sft")
-            assert given.get("--sft-model-path") == (None if stage == "sft" else of["sft"])
-            assert given.get("--preference-dataset") == (f"{data}/tldr/preference" if pairs else None)
-            assert given.get("--reward-model-path") == (of["reward"] if stage == "ppo" else None)
-            assert {"--learning-rate", "--batch-size", "--micro-batch-size"} <= set(given)
-            assert ("--run-eval" in given) == pairs
-            epochs = None if stage != "sft" else "3" if size == "m" else "1"
-            assert given.get("--num-train-epochs") == epochs
-            before = stage
+def test_a_runs_folders_and_seeds(tmp_path):
+    """All commands work in the folders of their world (posts-N), size and seed, and posts.py alone has the world's
+    seed. (That each finds what the one before has made: fast_work, below.)"""
+    calls, _ = Clone(tmp_path).quickstart("--size", "m", "--seed", "3", "--posts-seed", "2")
+    text = " ".join(sum(calls, []))
+    assert names(calls) == SCRIPTS
+    assert set(re.findall(r"(?:data|runs)/quickstart/([\w-]+)", text)) == {"posts-2"}
+    assert set(re.findall(r"nano-(\w+)", text)) == {"m"} and set(re.findall(r"runs/\S*/nano-m/(\d+)", text)) == {"3"}
+    for call in [call for call in calls if "--seed" in call]:
+        assert call[call.index("--seed") + 1] == ("2" if call[0] == "quickstart/posts.py" else "3"), call
 
 
 def test_run_makes_data_once_and_installs_once(tmp_path):
@@ -703,7 +595,6 @@ def test_run_makes_data_once_and_installs_once(tmp_path):
     assert done.returncode == 0, done.stderr
     assert calls[0][:3] == ["-m", "pip", "install"] and calls[0][-2:] == ["-r", "requirements.txt"]
     assert names(calls[1:]) == SCRIPTS
-    check_commands(calls[1:], "posts-1", "s", "1", "1")
     assert "removing" not in done.stdout and done.stdout.endswith(" s] done\n")
     assert not {"--num-train", "--num-validation"} & set(calls[1])  # the sizes that posts.py has by default
 
@@ -735,7 +626,6 @@ def test_continue_keeps_finished_stages(tmp_path):
     calls, printed = clone.quickstart("--continue")
     assert names(calls) == ["ppo.py", SAMPLES, "dpo.py", SAMPLES, REPORT]
     assert "removing runs/quickstart/posts-1/ppo/nano-s/1 " in printed and "keeping runs" in printed
-    check_commands(calls, "posts-1", "s", "1", "1")
 
     shutil.rmtree(runs / "dpo/nano-s/1")
     assert names(clone.quickstart("--continue")[0]) == ["dpo.py", SAMPLES, REPORT]
@@ -749,13 +639,9 @@ def test_run_refuses_bad_arguments(tmp_path):
     clone = Clone(tmp_path)
     for args, words in (
         (["--size", "xl"], "--size is xl, not xs, s or m; "),
-        (["--size", ""], "--size needs a value; "),
         (["--seed", "1", "--posts-seed"], "--posts-seed needs a value; "),
         (["--seed", "../.."], "--seed is ../.., not a whole number; "),
-        (["--seed", "01"], "--seed is 01, not a whole number; "),
-        (["--posts-seed", "1-fast"], "--posts-seed is 1-fast, not a whole number; "),
         (["--fast", "xs"], "unknown argument xs; "),
-        (["--help"], "unknown argument --help; "),
     ):
         done, calls = clone.run("quickstart/run.sh", *args)
         assert done.returncode == 1 and calls == [] and done.stdout == ""
@@ -763,7 +649,7 @@ def test_run_refuses_bad_arguments(tmp_path):
         assert not (clone.root / "data").exists() and not (clone.root / "runs").exists()
 
 
-@pytest.mark.parametrize("script", ["tldr_dataset.py", "ppo.py", REPORT])
+@pytest.mark.parametrize("script", ["tldr_dataset.py", REPORT])
 def test_a_failing_command_ends_the_run_and_continue_goes_on_there(tmp_path, script):
     clone = Clone(tmp_path)
     report = clone.root / "runs/quickstart/posts-1/report/nano-s/1/table.csv"

@@ -163,8 +163,6 @@ def test_a_failing_run_stops_no_other_and_there_is_no_table(clone):
     ("arguments", "words"),
     [
         ({"seeds": (1, 2, 1)}, "--seeds is (1, 2, 1); it must name one or more, each once"),
-        ({"sizes": ()}, "--sizes is ()"),
-        ({"posts_seeds": (3, 3)}, "--posts-seeds is (3, 3)"),
         ({"jobs": 0}, "--jobs is 0"),
         ({"runs": "elsewhere"}, "run.sh writes to runs/quickstart only"),
     ],
@@ -175,20 +173,13 @@ def test_bad_arguments(clone, arguments, words):
     assert words in str(error.value) and clone.new_calls() == [] and not clone.output.exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"PPO__eos_rate": None}, "s/2/table.csv does not have PPO eos_rate; remove"),
-        ({"PPO-SFT__truth_difference_low": None}, "does not have PPO-SFT truth_difference_low"),
-    ],
-)
-def test_a_report_of_another_version(clone, change, words):
+def test_a_report_of_another_version(clone):
     clone.prepare_all(seeds=(1,))
     clone.prepare("xs", 2)
-    clone.prepare("s", 2, **change)
-    with pytest.raises(SystemExit, match="^error: ") as error:
+    clone.prepare("s", 2, PPO__eos_rate=None)
+    with pytest.raises(SystemExit, match="^error: .*s/2/table.csv does not have PPO eos_rate; remove"):
         clone.main()
-    assert words in str(error.value) and not clone.output.exists()
+    assert not clone.output.exists()
 
 
 # ---- table ----------------------------------------------------------------------------------------------------------

@@ -27,8 +27,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # fixtures whose work is done once, and the script that does it
 MADE_BY = {"world": "tldr_dataset.py", "hand_made": "tldr_dataset.py", "short": "tldr_dataset.py", "talker": ""}
-MADE_BY |= {"gpt2": "sft.py", "sft_run": "sft.py", "reward_run": "reward.py", "reward_by_hand": "reward.py"}
-MADE_BY |= {"dpo_run": "dpo.py", "ppo_run": "ppo.py", "whitened_run": "ppo.py"}
+MADE_BY |= {"gpt2": "sft.py", "sft_run": "sft.py", "reward_run": "reward.py", "dpo_run": "dpo.py", "ppo_run": "ppo.py"}
 
 # one block per patch: detail or test, files (one after the other), what is undone; "- " the text, "+ " what replaces it
 PATCHES = r"""
@@ -42,17 +41,11 @@ PATCHES = r"""
 01 tldr_dataset.py: confidence is lost
 - columns["extra"] = {"confidence": confidence}
 + columns["extra"] = {"confidence": None}
-01 tldr_dataset.py: notes are lost
-- columns["summaries"][i][field] = text
-+ columns["summaries"][i][field] = text if field != "note" else None
 01 tldr_dataset.py: the choice is read the wrong way round
 - chosen = columns["summaries"][columns["choice"]]
 -     rejected = columns["summaries"][1 - columns["choice"]]
 + rejected = columns["summaries"][columns["choice"]]
 +     chosen = columns["summaries"][1 - columns["choice"]]
-01 tldr_dataset.py: the post is stored stripped of its title
-- if field != "subreddit"}
-+ if field not in ("subreddit", "title")}
 
 02 tldr_dataset.py: a space after TL;DR:
 - POST: {post}\n\nTL;DR:"
@@ -63,18 +56,12 @@ PATCHES = r"""
 02 tldr_dataset.py: newlines are no place to cut
 - body[: body.rfind("\n")]
 + body[:-1]
-02 tldr_dataset.py: no cut by characters
-- body[: body.rfind("\n")]
-+ body[: max(0, body.rfind("\n"))]
 02 tldr_dataset.py: the title is cut
 - title=row["title"]
 + title=row["title"][:12]
 02 tldr_dataset.py: 600 tokens
 - max_query_length: int = 512
 + max_query_length: int = 600
-02 tldr_dataset.py: 2048 tokens
-- MAX_QUERY_LENGTH_CNNDM = 1919
-+ MAX_QUERY_LENGTH_CNNDM = 2048
 02 tldr_dataset.py: the error does not name the row
 - fail(f"{where}: {error}")
 + fail(f"{error}")
@@ -88,32 +75,20 @@ PATCHES = r"""
 03 tldr_dataset.py: no EOS after query + response
 - encode(tokenizer, joined) + [eos_id]
 + encode(tokenizer, joined)
-03 tldr_dataset.py sft.py reward.py ppo.py dpo.py: [PAD] is EOS
+03 sft.py: [PAD] is EOS
 - tokenizer.add_special_tokens({"pad_token": "[PAD]"})
 + tokenizer.pad_token = tokenizer.eos_token
-03 sft.py: EOS is not in the loss
+test_gradients.py::test_sft sft.py: EOS is not in the loss
 - return batch["query_reference_response_token"] != pad_id
 + return (batch["query_reference_response_token"] != pad_id) & (batch["query_reference_response_token"] != 0)
-03 sft.py: padding is in the loss
-- return batch["query_reference_response_token"] != pad_id
-+ return batch["query_reference_response_token"] >= 0
 
 04 tldr_dataset.py: 63 tokens
 - max_sft_response_length: int = 53
 + max_sft_response_length: int = 63
-04 tldr_dataset.py: 170 tokens
-- max_rm_response_length: int = 169
-+ max_rm_response_length: int = 170
-04 tldr_dataset.py: 169 tokens
-- MAX_RM_RESPONSE_LENGTH_CNNDM = 155
-+ MAX_RM_RESPONSE_LENGTH_CNNDM = 169
 04 tldr_dataset.py: longer rows are let through
 - if too_long:
 + if False:
-04 tldr_dataset.py: the length that the first long row needs, not that of all
-- longest = max(longest, (lengths[index], raw[name][split][index][0]))
-+ longest = longest if too_long else (lengths[index], raw[name][split][index][0])
-04 tldr_dataset.py: the limit is reported as the maximum
+test_tldr_dataset.py::test_whole_run tldr_dataset.py: the limit is reported as the maximum
 - "max": lengths.max()
 + "max": limit
 
@@ -126,12 +101,6 @@ PATCHES = r"""
 05 tldr_dataset.py: 565 columns
 - (512, 53): 562
 + (512, 53): 565
-05 tldr_dataset.py: 640 columns
-- (512, 169): 638
-+ (512, 169): 640
-05 tldr_dataset.py: 2047 columns
-- MAX_RM_RESPONSE_LENGTH_CNNDM): 2021
-+ MAX_RM_RESPONSE_LENGTH_CNNDM): 2047
 
 06 tldr_dataset.py: groups of pairs are not counted
 - "value": value, "pairs": count})
@@ -142,31 +111,17 @@ PATCHES = r"""
 06 tldr_dataset.py: rows in place of unique pairs
 - "unique pairs": len(counts)
 + "unique pairs": len(data["preference"][split])
-06 tldr_dataset.py: pairs are not counted
-- counts = Counter(policies)
--     return sorted
-+ counts = Counter(set(policies))
-+     return sorted
 
-07 sft.py reward.py ppo.py dpo.py: dropout stays
+07 ppo.py: dropout stays
 - setattr(config, key, 0.0)
 + setattr(config, key, value)
 07 ppo.py: GPT-2's …_pdrop stays
 - if "drop" in k
 + if "dropout" in k
-07 reward.py: attention dropout stays
-- if "drop" in key and
-+ if "drop" in key and "att" not in key and
 
 09 sft.py: epsilon 1e-8 by default
 - ADAM_EPS = 1e-5
 + ADAM_EPS = 1e-8
-09 sft.py: learning rate 1e-5
-- learning_rate: float = 3e-6
-+ learning_rate: float = 1e-5
-09 sft.py: batches of 64
--     batch_size: int = 128
-+     batch_size: int = 64
 09 sft.py: two epochs
 - num_train_epochs: float = 1
 + num_train_epochs: float = 2
@@ -177,28 +132,10 @@ test_gradients.py::test_sft sft.py: Adam with L2 in place of AdamW
 - torch.optim.AdamW(
 + torch.optim.Adam(
 
-10 reward.py: epsilon 1e-8 by default
-- ADAM_EPS = 1e-5
-+ ADAM_EPS = 1e-8
-10 reward.py: learning rate 1e-5
-- learning_rate: float = 3e-6
-+ learning_rate: float = 1e-5
-10 reward.py: batches of 32
--     batch_size: int = 64
-+     batch_size: int = 32
-10 reward.py: two epochs
-- num_train_epochs: float = 1
-+ num_train_epochs: float = 2
 10 reward.py: a linear schedule
 - 0.5 * (1 + cos(pi * (update - 1) / num_updates))
 + (1 - (update - 1) / num_updates)
-10 reward.py: the schedule is not applied
-- group["lr"] = learning_rate
-+ group["lr"] = args.learning_rate
 
-11 reward.py: standard deviation 0.02
-- std=1 / (model.score.in_features + 1) ** 0.5
-+ std=0.02
 11 reward.py: 1 / sqrt(d)
 - std=1 / (model.score.in_features + 1) ** 0.5
 + std=1 / model.score.in_features**0.5
@@ -216,23 +153,14 @@ test_gradients.py::test_sft sft.py: Adam with L2 in place of AdamW
 - sft_model_path: str = "runs/sft/{model}/{seed}"
 + sft_model_path: str = "runs/base/{model}/{seed}"
 
-12 reward.py: the first pad anywhere
-- return (tokens != pad_id).long().cumprod(1).sum(1) - 1
-+ return (tokens == pad_id).int().argmax(1) - 1
-12 ppo.py: one position late
-- last = mb["row_lengths"] - 1
-+ last = mb["row_lengths"].clamp(max=tokens.shape[1] - 1)
 12 reward.py: the last token that is no pad
 - return (tokens != pad_id).long().cumprod(1).sum(1) - 1
 + return tokens.shape[1] - 1 - (tokens != pad_id).int().flip(1).argmax(1)
-12 ppo.py: one position early
+test_gradients.py::test_ppo ppo.py: one position early
 - last = mb["row_lengths"] - 1
 + last = mb["row_lengths"] - 2
-12 ppo.py: the query's tokens do not count
-- last = mb["row_lengths"] - 1
-+ last = mb["lengths"] - 1
 
-13 reward.py: the mean over the response is the reward
+test_gradients.py::test_reward reward.py: the mean over the response is the reward
 - side_logits.gather(1, last).squeeze(1)
 + side_logits.mean(1)
 13 reward.py: the reward's own position is logged as another
@@ -241,10 +169,10 @@ test_gradients.py::test_sft sft.py: Adam with L2 in place of AdamW
 13 reward.py: the query's last token is logged as another
 - (positions > 0) &
 + (positions >= 0) &
-13 reward.py: the share of positive ones is logged
+test_gradients.py::test_reward reward.py: the share of positive ones is logged
 - (other_logits < 0)
 + (other_logits > 0)
-13 reward.py: the mean is not logged
+test_gradients.py::test_reward reward.py: the mean is not logged
 - ["other_logits/mean"] += other_logits.sum()
 + ["other_logits/mean"] += 0 * other_logits.sum()
 13 reward.py: other positions are trained
@@ -257,34 +185,19 @@ test_gradients.py::test_sft sft.py: Adam with L2 in place of AdamW
 14 reward.py: rewards are read in the last column
 - return model(tokens).gather(1, last[:, None]).squeeze(1)
 + return model(tokens)[:, -1]
-14 ppo.py: padding stays where it is
-- return tokens.gather(1, real_first)[:, : trimmed_width(tokens, pad_id)]
-+ return tokens
-14 ppo.py: values are read as if rows were padded on the left
+test_helpers.py::test_policy_and_value ppo.py: values are read as if rows were padded on the left
 - values = self.value_model.model.score(states).squeeze(-1)
 + values = self.value_model(tokens)[:, -responses.shape[1] :]
-14 ppo.py: states are read in the last columns
-- return hidden.gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[2]))
-+ return hidden[:, -columns.shape[1] :]
-14 ppo.py: logits are read one token late
+test_helpers.py::test_policy_and_value ppo.py: logits are read one token late
 - return tokens, columns.clamp(
 + return tokens, (columns + 1).clamp(
 
 15 reward.py: not centred
 - shift = -rewards.mean().item()
 + shift = 0.0
-15 reward.py: shifted the wrong way
-- shift = -rewards.mean().item()
-+ shift = rewards.mean().item()
 15 reward.py: statistics are those after centring
 - "max": rewards.max()
 + "max": rewards.max() - rewards.mean()
-15 reward.py: the spread is not reported
-- "std": rewards.std()
-+ "std": 0 * rewards.std()
-15 reward.py: the mean is that of some references
-- shift = -rewards.mean().item()
-+ shift = -rewards[:32].mean().item()
 15 reward.py: saved before it is centred
 -     shift = -rewards.mean().item()
 -     reward_model.model.score.bias.data += shift  # it was 0
@@ -298,18 +211,9 @@ test_gradients.py::test_sft sft.py: Adam with L2 in place of AdamW
 16 reward.py: accuracy of the rejected
 - > frame["rejected_reward"]
 + < frame["rejected_reward"]
-16 reward.py: no batch
-- ("overall", "batch", "confidence", "split", "policies")
-+ ("overall", "confidence", "split", "policies")
 16 reward.py: no confidence
 - ("overall", "batch", "confidence", "split", "policies")
 + ("overall", "batch", "split", "policies")
-16 reward.py: no split
-- ("overall", "batch", "confidence", "split", "policies")
-+ ("overall", "batch", "confidence", "policies")
-16 reward.py: no policies
-- ("overall", "batch", "confidence", "split", "policies")
-+ ("overall", "batch", "confidence", "split")
 16 reward.py: no CNN/DM
 - for split in data:
 -             for pair in pairs[split]:
@@ -363,9 +267,6 @@ test_gradients.py::test_sft sft.py: Adam with L2 in place of AdamW
 19 dpo.py: another data order
 - data_order(len(train), args.seed,
 + data_order(len(train), args.seed + 1,
-test_gradients.py::test_dpo dpo.py: the loss knows no beta
-- F.logsigmoid(beta * h)
-+ F.logsigmoid(h)
 test_gradients.py::test_dpo dpo.py: logged rewards know no beta
 - chosen_reward = args.beta * (chosen.detach() - mb["ref_chosen"])  # equation 5
 -             rejected_reward = args.beta * (
@@ -385,66 +286,32 @@ test_gradients.py::test_dpo dpo.py: a micro-batch has the reference's part of th
 -         for split in data:
 + table = []
 +         for split in ["validation"]:
-test_gradients.py::test_dpo dpo.py: epsilon 1e-8
-- "eps": ADAM_EPS
-+ "eps": 1e-8
-19 dpo.py: batches of 32
--     batch_size: int = 64
-+     batch_size: int = 32
 
-20 ppo.py: beta 0.1
-- kl_coef: float = 0.05
-+ kl_coef: float = 0.1
-20 ppo.py: one epoch
-- num_ppo_epochs: int = 4
-+ num_ppo_epochs: int = 1
-20 ppo.py: temperature 1
--     temperature: float = 0.7
-+     temperature: float = 1.0
 20 ppo.py: sampling at temperature 1
 - scaled = (logits.float() / (temperature + TEMPERATURE_EPS)).masked
 + scaled = (logits.float()).masked
-20 ppo.py: all log-probabilities at temperature 1
+test_gradients.py::test_ppo ppo.py: all log-probabilities at temperature 1
 - scaled = logits.float() / (temperature + TEMPERATURE_EPS)
 -     return -F
 + scaled = logits.float()
 +     return -F
-20 ppo.py: the reference at temperature 1
+test_gradients.py::test_ppo ppo.py: the reference at temperature 1
 - logits = response_logits(ref_policy, tokens, columns, banned)
 -                 logprobs = token_logprobs(logits, mb["responses"], args.temperature)
 + logits = response_logits(ref_policy, tokens, columns, banned)
 +                 logprobs = token_logprobs(logits, mb["responses"], 1.0)
-20 ppo.py: old log-probabilities at temperature 1
-- logprobs = token_logprobs(logits, mb["responses"], args.temperature)
--             entropy
-+ logprobs = token_logprobs(logits, mb["responses"], 1.0)
-+             entropy
-test_gradients.py::test_ppo ppo.py: only the update's policy at temperature 1
-- logprobs = token_logprobs(logits, mb["responses"], args.temperature)
--                     del
-+ logprobs = token_logprobs(logits, mb["responses"], 1.0)
-+                     del
 20 ppo.py: linear to 0 at the last update
 - (1 - (update - 1) / num_updates)
 + (1 - update / num_updates)
 test_gradients.py::test_ppo ppo.py: value loss without ½
 - loss = 0.5 * (torch
 + loss = (torch
-test_gradients.py::test_ppo ppo.py: the smaller square
-- 0.5 * (torch.max(unclipped, clipped)
-+ 0.5 * (torch.min(unclipped, clipped)
-test_gradients.py::test_ppo ppo.py: values are not clipped
-- 0.5 * (torch.max(unclipped, clipped)
-+ 0.5 * (unclipped
 test_gradients.py::test_ppo ppo.py: value loss over the response mask
 - mask = mb["value_mask"]
 + mask = mb["response_mask"]
 test_gradients.py::test_ppo ppo.py: value loss divided by the response's tokens
 - vf_loss / value_count
 + vf_loss / policy_count
-test_gradients.py::test_ppo ppo.py: value coefficient 1
-- args.vf_coef * vf_loss
-+ vf_loss
 test_gradients.py::test_ppo ppo.py: ratios are not clipped
 - ratio.clamp(1 - cliprange, 1 + cliprange)
 + ratio
@@ -457,48 +324,30 @@ test_gradients.py::test_ppo ppo.py: ratios are not clipped
 20 ppo.py: validation at temperature 0.7
 - tokenizer, args, 0.01)
 + tokenizer, args, args.temperature)
-test_gradients.py::test_ppo ppo.py: epsilon 1e-8
-- "eps": ADAM_EPS
-+ "eps": 1e-8
 
 20 ppo.py: the same sampling noise in every update
 - noise_keys(args.seed, update, episodes[share])
 + noise_keys(args.seed, 1, episodes[share])
-20 ppo.py: noise by place in the batch, not by episode
-- noise_keys(args.seed, update, episodes[share])
-+ noise_keys(args.seed, update, range(args.batch_size)[share])
-test_gradients.py::test_ppo ppo.py: the same mini-batches in every update
-- args.seed + update, epoch)
-+ args.seed, epoch)
 test_gradients.py::test_ppo ppo.py: the same mini-batches in every pass
 - args.seed + update, epoch)
 + args.seed + update, 0)
-20 ppo.py: the k3 estimate with the sign of the log-ratio turned
+test_gradients.py::test_ppo ppo.py: the k3 estimate with the sign of the log-ratio turned
 - ((-kl).exp() - 1 + kl)
 + (kl.exp() - 1 - kl)
-20 ppo.py: the alarm for ratios before the first step is always 0
-- .abs()[mb["response_mask"]].max())
-+ .abs()[mb["response_mask"]].max() * 0)
 20 ppo.py: the alarm looks at the first micro-batch alone
 - if before_first_step:
 + if not deviations:
-20 ppo.py: the alarm looks at later steps too
-- if before_first_step:
-+ if True:
 20 ppo.py: the alarm looks behind a response's end
 - .abs()[mb["response_mask"]].max())
 + .abs().max())
-test_gradients.py::test_ppo ppo.py: ratios as means over value positions
-- logs[key] += value.detach() / policy_count
-+ logs[key] += value.detach() / (value_count if "ratio" in key else policy_count)
-20 ppo.py: the KL metric is k2
+test_gradients.py::test_ppo ppo.py: the KL metric is k2
 - "objective/kl": kl.sum(1).mean()
 + "objective/kl": (0.5 * kl.square()).sum(1).mean()
-20 ppo.py: RLHF reward without the penalty
+test_gradients.py::test_ppo ppo.py: RLHF reward without the penalty
 - (scores - args.kl_coef * kl.sum(1)).mean()
 + scores.mean()
 
-21 ppo.py sft.py: drawn with replacement
+21 ppo.py: drawn with replacement
 - torch.randperm(n, generator
 + torch.randint(n, (n,), generator
 21 ppo.py: every pass in the same order
@@ -511,16 +360,13 @@ test_gradients.py::test_ppo ppo.py: ratios as means over value positions
 22 ppo.py: the head starts at 0
 -     check_head(policy, sft_folder)
 +     nn.init.zeros_(value_model.model.score.weight)
-22 ppo.py: the head's bias starts at 0
--     check_head(policy, sft_folder)
-+     nn.init.zeros_(value_model.model.score.bias)
 22 ppo.py: starts as the SFT model
 -     check_head(policy, sft_folder)
 +     value_model.model.gpt_neox.load_state_dict(policy.gpt_neox.state_dict())
 22 ppo.py: shares the policy's backbone
 -     check_head(policy, sft_folder)
 +     value_model.model.gpt_neox = policy.gpt_neox
-22 ppo.py: trains the reward model itself
+test_gradients.py::test_ppo ppo.py: trains the reward model itself
 -     check_head(policy, sft_folder)
 +     reward_model = value_model
 22 ppo.py: not saved in value_model/
@@ -533,35 +379,26 @@ test_gradients.py::test_ppo ppo.py: ratios as means over value positions
 23 ppo.py: EOS is cut off too
 - is_eos.cumsum(1) - is_eos
 + is_eos.cumsum(1)
-23 ppo.py: no penalty
+test_gradients.py::test_ppo ppo.py: no penalty
 - scores.where(has_eos, args.penalty_reward_value)
 + scores
-23 ppo.py: the penalty is added to the score
-- scores.where(has_eos, args.penalty_reward_value)
-+ scores + args.penalty_reward_value * ~has_eos
-23 ppo.py: penalty 0
+20 ppo.py: penalty 0
 - penalty_reward_value: float | None = -1.0
 + penalty_reward_value: float | None = 0.0
 23 ppo.py: the score lies at EOS
 - score_position = lengths.clamp(max=kl.shape[1] - 1)
 + score_position = lengths - 1
-23 ppo.py: the score lies at the last position
-- score_position = lengths.clamp(max=kl.shape[1] - 1)
-+ score_position = torch.full_like(lengths, kl.shape[1] - 1)
 
-24 ppo.py: never whitened
+test_gradients.py::test_ppo ppo.py: never whitened
 - if args.whiten_rewards:
 + if False:
-24 ppo.py: always whitened
-- if args.whiten_rewards:
-+ if True:
-24 ppo.py: the mean is shifted
+test_gradients.py::test_ppo ppo.py: the mean is shifted
 - whiten(rewards, batch["value_mask"], shift_mean=False)
 + whiten(rewards, batch["value_mask"])
-24 ppo.py: over the response mask
+test_gradients.py::test_ppo ppo.py: over the response mask
 - whiten(rewards, batch["value_mask"],
 + whiten(rewards, batch["response_mask"],
-24 ppo.py: unbiased variance
+25 ppo.py: unbiased variance
 - * mask).sum() / count
 -     whitened
 + * mask).sum() / (count - 1)
@@ -570,33 +407,19 @@ test_gradients.py::test_ppo ppo.py: ratios as means over value positions
 - torch.rsqrt(variance + 1e-8)
 + torch.rsqrt(variance)
 
-25 ppo.py: not whitened
-- batch["advantages"] = whiten(advantages, batch["response_mask"])
-+ batch["advantages"] = advantages * batch["response_mask"]
-25 ppo.py: the mean stays
+test_gradients.py::test_ppo ppo.py: the mean stays
 - whiten(advantages, batch["response_mask"])
 + whiten(advantages, batch["response_mask"], shift_mean=False)
-25 ppo.py: over the value mask
-- whiten(advantages, batch["response_mask"])
-+ whiten(advantages, batch["value_mask"])
-25 ppo.py: unbiased variance
-- * mask).sum() / count
--     whitened
-+ * mask).sum() / (count - 1)
-+     whitened
-25 ppo.py: once per mini-batch
+test_gradients.py::test_ppo ppo.py: once per mini-batch
 - for mini_batch in mini_batches(args, update, epoch, device):
 + for mini_batch in mini_batches(args, update, epoch, device):
 +                 advantages = batch["advantages"]
 +                 advantages[mini_batch] = whiten(advantages[mini_batch], batch["response_mask"][mini_batch])
 
-test_variants.py::test_an_advantage variants/rloo.py: the baseline holds the response itself
+test_gradients.py::test_rloo variants/rloo.py: the baseline holds the response itself
 - others = (groups.sum(1, keepdim=True) - groups) / (k - 1)
 + others = groups.mean(1, keepdim=True)
-test_variants.py::test_an_advantage variants/rloo.py: groups of responses that do not follow each other
-- groups = returns.double().view(-1, k)
-+ groups = returns.double().view(k, -1).T
-test_variants.py::test_an_advantage variants/rloo.py: in float32
+test_variants.py::test_equal_returns variants/rloo.py: in float32
 - returns.double().view(-1, k)
 + returns.view(-1, k)
 test_variants.py::test_the_gradient variants/rloo.py: the mean over a response's tokens
@@ -605,132 +428,59 @@ test_variants.py::test_the_gradient variants/rloo.py: the mean over a response's
 test_variants.py::test_the_gradient variants/rloo.py: what follows EOS is trained
 - logprobs.masked_fill(~mb["response_mask"], 0.0).sum(1)
 + logprobs.clamp(min=-20.0).sum(1)
-test_variants.py::test_the_ratio variants/rloo.py: the ratio is not clipped
+test_gradients.py::test_rloo variants/rloo.py: the ratio is not clipped
 - ratio.clamp(1 - cliprange, 1 + cliprange)
 + ratio
 test_variants.py::test_the_first_ratio variants/rloo.py: the first ratio is a token's
 - deviations.append((logratio.sum(1).exp() - 1).abs().max())
 + deviations.append((logratio.exp() - 1).abs().max())
-test_gradients.py::test_rloo variants/rloo.py: the KL is not in the return
-- returns = scores - args.kl_coef * kl.sum(1)
-+ returns = scores
-test_gradients.py::test_rloo variants/rloo.py: the KL is a mean over tokens
-- returns = scores - args.kl_coef * kl.sum(1)
-+ returns = scores - args.kl_coef * kl.sum(1) / batch["lengths"]
 test_gradients.py::test_rloo variants/rloo.py: the prompts in turn
 - .repeat_interleave(k, 0)
 + .repeat(k, 1)
-test_gradients.py::test_rloo variants/rloo.py: no penalty before the baseline
-- scores.where(has_eos, args.penalty_reward_value)
-+ scores
-test_variants.py::test_grpos_advantage variants/grpo.py: biased standard deviation
-- groups.std(1, keepdim=True)
-+ groups.std(1, correction=0, keepdim=True)
-test_variants.py::test_grpos_advantage variants/grpo.py: an epsilon of 1e-8
+test_variants.py::test_grpos_epsilon variants/grpo.py: an epsilon of 1e-8
 - + 1e-4)
 + + 1e-8)
-test_variants.py::test_grpos_advantage variants/grpo.py: centred in float32
+test_variants.py::test_equal_returns variants/grpo.py: centred in float32
 - groups = scores.double().view(-1, k)
 + groups = scores.view(-1, k)
-test_variants.py::test_grpos_advantage variants/grpo.py: groups of responses that do not follow each other
-- groups = scores.double().view(-1, k)
-+ groups = scores.double().view(k, -1).T
-test_variants.py::test_grpos_advantage variants/grpo.py: one flag is half of Dr. GRPO
-- if scale_by_std:
-+ if True:
 test_variants.py::test_each_kl variants/grpo.py: k3 the wrong way round
 - d = (logprobs - mb["ref_logprobs"])
 + d = (mb["ref_logprobs"] - logprobs)
 test_variants.py::test_each_kl variants/grpo.py: k2 without its half
 - 0.5 * d.square()
 + d.square()
-test_variants.py::test_each_kl variants/grpo.py: a ratio without gradient in k3_ratio
-- k3 * ratio if
-+ k3 * ratio.detach() if
-test_variants.py::test_each_kl variants/grpo.py: the response's ratio in k3_ratio
-- k3 * ratio if
-+ k3 * ratio.prod(1, keepdim=True) if
 test_variants.py::test_each_kl variants/grpo.py: what follows EOS is in the KL
 - d = (logprobs - mb["ref_logprobs"]).masked_fill(~mask, 0.0)
 + d = (logprobs - mb["ref_logprobs"]).clamp(min=-20.0)
 test_variants.py::test_a_token_counts variants/grpo.py: the constant is the longest response of the batch
 - (len(lengths) * response_length)
 + (len(lengths) * lengths.max())
-test_variants.py::test_dr_grpos_gradient variants/grpo.py: a sum over all responses
-- torch.ones_like(lengths) / (len(lengths) * response_length)
-+ torch.ones_like(lengths) / response_length
-test_variants.py::test_grpos_ratio variants/grpo.py: one clip range for both sides
+test_gradients.py::test_grpo variants/grpo.py: one clip range for both sides
 - 1 + args.cliprange_high
 + 1 + args.cliprange
 test_gradients.py::test_grpo variants/grpo.py: the upper clip range does not follow the lower one
 - args.cliprange_high = args.cliprange
 + args.cliprange_high = 0.2
-test_variants.py::test_gspos variants/grpo.py: the ratio of a whole response
+test_gradients.py::test_grpo variants/grpo.py: the ratio of a whole response
 - (logratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp()
 + logratio.sum(1, keepdim=True).exp()
-test_variants.py::test_gspos variants/grpo.py: a mean over the width, not the tokens
-- (logratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp()
-+ logratio.mean(1, keepdim=True).exp()
-test_variants.py::test_gspos variants/grpo.py: the response's ratio in k3_ratio
-- penalty = kl_estimate(d, ratio, args.kl_estimator)
-+ penalty = kl_estimate(d, surrogate_ratio, args.kl_estimator)
 test_gradients.py::test_grpo variants/grpo.py: each micro-batch has normalisers of its own
 -                     loss, sums = grpo_loss(logprobs, mb, args)
 +                     weights = weigh_tokens(mb["lengths"], args.length_norm, args.response_length)
 +                     mb["token_weights"] = weights / len(mbs)
 +                     loss, sums = grpo_loss(logprobs, mb, args)
-test_gradients.py::test_grpo variants/grpo.py: the prompts in turn
-- .repeat_interleave(k, 0)
-+ .repeat(k, 1)
-test_gradients.py::test_grpo variants/grpo.py: no penalty before the advantages
-- scores.where(has_eos, args.penalty_reward_value)
-+ scores
-test_gradients.py::test_grpo variants/grpo.py: log-probabilities at temperature 1
-- logprobs = token_logprobs(logits, mb["responses"], args.temperature)
--                     del
-+ logprobs = token_logprobs(logits, mb["responses"], 1.0)
-+                     del
-test_variants.py::test_a_pair variants/online_dpo.py: a tie is a preference
+test_variants.py::test_a_pair_of variants/online_dpo.py: a tie is a preference
 - return pairs, scores[pairs[:, 0]] > scores[pairs[:, 1]] + TIE
 + return pairs, scores[pairs[:, 0]] >= scores[pairs[:, 1]]
-test_variants.py::test_a_pair variants/online_dpo.py: rounding decides a tie
-- return pairs, scores[pairs[:, 0]] > scores[pairs[:, 1]] + TIE
-+ return pairs, scores[pairs[:, 0]] > scores[pairs[:, 1]]
-test_variants.py::test_a_pair variants/online_dpo.py: the last against the first
-- first_rows + groups.argmin(1)
-+ first_rows + k - 1
-test_gradients.py::test_online_dpo variants/online_dpo.py: the mean is over all pairs
-- count = untied[mini_batch].sum()
-+ count = untied[mini_batch].sum() * 0 + len(mini_batch)
-test_gradients.py::test_online_dpo variants/online_dpo.py: ties are trained on
-- untied[own] / count
-+ torch.ones_like(own) / count
 test_gradients.py::test_online_dpo variants/online_dpo.py: a count for each process and micro-batch
 - loss = (losses * mb["weights"]).sum()
 + loss = (losses * mb["weights"]).sum() / mb["weights"].sum().clamp(min=1e-9) / len(mbs)
 test_gradients.py::test_online_dpo variants/online_dpo.py: the pair is chosen before the penalty
 - best_and_worst(scores, k)
 + best_and_worst(batch["raw_scores"], k)
-test_gradients.py::test_online_dpo variants/online_dpo.py: log-probabilities at temperature 1
-- logprobs = token_logprobs(logits, mb["responses"], args.temperature)
--                     del
-+ logprobs = token_logprobs(logits, mb["responses"], 1.0)
-+                     del
-test_gradients.py::test_online_dpo variants/online_dpo.py: what follows EOS is summed
-- logprobs.masked_fill(~mb["response_mask"], 0.0).sum(1).chunk(2)
-+ logprobs.clamp(min=-20.0).sum(1).chunk(2)
-test_gradients.py::test_online_dpo variants/online_dpo.py: the prompts in turn
-- .repeat_interleave(k, 0)
-+ .repeat(k, 1)
 test_variants.py::test_where_online variants/online_dpo.py: soft labels the wrong way round
 - torch.sigmoid(rejected - chosen)
 + torch.sigmoid(chosen - rejected)
-test_gradients.py::test_online_dpo variants/online_dpo.py: hard labels whatever the flag
-- args.loss_type, flip)
-+ args.loss_type)
-test_gradients.py::test_online_dpo variants/online_dpo.py: soft labels from the scores before the penalty
-- batch["scores"] = scores
-+ batch["scores"] = batch["raw_scores"]
 test_variants.py::test_no_preference variants/online_dpo.py: fewer metrics where there is no step
 - logs = {name: torch.zeros((), device=device) for name in names}
 + from collections import defaultdict
@@ -738,19 +488,16 @@ test_variants.py::test_no_preference variants/online_dpo.py: fewer metrics where
 test_variants.py::test_no_preference variants/online_dpo.py: a step without a preference
 - if count == 0:
 + if count < 0:
-test_variants.py::test_the_function variants/ppo_function.py: the value model's head is random
+test_gradients.py::test_ppo_function variants/ppo_function.py: the value model's head is random
 - nn.init.zeros_(model.score.weight)
 + nn.init.normal_(model.score.weight)
-test_variants.py::test_the_function variants/ppo_function.py: summaries with their special tokens
+test_gradients.py::test_ppo_function variants/ppo_function.py: summaries with their special tokens
 - skip_special_tokens=True
 + skip_special_tokens=False
-test_variants.py::test_the_function variants/ppo_function.py: posts in another order than their responses
+test_gradients.py::test_ppo_function variants/ppo_function.py: posts in another order than their responses
 - train[order.tolist()]["query"][share]
 + train[order.sort().values.tolist()]["query"][share]
-test_variants.py::test_the_function variants/ppo_function.py: no penalty after the function
-- scores.where(has_eos, args.penalty_reward_value)
-+ scores
-test_variants.py::test_the_value_model variants/ppo_function.py: one config for policy and value model
+test_variants.py::test_a_function_of variants/ppo_function.py: one config for policy and value model
 - config = deepcopy(policy.config)
 + config = policy.config
 test_variants.py::test_any_callable variants/ppo_function.py: annotations of functions alone
@@ -765,19 +512,13 @@ test_variants.py::test_a_function variants/ppo_function.py: NaN is taken
 test_variants.py::test_a_function variants/ppo_function.py: too few scores are taken
 - if len(scores) != len(names):
 + if False:
-test_variants.py::test_simpo_is variants/simpo.py: the margin is the rejected one's
+test_gradients.py::test_simpo variants/simpo.py: the margin is the rejected one's
 - beta * (chosen - rejected) - gamma
 + beta * (chosen - rejected) + gamma
-test_variants.py::test_simpos variants/simpo.py: gamma is not a share of beta
-- args.gamma_beta_ratio * args.beta
-+ args.gamma_beta_ratio
-test_variants.py::test_simpos variants/simpo.py: sums, not means
+test_gradients.py::test_simpo variants/simpo.py: sums, not means
 - chosen, rejected = chosen / lengths[:, 0], rejected / lengths[:, 1]  # means over tokens
 + pass
-test_variants.py::test_simpos variants/simpo.py: one length for both sides
-- rejected / lengths[:, 1]
-+ rejected / lengths[:, 0]
-test_variants.py::test_simpos variants/simpo.py: EOS is not counted
+test_gradients.py::test_simpo variants/simpo.py: EOS is not counted
 - torch.stack([(label != pad_id).sum(1) for label in labels], 1)
 + torch.stack([(label != pad_id).sum(1) - 1 for label in labels], 1)
 test_variants.py::test_simpos variants/simpo.py: sums in the evaluation
@@ -805,7 +546,7 @@ test_helpers.py::test_a_tokens_log_probability ppo.py: the noise is in the sampl
 - tokens = (scaled + gumbel_noise(keys, position, scaled.shape[1])).argmax(1)
 + scaled = scaled + gumbel_noise(keys, position, scaled.shape[1])
 +     tokens = scaled.argmax(1)
-test_stages.py::test_each_split reward.py dpo.py: validation is evaluated again
+test_stages.py::test_each_split reward.py: validation is evaluated again
 - if split not in pairs:
 + if True:
 test_launch.py::test_what_a_run sft.py: cuDNN's attention stays on
@@ -818,22 +559,7 @@ test_launch.py::test_a_frozen_model_in ppo.py: a tied head takes the embedding a
 - and weight not in embeddings
 + or False
 
-test_stages.py::test_ragged sft.py: a sum of the micro-batches' means
-- mb_sum, _ = loss_and_count(model, mb
-+ mb_sum, target_count = loss_and_count(model, mb
-test_stages.py::test_ragged reward.py: the mean of the micro-batches' means
-- loss * world / args.batch_size
-+ loss * world / len(chosen) / len(mbs)
-test_stages.py::test_ragged dpo.py: the mean of the micro-batches' means
-- loss * world / args.batch_size
-+ loss * world / len(chosen) / len(mbs)
-test_stages.py::test_ragged ppo.py: the mean of the micro-batches' means
-- pg_loss / policy_count +
-+ pg_loss / mb["response_mask"].sum() / len(mbs) +
-test_stages.py::test_ragged ppo.py: the value loss as the mean of the micro-batches' means
-- vf_loss / value_count
-+ vf_loss / value_counted.sum() / len(groups)
-test_stages.py::test_ragged sft.py: rows that fill no micro-batch are left out
+test_gradients.py::test_sft sft.py: rows that fill no micro-batch are left out
 - groups = similar_lengths(lengths, args.micro_batch_size)
 + groups = similar_lengths(lengths, args.micro_batch_size)[: max(1, len(lengths) // args.micro_batch_size)]
 test_stages.py::test_registered ppo.py: what an edit registered is not in the checkpoints
@@ -849,18 +575,9 @@ test_stages.py::test_registered ppo.py: the metrics begin anew
 test_bad_input.py::test_data_like sft.py: one row of another tokenizer is enough
 - 2 * same <= len(looked_at) or
 + same < len(looked_at) or
-test_bad_input.py::test_data_like ppo.py: no row is held against the tokenizer
-- 2 * same <= len(looked_at) or
-+ False or
 test_bad_input.py::test_data_like reward.py: ids may have any size
 -  or largest >= len(tokenizer):
 + :
-test_bad_input.py::test_data_like dpo.py: an id may be one too large
-- largest >= len(tokenizer)
-+ largest > len(tokenizer)
-test_bad_input.py::test_data_like sft.py: ids of one column are looked at
-- for key in keys)
-+ for key in keys[:1])
 test_bad_input.py::test_data_like ppo.py: rows need no EOS
 - return all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())
 + return True
@@ -868,24 +585,18 @@ test_bad_input.py::test_data_like sft.py: the train split alone is looked at
 - for split, rows in data.items():
 + for split, rows in [*data.items()][:1]:
 
-test_helpers.py::test_the_losses ppo.py: the clipped fraction of the other side
+test_gradients.py::test_ppo ppo.py: the clipped fraction of the other side
 - "policy/clip_fraction": ((clipped > unclipped)
 + "policy/clip_fraction": ((clipped < unclipped)
-test_helpers.py::test_the_losses ppo.py: the KL estimate without ½
+test_gradients.py::test_ppo ppo.py: the KL estimate without ½
 - "policy/approx_kl": 0.5 * logratio
 + "policy/approx_kl": logratio
-test_helpers.py::test_the_losses ppo.py: ratios behind the end are summed too
+test_gradients.py::test_ppo ppo.py: ratios behind the end are summed too
 - "policy/ratio": (ratio * mask).sum()
 + "policy/ratio": ratio.sum()
-test_helpers.py::test_the_losses ppo.py: the sum of the ratios in the place of their squares
-- (ratio.square() * mask)
-+ (ratio * mask)
-test_helpers.py::test_the_losses ppo.py: clipped values over the response mask
+test_gradients.py::test_ppo ppo.py: clipped values over the response mask
 - "value/clip_fraction": ((clipped > unclipped) & mask)
 + "value/clip_fraction": ((clipped > unclipped) & mb["response_mask"])
-test_helpers.py::test_the_losses ppo.py: the value loss is logged as the policy's
-- sums = {"loss/value": loss
-+ sums = {"loss/policy": loss
 test_helpers.py::test_micro_batches ppo.py: no room for the value past the end
 - .max()) + 1
 + .max())
@@ -896,7 +607,7 @@ test_helpers.py::test_micro_batches ppo.py: numbers of other rows
 test_ensembles.py::test_members_are_standardised_by ensembles/ppo.py: the standard deviation over n - 1
 - sd = scores[:, k].std(unbiased=False)
 + sd = scores[:, k].std()
-test_ensembles.py::test_members_are_standardised_by ensembles/ppo.py: the mean is not taken off
+test_gradients.py::test_ensembles_ppo ensembles/ppo.py: the mean is not taken off
 - head.bias.sub_(mean).div_(sd)
 + head.bias.div_(sd)
 test_ensembles.py::test_members_are_standardised_by ensembles/ppo.py: measured on the samples of training
@@ -956,28 +667,12 @@ test_ensembles_figures.py::test_curves_are_means ensembles/figures.py: every run
 test_gradients.py::test_sft sft.py: the weights decay by a hundredth whatever WEIGHT_DECAY says
 - "weight_decay": WEIGHT_DECAY
 + "weight_decay": 0.01
-test_gradients.py::test_sft sft.py: only the last micro-batch trains
-- mb_sum, _ = loss_and_count(
-+ optimizer.zero_grad()
-+             mb_sum, _ = loss_and_count(
 test_gradients.py::test_sft sft.py: the micro-batch's count in place of the batch's
 - mb_sum, _ = loss_and_count(
 + mb_sum, target_count = loss_and_count(
-test_gradients.py::test_sft sft.py: a linear schedule
-- args.learning_rate * 0.5 * (1 + cos(pi * (update - 1) / num_updates))
-+ args.learning_rate * (1 - (update - 1) / num_updates)
-test_gradients.py::test_sft sft.py: every pass has the order of the first
-- permutation(n, seed, epoch)
-+ permutation(n, seed, 0)
 test_gradients.py::test_reward reward.py: the last micro-batch is left out
 - for mb in mbs:
 + for mb in mbs[:-1]:
-test_gradients.py::test_reward reward.py: the micro-batch's count in place of the batch's
-- loss * world / args.batch_size
-+ loss * world / len(chosen)
-test_gradients.py::test_reward reward.py: the rejected reward has no gradient
-- preference_loss(chosen, rejected).sum()
-+ preference_loss(chosen, rejected.detach()).sum()
 test_gradients.py::test_llama2_reward llama2/reward.py: a tie's safety labels weigh as much as others
 - (mb["weight"] * safety).sum()
 + safety.sum()
@@ -993,39 +688,18 @@ test_gradients.py::test_llama2_reward llama2/reward.py: the learning rate does n
 test_gradients.py::test_dpo dpo.py: a literal in place of --beta
 - *ref, args.beta, args.loss_type, args.label_smoothing
 + *ref, 0.05, args.loss_type, args.label_smoothing
-test_gradients.py::test_dpo dpo.py: --label-smoothing has no effect
-- *ref, args.beta, args.loss_type, args.label_smoothing
-+ *ref, args.beta, args.loss_type
-test_gradients.py::test_dpo dpo.py: the rejected log-probability has no gradient
-- dpo_loss(chosen, rejected, *ref
-+ dpo_loss(chosen, rejected.detach(), *ref
-test_gradients.py::test_dpo dpo.py: the reference of other pairs
-- ref_logprobs["train"][rows].unbind(1)
-+ ref_logprobs["train"][rows.roll(1)].unbind(1)
 test_gradients.py::test_simpo variants/simpo.py: a literal in place of --gamma-beta-ratio
 - args.gamma_beta_ratio * args.beta).sum()
 + 0.5 * args.beta).sum()
-test_gradients.py::test_simpo variants/simpo.py: the micro-batch's count in place of the batch's
-- loss * world / args.batch_size
-+ loss * world / args.micro_batch_size
 test_gradients.py::test_ppo ppo.py: a literal in place of --vf-coef
 - args.vf_coef * vf_loss
 + 0.1 * vf_loss
-test_gradients.py::test_ppo ppo.py: the value loss has no gradient
-- args.vf_coef * vf_loss / value_count
-+ args.vf_coef * vf_loss.detach() / value_count
 test_gradients.py::test_ppo ppo.py: the micro-batch's count in place of the mini-batch's
 - loss = pg_loss / policy_count +
 + loss = pg_loss / mb["response_mask"].sum() +
-test_gradients.py::test_ppo ppo.py: only the first mini-batch trains
-- for mini_batch in mini_batches(args, update, epoch, device):
-+ for mini_batch in mini_batches(args, update, epoch, device)[:1]:
 test_gradients.py::test_ppo ppo.py: a step after every micro-batch
 -                 grad_norms.append(optimizer_step(
 +                     grad_norms.append(optimizer_step(
-test_gradients.py::test_ppo ppo.py: a step after every pass
--                 grad_norms.append(optimizer_step(
-+             grad_norms.append(optimizer_step(
 test_gradients.py::test_ppo ppo.py: a literal in place of --gamma
 - args.gamma, args.lam
 + 1.0, args.lam
@@ -1042,70 +716,27 @@ test_gradients.py::test_ensembles_ppo ensembles/ppo.py: a literal in place of --
 test_gradients.py::test_ensembles_ppo ensembles/ppo.py: the ratio is to the policy of the step
 - policy_loss(logprobs, mb, args.cliprange)
 + policy_loss(logprobs, mb | {"logprobs": logprobs.detach()}, args.cliprange)
-test_gradients.py::test_ensembles_ppo ensembles/ppo.py: every pass has the mini-batches of the first
-- for mini_batch in mini_batches(args, update, epoch, device):
-+ for mini_batch in mini_batches(args, update, 0, device):
-test_gradients.py::test_ppo_function variants/ppo_function.py: the value loss is over the policy's count
-- vf_loss / value_count
-+ vf_loss / policy_count
-test_gradients.py::test_ppo_function variants/ppo_function.py: a literal in place of --penalty-reward-value
-- scores.where(has_eos, args.penalty_reward_value)
-+ scores.where(has_eos, -1.0)
 test_gradients.py::test_ppo_function variants/ppo_function.py: no clipping of the gradient
 - max_grad_norm or float("inf")
 + float("inf")
-test_gradients.py::test_grpo variants/grpo.py: only the last micro-batch trains
-- loss, sums = grpo_loss(
-+ optimizer.zero_grad()
-+                     loss, sums = grpo_loss(
-test_gradients.py::test_grpo variants/grpo.py: --length-norm has no effect
-- weigh_tokens(lengths, args.length_norm, args.response_length)
-+ weigh_tokens(lengths, "response", args.response_length)
 test_gradients.py::test_grpo variants/grpo.py: a literal in place of --kl-coef
 - args.kl_coef * penalty
 + 0.04 * penalty
-test_gradients.py::test_grpo variants/grpo.py: training at temperature 1
--                     logprobs = token_logprobs(logits, mb["responses"], args.temperature)
-+                     logprobs = token_logprobs(logits, mb["responses"], 1.0)
-test_gradients.py::test_rloo variants/rloo.py: the micro-batch's count in place of the mini-batch's
-- loss = loss / len(mini_batch)
-+ loss = loss / len(mb["rows"])
 test_gradients.py::test_rloo variants/rloo.py: REINFORCE after the first step, too
 - on_policy = args.num_ppo_epochs == args.num_mini_batches == 1
 + on_policy = True
 test_gradients.py::test_rloo variants/rloo.py: a literal in place of --kl-coef
 - returns = scores - args.kl_coef * kl.sum(1)
 + returns = scores - 0.05 * kl.sum(1)
-test_gradients.py::test_rloo variants/rloo.py: the learning rate does not fall
-- args.learning_rate * (1 - (update - 1) / num_updates)
-+ args.learning_rate
-test_gradients.py::test_online_dpo variants/online_dpo.py: tied pairs count
-- untied[own] / count
-+ untied[own] / len(own)
-test_gradients.py::test_online_dpo variants/online_dpo.py: the rejected log-probability has no gradient
-- dpo_loss(chosen, rejected, *ref
-+ dpo_loss(chosen, rejected.detach(), *ref
-test_gradients.py::test_online_dpo variants/online_dpo.py: a literal in place of --beta
-- *ref, args.beta, args.loss_type
-+ *ref, 0.1, args.loss_type
 test_gradients.py::test_online_dpo variants/online_dpo.py: --loss-type has no effect
 - *ref, args.beta, args.loss_type
 + *ref, args.beta
-test_gradients.py::test_online_dpo variants/online_dpo.py: every pass has the mini-batches of the first
-- permutation(len(pairs), args.seed + update, epoch)
-+ permutation(len(pairs), args.seed + update, 0)
 test_faults.py::test_resume_refuses sft.py: --resume takes whatever it is given
 - if key not in MAY_CHANGE]
 + if False]
-test_faults.py::test_resume_refuses sft.py: another learning rate on --resume
-- MAY_CHANGE |= {"save_every",
-+ MAY_CHANGE |= {"learning_rate", "save_every",
 test_faults.py::test_resume_takes sft.py: no other micro-batch on --resume
 - MAY_CHANGE = {"micro_batch_size", 
 + MAY_CHANGE = {
-test_faults.py::test_resume_leaves sft.py: --resume trains an ended run
-- if args.resume and (folder / "model").exists():
-+ if False:
 test_faults.py::test_resume_leaves sft.py: --resume of an ended run is an error
 - raise SystemExit(0)
 + raise SystemExit(1)
@@ -1120,22 +751,16 @@ test_invariance.py::test_a_kill_between ppo.py: the value model comes last
 -     save_model(accelerator, args, "model", policy, tokenizer)
 +     save_model(accelerator, args, "model", policy, tokenizer)
 +     save_model(accelerator, args, "value_model", value_model.model, tokenizer)
-test_other_models.py::test_a_pair_in_one_row reward.py dpo.py llama2/reward.py variants/simpo.py: windows are widened
+test_other_models.py::test_a_pair_in_one_row reward.py: windows are widened
 - if window is None:
 + if True:
-test_other_models.py::test_a_pair_in_one_row reward.py dpo.py llama2/reward.py variants/simpo.py: one token further
-- (distances < window)
-+ (distances <= window)
-test_other_models.py::test_a_pair_in_one_row reward.py dpo.py llama2/reward.py variants/simpo.py: windows of full layers
-- {"full_attention": mask,
-+ {"full_attention": windowed,
-test_other_models.py::test_a_pair_in_one_row reward.py dpo.py llama2/reward.py variants/simpo.py: padding counts on
+test_other_models.py::test_a_pair_in_one_row dpo.py: padding counts on
 - .masked_fill(tokens == pad_id, 0)
 + 
-test_other_models.py::test_a_model_that reward.py dpo.py llama2/reward.py variants/simpo.py: no model is refused
+test_other_models.py::test_a_model_that reward.py: no model is refused
 - if not difference < 1e-3:
 + if False:
-test_other_models.py::test_a_row_longer sft.py reward.py dpo.py ppo.py: positions are not looked at
+test_other_models.py::test_a_row_longer sft.py: positions are not looked at
 - if longest + sampled > positions:
 + if False:
 test_other_models.py::test_rows_that sft.py: the sampled tokens need no positions
@@ -1165,15 +790,12 @@ test_other_models.py::test_a_bos tldr_dataset.py: a BOS is left out in silence
 test_other_models.py::test_a_terminal ppo.py: a terminal that cannot show a character ends the run
 - sys.stdout.reconfigure(errors="replace")
 + sys.stdout.reconfigure(errors="strict")
-16 reward.py dpo.py llama2/reward.py variants/simpo.py: rounding decides a tie
+16 reward.py: rounding decides a tie
 - frame["rejected_reward"] + TIE
 + frame["rejected_reward"]
 test_gradients.py::test_reward reward.py: rounding decides a tie in training
 - (chosen > rejected + TIE)
 + (chosen > rejected)
-test_gradients.py::test_simpo variants/simpo.py: rounding decides a tie in training
-- rejected_reward + TIE
-+ rejected_reward
 test_tldr_dataset.py::test_an_output tldr_dataset.py: renamed onto what is there
 - if not target.exists():
 + if True:
