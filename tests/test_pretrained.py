@@ -40,6 +40,12 @@ def test_what_a_query_keeps_of_its_post():
     assert pretrained.source_of(query) == "b\nPOST: c"
 
 
+@pytest.fixture(autouse=True)
+def other_tests_run_in_float32():
+    yield
+    AcceleratorState._reset_state(True)
+
+
 def run(module, args):
     AcceleratorState._reset_state(True)  # accelerate keeps one state a process
     logging.getLogger("accelerate.utils.other").setLevel(logging.NOTSET)  # as in a new process

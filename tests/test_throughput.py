@@ -107,8 +107,8 @@ def test_scaling_counts_by_item(tmp_path, monkeypatch):
 
 
 def test_a_run_s_peak_and_its_failure(tmp_path):
-    peak = throughput.run([sys.executable, "-c", "x = b'x' * (1 << 30); print(1)"], tmp_path / "log")
-    assert 1 < peak < 1.1 and (tmp_path / "log").read_text() == "1\n"
+    peak = throughput.run([sys.executable, "-c", "x = b'x' * (3 << 30); print(1)"], tmp_path / "log")
+    assert 3 < peak < 3.1 and (tmp_path / "log").read_text() == "1\n"
     (tmp_path / "script.py").write_text("import sys; print(sys.argv[1:], __name__)")
     command = [sys.executable, "-c", throughput.WITH_PEAK, tmp_path / "script.py", "--flag"]
     assert throughput.run(command, tmp_path / "log") == 0  # of a GPU that is not there
