@@ -1,19 +1,19 @@
-"""Win rate of runs' sampled summaries: against the references, or against another run's of the same posts.
+"""Win rate of sampled summaries against the references, or against another run's summaries of the same posts.
 
     python eval/judge.py runs/ppo/1b/* --judge gpt-3.5-turbo                        # any OpenAI-compatible endpoint
     python eval/judge.py runs/ppo/1b/44413 --judge local --base-url http://localhost:8000/v1 --against runs/sft/1b/44413
     python eval/judge.py runs/ppo/1b/44413 --judge runs/reward/6.9b/44413           # a reward model
     python eval/judge.py runs/quickstart/.../44413 --judge quickstart/truth.py:score    # a function of post and summary
 
-The prompt is the paper's (appendix B). The order of the two summaries is drawn per example from the seed; with
---both-orders both are asked, and a judge that changes its mind with the order has seen a tie. An answer whose last word
-is not one of A and B in the form asked for counts as invalid and in no win rate. Every answer is appended to a JSON
-Lines file as it comes, under a hash of judge and prompt: what is there is not asked again. The key comes from
-OPENAI_API_KEY. A reward model scores post and summary as text, closed by EOS; neither it nor a function knows an order.
+An endpoint is asked with the paper's prompt (appendix B); OPENAI_API_KEY holds its key. Which summary comes first is
+drawn per example from the seed. With --both-orders both orders are asked, and a judge whose choice depends on the order
+has seen a tie. An answer that does not end with A or B in the requested form counts as invalid and enters no
+win rate. Every answer is appended to a JSON Lines file under a hash of judge and prompt, and is never asked for again.
+A reward model or a function scores both summaries, and the higher score wins.
 
 Reads eval/samples_validation.csv of a run, or any CSV file with its columns id, query, response, reference. Writes
-judge_NAME.csv (a row per example), judge_NAME.md (the tables that it prints) and judge_NAME.jsonl (the answers) beside
-it; of another file than samples_validation.csv, judge_NAME_of_FILE.
+beside it judge_NAME.csv (a row per example), judge_NAME_rates.csv and judge_NAME_bins.csv (the tables that it prints)
+and judge_NAME.jsonl (the answers). For a file with another name, they begin with judge_NAME_of_FILE.
 """
 
 import asyncio
@@ -25,7 +25,6 @@ import os
 import random
 import re
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import exp, log
 from pathlib import Path
@@ -34,15 +33,15 @@ from typing import Annotated
 import numpy
 import pandas
 import torch
-import torch.nn.functional as F
 import tyro
-from huggingface_hub import snapshot_download
 from openai import AsyncOpenAI, OpenAIError
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from safetensors.torch import load_file
-from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+from rich.progress import Progress
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ppo import checkpoint_folder, fail, load_reward_model, load_tokenizer, or_fail  # noqa: E402
+from tldr_dataset import encode  # noqa: E402
 
 # appendix B
 PROMPT = """Which of the following summaries does a better job of summarizing the most \\
@@ -91,7 +90,7 @@ class Args:
     concurrency: int = 8
     """requests under way at once"""
     retries: int = 6
-    """of a request after 429, 5xx, a time-out or a lost connection, with growing pauses"""
+    """of a request after 429, 5xx, a timeout or a lost connection, with growing pauses"""
     timeout: float = 60.0
     """seconds until a request counts as lost"""
     input_price: float | None = None
@@ -99,26 +98,7 @@ class Args:
     output_price: float | None = None
     """dollars per million tokens of answers, for the estimate"""
     name: str | None = None
-    """NAME in what is written; default: the judge's, and of what the run is held against"""
-
-
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
-
-
-def one_line(error: Exception) -> str:
-    """Kind and first line of an exception."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-@contextmanager
-def or_fail(message: str):
-    """Around what goes wrong outside of the script (a damaged file, a full disk): the run ends with one message."""
-    try:
-        yield
-    except Exception as error:  # of as many kinds as there are formats
-        fail(f"{message} ({error!r:.300})")
+    """NAME in the file names; default: the judge's, and that of --against"""
 
 
 # ---- examples ----------------------------------------------------------------------------------------------------
@@ -203,10 +183,8 @@ async def ask(args: Args, prompts: list[str], file: Path, known: dict[str, str])
     gate, failed = asyncio.Semaphore(args.concurrency), []
     settings = {"base_url": args.base_url, "max_retries": args.retries, "timeout": args.timeout}
     client = AsyncOpenAI(**settings, api_key=os.environ.get("OPENAI_API_KEY", "none" if args.base_url else None))
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")]
-    columns += [TimeElapsedColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(args.judge, total=len(wanted), rate="")
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task(args.judge, total=len(wanted))
 
         async def one(name: str, prompt: str):
             async with gate:
@@ -218,13 +196,13 @@ async def ask(args: Args, prompts: list[str], file: Path, known: dict[str, str])
                     )
                     known[name] = said.choices[0].message.content or ""
                 except (OpenAIError, ValueError, TypeError, IndexError, AttributeError) as error:  # nothing to keep
-                    failed.append(one_line(error))
+                    failed.append(f"{error!r:.300}")
                     return
             row = {"key": name, "answer": known[name], "usage": said.usage.model_dump() if said.usage else None}
             with or_fail(f"{file}: an answer could not be written; make room, and the same command goes on"):
                 with file.open("a") as answers:
                     answers.write(json.dumps(row) + "\n")
-            bar.update(task, advance=1, rate=f"{bar.tasks[0].speed or 0:.2f}/s")
+            bar.advance(task)
 
         await asyncio.gather(*(one(name, prompt) for name, prompt in wanted.items()))
     return failed
@@ -233,7 +211,7 @@ async def ask(args: Args, prompts: list[str], file: Path, known: dict[str, str])
 def by_endpoint(args: Args, frame: pandas.DataFrame, file: Path) -> list[list[float | None]]:
     """Per example and order asked: 1 where the summary is preferred, 0 where the other, None where the answer is no
     answer."""
-    orders = [[first, not first] if args.both_orders else [first] for first in map_orders(args, frame)]
+    orders = [[first, not first] if args.both_orders else [first] for first in frame["summary_is_a"]]
     prompts = [
         [PROMPT.format(post=q, a=s if first else o, b=o if first else s) for first in wanted]
         for (q, s, o), wanted in zip(frame[["query", "summary", "other"]].to_numpy(), orders, strict=True)
@@ -250,10 +228,6 @@ def by_endpoint(args: Args, frame: pandas.DataFrame, file: Path) -> list[list[fl
         [None if said is None else float((said == "A") == first) for said, first in zip(row, wanted, strict=True)]
         for row, wanted in zip(verdicts, orders, strict=True)
     ]
-
-
-def map_orders(args: Args, frame: pandas.DataFrame) -> list[bool]:
-    return [first_is_a(args.seed, identity) for identity in frame["id"]]
 
 
 def estimate(args: Args, prompts: list[str], total: int) -> str:
@@ -278,93 +252,6 @@ def load_function(flag: str, value: str):
         return getattr(module, name)
 
 
-def checkpoint_folder(flag: str, path: str) -> str:
-    """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
-    for folder in (Path(path) / "model", Path(path)):
-        if (folder / "config.json").exists():
-            return str(folder)
-    name, _, revision = path.partition("@")
-    if name.count("/") != 1 or name.startswith((".", "/")):
-        runs, *run = path.split("/")
-        if runs == "runs" and len(run) == 3 and run[1] in ("1b", "2.8b", "6.9b"):
-            stage, model, seed = run
-            fail(f"{flag} {path}: no checkpoint there. This makes it: python {stage}.py --model {model} --seed {seed}")
-        fail(f"{flag} {path}: no checkpoint there, neither in that folder nor in its model/, and this is no Hub id")
-    wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
-    with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
-        folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
-        if not list(Path(folder).glob("*.safetensors")):
-            folder = snapshot_download(**wanted)  # pytorch_model.bin
-        return folder
-
-
-def load_tokenizer(path: str):
-    """The tokenizer of a checkpoint folder, with `[PAD]` added (Detail 3: never EOS)."""
-    with or_fail(f"the tokenizer in {path} cannot be read"):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    return tokenizer
-
-
-def without_dropout(config):
-    """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
-    for key, value in config.to_dict().items():
-        if "drop" in key and isinstance(value, int | float):
-            setattr(config, key, 0.0)
-    return config
-
-
-class ScalarHead(nn.Linear):
-    """The head of a reward model, (b, T, d) -> (b, T, 1), in float32 under autocast and in a bfloat16 model, too."""
-
-    def forward(self, hidden):
-        with torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(hidden.float(), self.weight.float(), self.bias.float())
-
-
-class RewardModel(nn.Module):
-    """A transformers sequence classifier with one label that returns its scalar at every position."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        self.config = model.config
-
-    def forward(self, input_ids, **inputs):
-        """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask, because no token of a causal model
-        sees what comes after it."""
-        hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
-        return self.model.score(hidden).squeeze(-1)
-
-
-def load_reward_model(path: str, tokenizer) -> RewardModel:
-    """A trained reward model in float32 without dropout, the head's bias in `score.bias`. The paper's released ones
-    become such a folder by benchmark/convert_released.py."""
-    with or_fail(f"{path} holds no reward model that can be read; reward.py makes one"):
-        config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
-        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-        model.config.pad_token_id = tokenizer.pad_token_id
-        model.score = ScalarHead(model.score.weight.shape[1], 1)
-        weights = {}
-        for file in weight_files(path):
-            weights |= load_file(file)
-        model.load_state_dict(weights)
-    return RewardModel(model)
-
-
-def weight_files(path: str) -> list[Path]:
-    """The safetensors files of a checkpoint folder: model.safetensors, or else those that its index names."""
-    if Path(path, "model.safetensors").exists():
-        return [Path(path, "model.safetensors")]
-    index = json.loads(Path(path, "model.safetensors.index.json").read_text())
-    return [Path(path, name) for name in sorted(set(index["weight_map"].values()))]
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str | list[str]) -> list:
-    """Token ids of plain text, or of each of several: nothing added, and what spells a special token stays text."""
-    return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-
-
 @torch.no_grad()
 def model_scores(judge: str, texts: list[tuple[str, str]], size: int = 16) -> list[float]:
     """Rewards of (query, summary) pairs, each as the tokens of the query, then of the summary and EOS; on a GPU under
@@ -377,8 +264,7 @@ def model_scores(judge: str, texts: list[tuple[str, str]], size: int = 16) -> li
     # a summary begins with a space, as in training, whether its column kept it or not
     rows = [(*encode(tokenizer, f"{q.strip()} {s.strip()}"), tokenizer.eos_token_id) for q, s in texts]
     distinct = sorted(dict.fromkeys(rows), key=len, reverse=True)
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(console=Console(stderr=True)) as bar:
         for start in bar.track(range(0, len(distinct), size), description=judge):
             batch = distinct[start : start + size]
             ends = torch.tensor([len(row) - 1 for row in batch])
@@ -483,22 +369,18 @@ def judge_samples(args: Args, samples: str) -> dict:
     against = f"_vs_{'_'.join(Path(args.against).parts[-3:])}" if args.against else ""  # stage, model, seed
     of = "" if file.stem == "samples_validation" else f"_of_{file.stem}"
     stem = file.with_name(f"judge_{args.name or re.sub('[^A-Za-z0-9.-]+', '-', args.judge) + against}{of}")
+    frame["summary_is_a"] = [first_is_a(args.seed, identity) for identity in frame["id"]]
     wins = by_endpoint(args, frame, Path(f"{stem}.jsonl")) if kind == "endpoint" else by_scores(args, kind, frame)
-    frame["summary_is_a"] = map_orders(args, frame)
     # both orders: an example counts where both answers are valid, half where they contradict each other
     frame["win"] = [None if None in row else sum(row) / len(row) for row in wins]
     frame["length_ratio"] = [length_ratio(a, b) for a, b in zip(frame["summary"], frame["other"], strict=True)]
     summary, bins = win_rates(frame, args.seed)
-    said = [
-        first == (row[0] == 1) for first, row in zip(frame["summary_is_a"], wins, strict=True) if row[0] is not None
-    ]
-    if kind == "endpoint":
-        summary["share_of_a"] = sum(said) / len(said)  # a judge without a liking for a place: 0.5
     text = f"# {samples} against {args.against or 'the references'}, judged by {args.judge}\n\n"
     text += markdown([summary]) + "\n## by log(summary length / reference length), in words\n\n" + markdown(bins)
-    with or_fail(f"{stem}.csv or .md could not be written"):
+    with or_fail(f"{stem}*.csv could not be written"):
         frame.drop(columns="query").to_csv(f"{stem}.csv", index=False, quoting=csv.QUOTE_NONNUMERIC)
-        Path(f"{stem}.md").write_text(text, encoding="utf-8")
+        pandas.DataFrame([summary]).to_csv(f"{stem}_rates.csv", index=False)
+        pandas.DataFrame(bins).to_csv(f"{stem}_bins.csv", index=False)
     print(text)
     return summary
 

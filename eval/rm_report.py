@@ -3,14 +3,15 @@
     python eval/rm_report.py --models 1b 2.8b 6.9b --seeds 44413 55513 66613 77713
     python eval/rm_report.py --models xs s m --runs runs/scaling --output quickstart/results/nano/rm_report
 
-Reads {runs}/reward/{model}/{seed}/eval (accuracy.csv, pairs_{split}.csv, reference_rewards.csv; made by --run-eval) and
-{runs}/dpo/... where there is any. Writes OUTPUT_table_5.csv (mean and sample standard deviation over seeds),
+Reads {runs}/reward/{model}/{seed}/eval (accuracy.csv, pairs_{split}.csv and reference_rewards.csv, which --run-eval
+writes) and those of {runs}/dpo. Writes OUTPUT_table_5.csv (mean and sample standard deviation over seeds),
 OUTPUT_calibration.csv (figure 7, right: accuracy by score difference, with the expected calibration error),
-OUTPUT_dpo.csv (figure 8: accuracy of the reward model and of DPO's implicit reward), and OUTPUT.md with the tables;
-figures.py draws them. A run that is not there is named.
+OUTPUT_dpo.csv (figure 8: accuracy of the reward model and of DPO's implicit reward), and OUTPUT.md with the tables.
+Missing runs are named.
 
---judged FILE adds the agreement with a judge (figure 7, left; Detail 17): judge.py's judge_NAME.csv of the pairs that
---write-pairs wrote from the preference data, chosen in the summary's and rejected in the reference's place.
+--judged FILE adds the agreement with a judge (figure 7, left; Detail 17). FILE is judge.py's judge_NAME.csv for the
+pairs that --write-pairs takes from the preference data, with the chosen response as the summary and the rejected one
+as the reference.
 """
 
 import csv
@@ -24,9 +25,11 @@ import pandas
 import tyro
 from datasets import load_from_disk
 
-# the paper's table 5: accuracy on the validation split, in sample
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ppo import fail  # noqa: E402
+
 TIE = 1e-5  # as in reward.py: rewards no further apart are equal but for rounding
-PAPER = {"1b": "0.628 ± 0.002", "2.8b": "0.669 ± 0.003", "6.9b": "0.689 ± 0.004"}
 
 
 @dataclass
@@ -47,11 +50,6 @@ class Args:
     preference_dataset: str = "data/tldr/preference"
     output: str = "runs/rm_report"
     """what the names of all files begin with"""
-
-
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
 
 
 def markdown(rows: list[dict]) -> str:
@@ -79,10 +77,8 @@ def table_5(accuracies: dict, statistics: dict, models: tuple[str, ...]) -> list
     """Rows of table 5: statistics of the references' rewards, then accuracy by split and group; a column per model."""
     found: dict[tuple, dict[str, list[float]]] = {}
     for (model, _), frame in statistics.items():
-        for row in frame.to_dict("records"):
-            found.setdefault(("rewards of references", "", row["statistic"]), {}).setdefault(model, []).append(
-                float(row["value"])
-            )
+        for name, value in zip(frame["statistic"], frame["value"], strict=True):
+            found.setdefault(("rewards of references", "", name), {}).setdefault(model, []).append(float(value))
     for (model, _), frame in accuracies.items():
         for row in frame.to_dict("records"):
             key = row["data"], row["group"], str(row["value"])
@@ -153,8 +149,6 @@ def main(args: Args):
     table = table_5(accuracies, statistics, models)
     pandas.DataFrame(table).to_csv(f"{args.output}_table_5.csv", index=False)
     text = "# Reward models\n\n## Table 5: mean ± sample standard deviation over seeds\n\n"
-    if known := {m: PAPER[m] for m in models if m in PAPER}:
-        text += f"The paper's accuracy on `validation`: {', '.join(f'{m} {x}' for m, x in known.items())}.\n\n"
     text += markdown([row for row in table if row["group"] != "policies"])
 
     differences = {key: (x["chosen_reward"] - x["rejected_reward"]).to_numpy() for key, x in pairs.items()}

@@ -4,20 +4,19 @@ and the tokens before it (section 7.2, tables 8 and 10 to 20), with reward logit
     python eval/visualize_tokens.py --base EleutherAI/pythia-1b-deduped --sft runs/sft/1b/44413 \
         --ppo runs/ppo/1b/44413 --dpo runs/dpo/1b/44413 --reward-model runs/reward/6.9b/44413 --output runs/tokens/1b
 
-Rank 1 is unshifted (blue), within the top 3 marginal (yellow), else shifted (red). Base, SFT, PPO and DPO answer
-greedily, the reference stands beside them, and one common reward model scores all. A rank is 1 + the number of tokens
-with a larger logit; [PAD] and ids beyond the tokenizer have none. Prints the coloured summaries and writes
+Rank 1 is unshifted (blue), 2 and 3 are marginal (yellow), and all others shifted (red). A rank is 1 + the number of
+tokens with a larger logit. Base, SFT, PPO and DPO answer greedily, the reference is shown beside them, and one reward
+model scores all of them. Prints the coloured summaries and writes
 
-    OUTPUT.html           the page: summary table, coloured summaries, the numbers of every token
+    OUTPUT.html           the page: summary tables and coloured summaries, with a token's numbers as its tooltip
     OUTPUT.md             per model: length, share with EOS, score; shares at the first token, at EOS and between
     OUTPUT_tokens.csv     a row per example shown, model and response token
-    OUTPUT_positions.csv  shares of unshifted, marginal and shifted tokens by position, and OUTPUT_positions.png
+    OUTPUT_positions.csv  shares of unshifted, marginal and shifted tokens by position
 
-From the end, EOS is position 0 and only responses that reached it count: where one was cut off says nothing of its
-end. The numbers of the PPO response are those of ppo.py: `value` is of the state before the token, `logratio` (KL per
-token) log pi - log pi_SFT at the training temperature, `token_reward` -kl_coef x logratio, with the common reward
-model's score (without EOS: the penalty) one position past EOS, in a row of its own ([PAD], without rank), or on the
-last position where there is no room.
+Counted from the end, EOS is position 0, and only responses that reached it count. The numbers of the PPO response are
+those of ppo.py: `value` belongs to the state before the token, `logratio` is log pi - log pi_SFT at the training
+temperature (KL per token), and `token_reward` is -kl_coef x logratio. The reward model's score (without EOS: the
+penalty) is added one position past EOS, in a row of its own ([PAD], without rank), or at the last position.
 """
 
 import json
@@ -30,15 +29,11 @@ import pandas
 import torch
 import torch.nn.functional as F
 import tyro
-from matplotlib.colors import TABLEAU_COLORS
-from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import track
 from rich.table import Table
 from rich.text import Text
-from transformers import (
-    GenerationConfig,
-)
+from transformers import GenerationConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -77,8 +72,6 @@ class Args:
     """DPO policy, likewise"""
     reward_model: str | None = None
     """reward model that scores all of them, of any size and the same tokenizer; default: no scores"""
-    value_model: str | None = None
-    """value model of the PPO run; default {ppo}/value_model if it exists"""
     dataset: str = "data/tldr/sft"
     """SFT data whose posts are summarised: folder or Hub id[@revision]"""
     split: str = "validation"
@@ -88,39 +81,19 @@ class Args:
     """examples for the shares by position and the means, the first so many, those shown among them"""
     response_length: int = 53
     """tokens generated at most (Detail 23)"""
-    temperature: float | None = None
-    """of PPO's training, for log-probabilities; default what the PPO run was given, else 0.7 (table 7)"""
-    kl_coef: float | None = None
-    """beta of PPO's training; default what the PPO run was given, else 0.05 (table 7)"""
-    penalty_reward_value: float | None = None
-    """score of a response without EOS in the token rewards; default what the PPO run was given, else -1 (Detail 23);
-    none, where the run had none"""
     micro_batch_size: int = 8
-    """examples in a forward pass: memory and speed, and rounding"""
+    """examples in a forward pass"""
     output: str = "runs/tokens"
     """what the names of all files begin with"""
-
-
-def one_line(error: Exception) -> str:
-    """Kind and first line of an exception."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-# ---- data and models ---------------------------------------------------------------------------------------------
 
 
 # ---- what the models say and think of it -------------------------------------------------------------------------
 
 
 def batches(n: int, size: int, description: str):
-    """Yield slices of up to `size` of n rows under a progress bar with the rate and the time left."""
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")]
-    columns += [TimeElapsedColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(description, total=n, rate="")
-        for start in range(0, n, size):
-            yield slice(start, start + size)
-            bar.update(task, completed=min(start + size, n), rate=f"{bar.tasks[0].speed or 0:.2f}/s")
+    """Slices of up to `size` of n rows, under a progress bar."""
+    for start in track(range(0, n, size), description, console=Console(stderr=True)):
+        yield slice(start, start + size)
 
 
 def greedy(model, queries: torch.Tensor, tokenizer, response_length: int) -> torch.Tensor:
@@ -234,48 +207,19 @@ def markdown(rows: list[dict]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
-def draw(positions: list[dict], path: str):
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for name, panel in zip(("beginning", "end"), figure.subplots(1, 2, sharey=True), strict=True):
-        for color, model in zip(TABLEAU_COLORS, TITLES, strict=False):  # a model's is the same in both panels
-            mine = [row for row in positions if (row["model"], row["from"]) == (model, name)]
-            mine = [row for row in mine if row["tokens"] * 10 >= mine[0]["tokens"]]  # of fewer a share is noise
-            points = [(row["position"], row["shifted"]) for row in mine]
-            if points:
-                panel.plot(*zip(*points, strict=True), ".-", color=color, label=TITLES[model])
-        panel.set(xlabel=f"position from the {name}" + (" (0: EOS)" if name == "end" else ""), ylim=(-0.03, 1.03))
-    figure.axes[1].invert_xaxis()  # as one reads
-    figure.axes[0].set(ylabel="share of shifted tokens")
-    figure.axes[0].legend()
-    figure.savefig(path, dpi=120)
-
-
 # ---- the page ----------------------------------------------------------------------------------------------------
 
 STYLE = """
-:root { color-scheme: light dark; --text: #1b1f24; --page: #ffffff; --soft: #57606a; --line: #d0d7de; --box: #f6f8fa;
-  --unshifted: #0b4aa2; --unshifted-back: #e6effc; --marginal: #6b4a00; --marginal-back: #fdefb8;
-  --shifted: #a01219; --shifted-back: #fde3e1; }
-@media (prefers-color-scheme: dark) { :root { --text: #e6edf3; --page: #0f141a; --soft: #9aa7b4; --line: #333d48;
-  --box: #171d25; --unshifted: #a8ccff; --unshifted-back: #16294a; --marginal: #f4d36b; --marginal-back: #3c3008;
-  --shifted: #ffb3ad; --shifted-back: #50191b; } }
-body { margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: var(--text); background: var(--page);
-  font: 16px/1.6 system-ui, sans-serif; } h1 { font-size: 1.6rem; }
-h2 { margin-top: 2.5rem; border-top: 1px solid var(--line); padding-top: 1rem; }
-small { color: var(--soft); }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; }
-th, td { padding: .3rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
-th { white-space: nowrap; } .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.query { white-space: pre-wrap; background: var(--box); padding: .6rem .9rem; border-radius: .4rem; max-height: 24rem;
-  overflow-y: auto; margin-bottom: 1rem; }
+body { margin: 2rem auto; max-width: 72rem; padding: 0 1rem; font: 16px/1.6 system-ui, sans-serif; }
+h2 { margin-top: 2.5rem; border-top: 1px solid #d0d7de; padding-top: 1rem; }
+table { border-collapse: collapse; }
+th, td { padding: .3rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid #d0d7de; }
+.query { white-space: pre-wrap; background: #f6f8fa; padding: .6rem .9rem; margin-bottom: 1rem; }
 .text { width: 100%; white-space: pre-wrap; line-height: 1.9; }
-.token { border-radius: .2rem; padding: .1rem 0; text-underline-offset: .25em; white-space: pre-wrap; }
-.unshifted { color: var(--unshifted); background: var(--unshifted-back); }
-.marginal { color: var(--marginal); background: var(--marginal-back); text-decoration: underline dotted 2px; }
-.shifted { color: var(--shifted); background: var(--shifted-back); text-decoration: underline solid 2px; }
-.steps { font-size: .85rem; } .steps td { white-space: nowrap; } .steps .token { white-space: pre; }
-.steps th { position: sticky; left: 0; background: var(--page); }
-summary { cursor: pointer; margin: .6rem 0 .3rem; }
+.token { white-space: pre-wrap; }
+.unshifted { color: #0b4aa2; background: #e6effc; }
+.marginal { color: #6b4a00; background: #fdefb8; text-decoration: underline dotted 2px; }
+.shifted { color: #a01219; background: #fde3e1; text-decoration: underline solid 2px; }
 """
 
 
@@ -289,54 +233,32 @@ def visible(text: str) -> str:
 
 
 def span(row: dict) -> str:
-    """One coloured token; what the colour says is in its tooltip, too."""
+    """One coloured token; its tooltip has its numbers."""
     title = f"{row['kind']}: rank {row['rank']} in the base model; token {row['token_id']}, position {row['position']}"
-    title += f"; reward logit {row['reward_logit']:.3f}" if row["reward_logit"] != "" else ""
+    title += "".join(f"; {name} {row[name]:.3f}" for name in NUMBERS if row[name] != "")
     return f'<span class="token {row["kind"]}" title="{title}">{visible(row["token"])}</span>'
-
-
-def steps(rows: list[dict]) -> str:
-    """The numbers of a response, a column per token (figures 6 and 9)."""
-    cells = [span(row) if row["kind"] else "<small>past EOS</small>" for row in rows]
-    lines = [f'<tr><th scope="row">token</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>']
-    names = {"rank": "rank", "reward_logit": "reward logit", "value": "value", "logratio": "KL per token"}
-    for key, name in (names | {"token_reward": "token reward"}).items():
-        if any(row[key] != "" for row in rows):
-            values = "".join(f'<td class="number">{number(row[key])}</td>' for row in rows)
-            lines.append(f'<tr><th scope="row">{name}</th>{values}</tr>')
-    return f'<div class="scroll"><table class="steps">{"".join(lines)}</table></div>'
 
 
 def html_table(rows: list[dict]) -> str:
     head = "".join(f'<th scope="col">{escape(key)}</th>' for key in rows[0])
     lines = ["".join(f"<td>{escape(number(cell))}</td>" for cell in row.values()) for row in rows]
-    return f'<div class="scroll"><table class="summary"><tr>{head}</tr><tr>{"</tr><tr>".join(lines)}</tr></table></div>'
+    return f"<table><tr>{head}</tr><tr>{'</tr><tr>'.join(lines)}</tr></table>"
 
 
 def page(title: str, tables: dict[str, list[dict]], examples: list[tuple[str, str, dict]]) -> str:
-    """The whole page, which asks nothing of any other file; examples are (id, query, {model: (score, token
-    rows)})."""
+    """The whole page, which needs no other file; examples are (id, query, {model: (score, token rows)})."""
     said = {"unshifted": "rank 1", "marginal": "rank 2 or 3, dotted", "shifted": "rank 4 and beyond, underlined"}
     legend = "; ".join(f'<span class="token {name}">{name}</span> {text}' for name, text in said.items())
-    parts = [
-        f"<h1>{escape(title)}</h1><p>By the base model's rank of each token: {legend}. Its tooltip has the rank.</p>"
-    ]
+    parts = [f"<h1>{escape(title)}</h1><p>By the base model's rank of each token: {legend}.</p>"]
     parts += [f"<h2>{escape(heading)}</h2>{html_table(rows)}" for heading, rows in tables.items()]
-    for i, (identity, query, answers) in enumerate(examples):
-        parts.append(f"<section><h2>Example {i + 1} <small>{escape(identity)}</small></h2>")
-        parts.append(f'<div class="query">{escape(query)}</div><div class="scroll"><table class="responses">')
-        parts.append('<tr><th scope="col">model</th><th scope="col">response</th><th scope="col">score</th></tr>')
+    for identity, query, answers in examples:
+        parts.append(f'<h2>{escape(identity)}</h2><div class="query">{escape(query)}</div><table>')
         for model, (score, rows) in answers.items():
             text = "".join(span(row) for row in rows if row["kind"])
-            parts.append(f'<tr data-model="{model}"><th scope="row">{TITLES[model]}</th><td class="text">{text}</td>')
-            parts.append(f'<td class="number">{score}</td></tr>')
-        parts.append("</table></div>")
-        for model, (_, rows) in answers.items():
-            shown = " open" if model == "ppo" else ""
-            parts.append(f"<details{shown}><summary>{TITLES[model]}, token by token</summary>{steps(rows)}</details>")
-        parts.append("</section>")
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    head += f"<title>{escape(title)}</title><style>{STYLE}</style>"
+            row = f'<th>{TITLES[model]}</th><td class="text">{text}</td><td>{score}</td>'
+            parts.append(f'<tr data-model="{model}">{row}</tr>')
+        parts.append("</table>")
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{chr(10).join(parts)}</body></html>\n'
 
 
@@ -348,19 +270,13 @@ def main(args: Args):
         fail("no aligned model: give at least one of --sft, --ppo and --dpo")
     if not 1 <= args.rows <= args.counted or min(args.response_length, args.micro_batch_size) < 1:
         fail(f"--rows {args.rows} and --counted {args.counted}: 1 <= rows <= counted; lengths and sizes are at least 1")
-    training = {}
+    training = TRAINING
     if args.ppo and (file := Path(args.ppo) / "args.json").exists():
         with or_fail(f"{file} cannot be read"):
-            found = {name: value for name, value in json.loads(file.read_text()).items() if name in TRAINING}
-            training = {name: None if value is None else float(value) for name, value in found.items()}
-    for name, default in TRAINING.items():
-        if getattr(args, name) is None:
-            setattr(args, name, training.get(name, default))
-    if args.ppo and not args.value_model and (Path(args.ppo) / "value_model").exists():
-        args.value_model = str(Path(args.ppo) / "value_model")
-    if args.value_model and not args.ppo:
-        fail("--value-model is the value model of a PPO run: give --ppo as well")
-    scalars = {name: path for name in ("reward_model", "value_model") if (path := getattr(args, name))}
+            training = TRAINING | {name: x for name, x in json.loads(file.read_text()).items() if name in TRAINING}
+    scalars = {"reward_model": args.reward_model} if args.reward_model else {}
+    if args.ppo and (Path(args.ppo) / "value_model").exists():
+        scalars["value_model"] = str(Path(args.ppo) / "value_model")
     flags = {name: f"--{name.replace('_', '-')}" for name in [*policies, *scalars]}
     folders = {name: checkpoint_folder(flags[name], path) for name, path in (policies | scalars).items()}
     first = next(iter(policies))  # SFT where it is there
@@ -375,10 +291,8 @@ def main(args: Args):
     if args.split not in data or len(data[args.split]) < args.counted:
         there = ", ".join(f"{name} ({len(data[name])} rows)" for name in data)
         fail(f"--split {args.split} --counted {args.counted}: {args.dataset} has {there}")
-    try:
+    with or_fail(f"--output {args.output}: its folder cannot be made"):
         Path(f"{args.output}.html").parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"--output {args.output}: its folder cannot be made ({one_line(error)})")
 
     # ---- responses, log-probabilities, ranks: one model in memory at a time ----------------------
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -400,7 +314,7 @@ def main(args: Args):
             said, done = seen["ppo"]["tokens"], []
             for part in batches(n, size, f"{name}: log-probabilities of PPO's"):
                 logits = response_logits_of(model, queries[part], said[part], tokenizer)
-                done.append(token_logprobs(logits, said[part], args.temperature))
+                done.append(token_logprobs(logits, said[part], training["temperature"]))
             logprobs[name] = torch.cat(done).masked_fill(said == pad_id, 0.0)
         for other in seen if name == "base" else ():
             said, done = seen[other]["tokens"], []
@@ -428,10 +342,11 @@ def main(args: Args):
     if logprobs:
         seen["ppo"]["logratio"] = logprobs["ppo"] - logprobs["sft"]
         if scores:
-            score = scores["ppo"]
-            if args.penalty_reward_value is not None:
-                score = torch.where(ended["ppo"], score, args.penalty_reward_value)
-            seen["ppo"]["token_reward"] = token_rewards(score, seen["ppo"]["logratio"], lengths["ppo"], args.kl_coef)
+            score, penalty = scores["ppo"], training["penalty_reward_value"]
+            if penalty is not None:
+                score = torch.where(ended["ppo"], score, float(penalty))
+            logratio = seen["ppo"]["logratio"]
+            seen["ppo"]["token_reward"] = token_rewards(score, logratio, lengths["ppo"], training["kl_coef"])
 
     # ---- tables, page, terminal ------------------------------------------------------------------
     overview, places, positions = [], [], []
@@ -461,7 +376,6 @@ def main(args: Args):
     console.print("rank in the base model:", Text.assemble(*((f" {name} ", style) for name, style in KINDS.items())))
     pandas.DataFrame(tokens).to_csv(f"{args.output}_tokens.csv", index=False)
     pandas.DataFrame(positions).to_csv(f"{args.output}_positions.csv", index=False)
-    draw(positions, f"{args.output}_positions.png")
     title = f"What alignment changed in {args.base}"
     tables = {"Responses": overview, "Shares of tokens: unshifted / marginal / shifted": places}
     Path(f"{args.output}.html").write_text(page(title, tables, examples), encoding="utf-8")

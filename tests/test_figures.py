@@ -215,9 +215,6 @@ def test_win_rates_by_length_ratio(drawn):
     assert rows["sd"].isna().all()
 
 
-NO_ROWS = ("", 1, [figures.Panel("", "sizes", "", "", [])] * 4)
-
-
 def test_the_table_and_what_is_missing(drawn):
     text = (drawn[1] / "figures.md").read_text()
     lines = text.splitlines()
@@ -227,57 +224,44 @@ def test_the_table_and_what_is_missing(drawn):
     assert f"| RM accuracy, validation_cnndm | 6.9b | 0.686 ± 0.003 | 0.375 ± {sd:.3f} | 2 |" in lines
     assert f"| agreement with the judge | 6.9b | 0.767 | 0.875 ± {sd:.3f} | 2 |" in lines
     assert "| best PPO win rate | 6.9b | 0.800 | 0.833 | 2 |" in lines
-    without = figures.paper_table(figures.Args(("1b",)), dict.fromkeys(("figure_1", "figure_5", "figure_7"), NO_ROWS))
-    assert [row["ours"] for row in without] == ["no runs"] * 3
     assert not [line for line in lines if line.startswith("| RM accuracy") and "| s |" in line]
     ppo = next(line for line in lines if line.startswith("| PPO | s |"))
     cells = [cell.strip() for cell in ppo.strip("|").split("|")]
     assert cells[2:4] == ["2", "0.667 ± 0.000"] and cells[5:] == ["11.500 ± 0.707", "0.150 ± 0.071"]
     runs = drawn[0].runs
     assert f"- {runs}/dpo/s: seeds 1, 2; the first: `python dpo.py --model s --seed 1 --run-eval`" in lines
-    whiten = f"`python ppo.py -x --whiten-rewards --output-dir {runs}/ppo_whiten/s/1`"  # as the plain run, but for that
+    whiten = f"`python ppo.py --model s --seed 1 --whiten-rewards --output-dir {runs}/ppo_whiten/s/1`"
     assert f"- {runs}/ppo_whiten/s: seeds 1; the first: {whiten}" in lines
     assert len([line for line in lines if line.startswith(f"- {runs}")]) == 3
-    for problem in ("visualize_tokens.py stopped", "figure_9: nothing to draw"):
+    for problem in ("- visualize_tokens.py stopped", "- figure_9: nothing to draw"):
         assert problem in text
 
 
 def test_win_rate_at_equal_length(drawn):
-    """SFT wins 0, 1, 1/2 at -log 2, log 2, 0: the curve is symmetric, 1/2. judge.py has the same text of it."""
+    """SFT wins 0, 1, 1/2 at -log 2, log 2, 0: the curve is symmetric, 1/2."""
     lines = (drawn[1] / "figures.md").read_text().splitlines()
     sft = next(line for line in lines if line.startswith("| SFT | 6.9b |"))
     assert sft.split("|")[5].strip() == "0.500 ± 0.000"
 
 
-def test_curves_from_wandb(monkeypatch, tmp_path):
-    asked = []
-
-    class Run:
-        def scan_history(self):
-            return iter([{"update": 1, "episode": 8, "loss/train": 2.0}])
-
-    class Api:
-        def runs(self, project, filters, order):
-            asked.append((project, filters, order))
-            return [Run()] if filters["display_name"] == "ppo_whiten__6.9b__2" else []
-
-    monkeypatch.setattr("wandb.Api", Api)
-    args = figures.Args(runs=str(tmp_path), wandb="me/study")
-    assert figures.run_metrics(args, "ppo_whiten", "6.9b", 2) == [{"update": 1, "episode": 8, "loss/train": 2.0}]
-    assert figures.run_metrics(args, "sft", "6.9b", 2) == []
-    assert asked == [
-        ("me/study", {"display_name": "ppo_whiten__6.9b__2"}, "-created_at"),
-        ("me/study", {"display_name": "sft__6.9b__2"}, "-created_at"),
-    ]
-    make_run(tmp_path, "sft", "6.9b", 2)  # what is here is not asked for
-    assert len(figures.run_metrics(args, "sft", "6.9b", 2)) == 3 and len(asked) == 2
-
-
 def test_a_script_beside_it_ends_well_or_not(monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(figures, "__file__", str(tmp_path / "figures.py"))
     (tmp_path / "other.py").write_text("import sys; print('told', sys.argv[1:]); sys.exit(len(sys.argv) - 2)")
-    assert figures.tool("other.py", 1) and not figures.tool("other.py", 1, Path("x"))
-    assert "$ python eval/other.py 1 x\ntold ['1', 'x']\n" in capfd.readouterr().out
+    problems = []
+    assert figures.tool(problems, "other.py", 1) and not figures.tool(problems, "other.py", 1, Path("x"))
+    assert "told ['1', 'x']\n" in capfd.readouterr().out and problems == ["other.py stopped with an error"]
+
+
+def test_figure_1_has_a_line_at_a_half():
+    axis = Figure().subplots()
+    rows = [{"series": "PPO", "x": "s", "y": 0.7}, {"series": "PPO", "x": "s", "y": 0.9}]
+    study = figures.Study(
+        figures.Args(("s",)), {}, pandas.DataFrame(columns=["stage", "model", "seed", "win rate"]), {}
+    )
+    [panel] = figures.FIGURES["figure_1"][2](study)
+    figures.draw_panel(axis, panel._replace(rows=rows), study.args)
+    lines = [list(line.get_ydata()) for line in axis.lines]
+    assert [0.5, 0.5] in lines and [pytest.approx(0.8)] in lines  # and the mean of the seeds
 
 
 def test_no_runs_at_all_is_an_error(tmp_path):
