@@ -118,7 +118,10 @@ def test_the_block_needs_nothing_of_a_stage():
 
 
 def test_same_name_same_text():
+    """Of every name that a stage script or the data script defines; tools may use other names twice."""
+    shared = set().union(*(definitions(text_of(script)) for script in [*STAGES, "tldr_dataset.py"]))
     found = differences({script: text_of(script) for script in OURS})
+    found = [text for text in found if text.partition("\n")[0].rpartition(": ")[2] in shared]
     assert not found, "\n\n".join(found)
 
 
