@@ -148,7 +148,7 @@ def markdown(rows: list[dict]) -> str:
 # draw_*(axis, name, rows, i, args) adds one series to a panel: its rows (a data frame), the i-th of the panel
 
 
-def draw_curves(axis, name: str, rows: pandas.DataFrame, i: int, args: Args):
+def draw_learning_curves(axis, name: str, rows: pandas.DataFrame, i: int, args: Args):
     """x episodes, y and sd over seeds; the series is a model."""
     color = f"C{args.models.index(name)}"
     axis.plot(rows["x"], rows["y"], color=color, label=name)
@@ -234,7 +234,7 @@ def write_figure(args: Args, name: str, title: str, columns: int, panels: list[P
 # ---- panels ------------------------------------------------------------------------------------------------------
 
 
-def curves(study: Study, stage: str, titles: dict[str, str]) -> list[Panel]:
+def stage_curves(study: Study, stage: str, titles: dict[str, str]) -> list[Panel]:
     """A panel for each of a stage's metrics, {metric: title}."""
     return [curves_panel(study.metrics, stage, study.args, key, title) for key, title in titles.items()]
 
@@ -255,7 +255,7 @@ def curves_panel(metrics: dict, stage: str, args: Args, key: str, title: str) ->
             y, sd = mean_and_sd(line[episodes[i]] for line in smooth)
             rows.append({"series": model, "x": episodes[i], "y": y, "sd": sd, "n": len(smooth)})
     note = f", moving mean over {window} updates" if window > 1 else ""
-    return Panel(title, draw_curves, f"episodes{note}", key, rows)
+    return Panel(title, draw_learning_curves, f"episodes{note}", key, rows)
 
 
 def sizes_panel(study: Study, title: str, ylabel: str, values: dict[str, tuple[str, str]], *paper: str) -> Panel:
@@ -271,12 +271,12 @@ def sizes_panel(study: Study, title: str, ylabel: str, values: dict[str, tuple[s
     return Panel(title, draw_sizes, "model", ylabel, rows)
 
 
-def win_rates(study: Study, stages: tuple[str, ...], *paper: str) -> Panel:
+def win_rate_panel(study: Study, stages: tuple[str, ...], *paper: str) -> Panel:
     values = {STAGES[stage]: (stage, "win rate") for stage in stages}
     return sizes_panel(study, "", "win rate", values, *paper)._replace(draw=draw_win_rates)
 
 
-def calibration(study: Study) -> Panel:
+def calibration_panel(study: Study) -> Panel:
     found = [
         {"series": row["model"], "x": row["difference"], "y": row["accuracy"], "n": row["pairs"]}
         for row in rows_of(Path(study.args.output_dir, "rm_report_calibration.csv"))
@@ -332,21 +332,21 @@ OVER_SEEDS = ": mean ± standard deviation over up to {seeds} seeds"
 
 def figure_4(s: Study) -> list[Panel]:
     rouge = sizes_panel(s, "ROUGE-L, validation", "F-measure", {"SFT": ("sft", "ROUGE-L")})
-    return [*curves(s, "sft", SFT), rouge]
+    return [*stage_curves(s, "sft", SFT), rouge]
 
 
 def figure_5(s: Study) -> list[Panel]:
-    panels = curves(s, "reward", PAIRS | {"rewards/chosen": "reward of the chosen response"})
+    panels = stage_curves(s, "reward", PAIRS | {"rewards/chosen": "reward of the chosen response"})
     return [*panels, sizes_panel(s, "accuracy", "accuracy", RM_ACCURACY, VALIDATION, CNNDM)]
 
 
 def figure_7(s: Study) -> list[Panel]:
     agreement = {"reward model": ("reward", "agreement")}
-    return [sizes_panel(s, AGREEMENT, "share of pairs", agreement, AGREEMENT), calibration(s)]
+    return [sizes_panel(s, AGREEMENT, "share of pairs", agreement, AGREEMENT), calibration_panel(s)]
 
 
 def figure_8(s: Study) -> list[Panel]:
-    panels = curves(s, "dpo", PAIRS | {"rewards/chosen": "implicit reward of the chosen response"})
+    panels = stage_curves(s, "dpo", PAIRS | {"rewards/chosen": "implicit reward of the chosen response"})
     return [*panels, sizes_panel(s, "accuracy, validation", "accuracy", DPO_ACCURACY)]
 
 
@@ -356,7 +356,7 @@ def figure_9(s: Study) -> list[Panel]:
 
 
 def figure_11(s: Study) -> list[Panel]:
-    return [win_rates(s, ("ppo", "ppo_whiten")), by_length(s, "ppo", "ppo_whiten")]
+    return [win_rate_panel(s, ("ppo", "ppo_whiten")), by_length(s, "ppo", "ppo_whiten")]
 
 
 def figure_12(s: Study) -> list[Panel]:
@@ -369,13 +369,13 @@ def figure_13(s: Study) -> list[Panel]:
 
 
 FIGURES = {  # title, columns of panels (None: one per seed), panels
-    "figure_1": (f"Win rate against the references{OVER_SEEDS}", 1, lambda s: [win_rates(s, POLICIES[:3], BEST)]),
+    "figure_1": (f"Win rate against the references{OVER_SEEDS}", 1, lambda s: [win_rate_panel(s, POLICIES[:3], BEST)]),
     "figure_4": (f"SFT{OVER_SEEDS}", 2, figure_4),
     "figure_5": (f"Reward model{OVER_SEEDS}", 2, figure_5),
     "figure_7": (f"Reward models: agreement with the judge, calibration{OVER_SEEDS}", 2, figure_7),
     "figure_8": (f"DPO's implicit reward model{OVER_SEEDS}", 2, figure_8),
     "figure_9": ("Rewards and values of a PPO completion", 1, figure_9),
-    "figure_10": (f"PPO{OVER_SEEDS}", 2, lambda s: curves(s, "ppo", PPO)),
+    "figure_10": (f"PPO{OVER_SEEDS}", 2, lambda s: stage_curves(s, "ppo", PPO)),
     "figure_11": (f"PPO with and without whitened rewards{OVER_SEEDS}", 2, figure_11),
     "figure_12": ("Win rate and length", 2, figure_12),
     "figure_13": ("Win rate by summary length", None, figure_13),
@@ -394,7 +394,7 @@ def tool(problems: list[str], script: str, *arguments) -> bool:
     return not failed
 
 
-def judge(args: Args, folders: dict, stem: str, problems: list[str]) -> list:
+def judge_all(args: Args, folders: dict, stem: str, problems: list[str]) -> list:
     """Let judge.py judge all samples, and the pairs that the first reward model was trained on; returns rm_report.py's
     flag for the judged pairs."""
     samples = [run / "eval" / "samples_validation.csv" for key, run in folders.items() if key[0] in POLICIES]
@@ -414,7 +414,7 @@ def judge(args: Args, folders: dict, stem: str, problems: list[str]) -> list:
 def work_out(args: Args, folders: dict, stem: str) -> list[str]:
     """Let the other scripts of this folder make what the figures need of them. Returns what is missing."""
     problems, out = [], Path(args.output_dir)
-    options = judge(args, folders, stem, problems) if args.judge else []
+    options = judge_all(args, folders, stem, problems) if args.judge else []
     command = ["--models", *args.models, "--seeds", *args.seeds, "--runs", args.runs]
     tool(problems, "rm_report.py", *command, *options, "--output", out / "rm_report")
     # figures 6 and 9, tables 8 and 10 to 20: the largest model with all three
