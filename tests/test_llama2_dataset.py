@@ -12,7 +12,6 @@ from unittest import mock
 import check_data
 import pandas
 import pytest
-import torch
 from conftest import read_csv, write_jsonl
 from datasets import load_from_disk
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -151,12 +150,6 @@ def test_a_row_of_each_published_form(reader, row, messages, chosen, rejected, g
     if messages is None:
         assert found["post"] == row["info"]
     preference_dataset.check_pair(found)
-
-
-def test_every_reader_is_tested_and_described():
-    tested = {case[0] for case in test_a_row_of_each_published_form.pytestmark[0].args[1]}
-    described = re.findall(r"^    ([a-z_0-9]+)  +\S", preference_dataset.__doc__, re.M)
-    assert tested == set(READERS) == set(described)
 
 
 def grade(reader: str, row: dict) -> str:
@@ -361,23 +354,6 @@ def test_what_is_too_long_is_left_out_and_counted(prepare):
     assert sum(map(len, data.values())) == 16 - 3 + 1
     queries = {row["query"] for split in data for row in data[split]}
     assert "<|prompter|>e f<|endoftext|><|assistant|>" in queries
-
-
-def test_reward_reads_the_data_as_written(prepare, tokenizer):
-    import reward
-
-    rows = [pair((x, "b", "c"), "d e", "f") for x in WORDS[:12]] + [pair("a b", "d e", "d f")]
-    data, _, statistics = prepare({"n=pairs": rows, "p=tldr": [post(), post("b b")]})
-    folder = str(statistics.parent / "preference")
-    data = reward.load_splits("--preference-dataset", folder, reward.PREFERENCE_COLUMNS, tokenizer)
-    for split in data.values():
-        batch = split[: len(split)]
-        pairs = reward.pair_rows(batch, tokenizer.pad_token_id)
-        assert pairs["chosen_start"].tolist() == pairs["rejected_start"].tolist() == [0] * len(split)
-        for i, row in enumerate(split):
-            for name, parts in (("query", pairs["query"][i]), ("chosen", pairs["chosen"][i])):
-                kept = parts[parts != tokenizer.pad_token_id]
-                assert torch.equal(kept, row[f"{name}_token"][row[f"{name}_token"] != tokenizer.pad_token_id])
 
 
 def test_the_base_gets_the_turns_that_it_lacks(prepare, capsys):
@@ -609,17 +585,6 @@ def test_table_6_is_a_hand_count(prepare):
     assert read_csv(statistics / "table_6.csv") == [dict(zip(columns, row, strict=True)) for row in expected]
 
 
-def test_what_the_note_says_of_the_paper(shared):
-    text = (shared.parent / "papers" / "llama2_reward_modelling.txt").read_text()
-    rows = [line.split("\t") for line in text.splitlines() if re.match(r"[^\t]+\t[\d,]+\t", line)]
-    *rows, total = [[float(x.replace(",", "")) for x in row[1:]] for row in rows]
-    count, turns = [row[0] for row in rows], [row[1] for row in rows]
-    found = [f"{total[0]:,.0f}", f"{sum(count):,.0f}", f"turns: {total[1]}"]
-    found += [f"weighted {sum(a * b for a, b in zip(count, turns, strict=True)) / sum(count):.1f}"]
-    found += [f"unweighted {sum(turns) / len(turns):.1f}"]
-    assert len(rows) == 8 and all(x in preference_dataset.TABLE_6_NOTE for x in found), found
-
-
 def test_every_row_is_counted_once(prepare):
     rows = [*MANY["n=pairs:train"], pair("a", "x", "x"), pair("b " * 50), pair("c", "x " * 9), pair("d", rating="tie")]
     rows += [rows[-5], pair("e", chosen_safe=False, rejected_safe=True)]
@@ -738,21 +703,3 @@ def test_real_transcripts(shared):
             again = "".join(f"{names[x['role']]}:{x['content']}" for x in said)
             assert "".join(again.split()) == "".join(row[side].split())
     assert counts["good"] == 2299 and sum(counts.values()) == 2312
-
-
-def test_real_grades(shared):
-    folder = shared / "preferences"
-    rows = [row for _, row in preference_dataset.stream_rows(folder / "graded_five_levels.jsonl")]
-    found = collections.Counter()
-    for row in rows:
-        read = READERS["five_levels"](row)
-        found[read["grade"]] += 1
-        if read["grade"] != "tie":
-            better = "completion_a" if row["preference"].startswith("a-") else "completion_b"
-            assert read["chosen"] == row[better] and read["messages"] == chat(row["prompt"])
-    assert found == {"tie": 376, "slightly": 235 + 191, "better": 188 + 160}
-    rows = [row for _, row in preference_dataset.stream_rows(folder / "strength_0_to_3.json")]
-    found = collections.Counter(grade("strength", row) for row in rows)
-    assert found == {"tie": 29, "slightly": 32, "better": 22, "significantly": 17}
-    [(_, row)] = preference_dataset.stream_rows(folder / "openai_comparison_example.jsonl")
-    assert grade("tldr", row) == "better"  # confidence 8
