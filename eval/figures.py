@@ -133,8 +133,10 @@ def mean_and_sd(values: Iterable[float]) -> tuple[float, float]:
 def with_sd(values: Iterable[float], none: str) -> str:
     """`mean ± sample standard deviation`, the latter with two values or more; `none` without values."""
     values = list(values)
-    mean, sd = mean_and_sd(values) if values else (0.0, 0.0)
-    return none if not values else f"{mean:.3f}" + (f" ± {sd:.3f}" if len(values) > 1 else "")
+    if not values:
+        return none
+    center, sd = mean_and_sd(values)
+    return f"{center:.3f}" + (f" ± {sd:.3f}" if len(values) > 1 else "")
 
 
 def markdown(rows: list[dict]) -> str:
@@ -302,7 +304,8 @@ def by_token(study: Study, title: str, ylabel: str, *keys: str) -> Panel:
 def by_length(study: Study, *stages: str) -> Panel:
     """Win rate over the mean summary length of each run."""
     columns = ["stage", "model", "seed", "tokens", "win rate"]
-    found = study.numbers[study.numbers["stage"].isin(stages)].dropna(subset=columns)[columns].values
+    found = pandas.concat([study.numbers[study.numbers["stage"] == stage] for stage in stages])
+    found = found.dropna(subset=columns)[columns].values
     rows = [{"series": f"{STAGES[stage]} {m}", "seed": seed, "x": x, "y": y} for stage, m, seed, x, y in found]
     return Panel("", draw_points, "mean summary length (tokens)", "win rate", rows)
 
