@@ -44,8 +44,8 @@ VALIDATION, CNNDM = "RM accuracy, validation", "RM accuracy, validation_cnndm"
 PAPER = {
     VALIDATION: ("reward", "TL;DR", {"1b": (0.628, 0.002), "2.8b": (0.669, 0.003), "6.9b": (0.689, 0.004)}),
     CNNDM: ("reward", "CNN/DM", {"1b": (0.627, 0.013), "2.8b": (0.665, 0.010), "6.9b": (0.686, 0.003)}),
-    AGREEMENT: ("reward", "agreement", {"1b": (0.4, 0), "2.8b": (0.726, 0), "6.9b": (0.767, 0)}),
-    BEST: ("ppo", "win rate", {"6.9b": (0.8, 0)}),
+    AGREEMENT: ("reward", "agreement", {"1b": (0.4, None), "2.8b": (0.726, None), "6.9b": (0.767, None)}),
+    BEST: ("ppo", "win rate", {"6.9b": (0.8, None)}),
 }
 
 
@@ -119,11 +119,6 @@ def run_numbers(folder: Path, stem: str) -> dict[str, float]:
     }
 
 
-def moving_mean(values: list[float], window: int) -> list[float]:
-    """Mean of each value and the window - 1 before it, as far as there are any."""
-    return [mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
-
-
 def mean_and_sd(values: Iterable[float]) -> tuple[float, float]:
     """Mean and sample standard deviation (n - 1); 0 for a single value."""
     values = list(values)
@@ -163,7 +158,8 @@ def draw_sizes(axis, name: str, rows: pandas.DataFrame, i: int, args: Args):
     axis.set_xlim(-0.5, len(args.models) - 0.5)
     if name.startswith("paper"):
         places = [args.models.index(model) for model in rows["x"]]
-        axis.errorbar(places, rows["y"], rows["sd"], color="black", marker="_", ms=16, ls=":", label=name)
+        sd = rows["sd"].astype(float).fillna(0)
+        axis.errorbar(places, rows["y"], sd, color="black", marker="_", ms=16, ls=":", label=name)
         return
     groups = {args.models.index(model) + 0.08 * i: list(y) for model, y in rows.groupby("x", sort=False)["y"]}
     color = COLORS.get(name, f"C{i + 5}")
@@ -209,9 +205,8 @@ def draw_panel(axis, panel: Panel, args: Args):
         return
     for i, (name, rows) in enumerate(pandas.DataFrame(panel.rows).groupby("series", sort=False)):
         panel.draw(axis, name, rows, i, args)
-    beside = (
-        {"loc": "upper left", "bbox_to_anchor": (1, 1)} if panel.draw is draw_points else {}
-    )  # else it hides points
+    # beside the panel, where it hides no points
+    beside = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if panel.draw is draw_points else {}
     axis.legend(fontsize=7, **beside)
 
 
@@ -245,17 +240,16 @@ def curves_panel(metrics: dict, stage: str, args: Args, key: str, title: str) ->
     """A metric over episodes, a line per model: the moving mean over a twentieth of the updates, at up to POINTS."""
     rows, window = [], 1
     for model in args.models:
-        found = [metrics[stage, model, seed] for seed in args.seeds]
-        found = [{line["episode"]: line[key] for line in lines if line.get(key) is not None} for lines in found]
-        found = [line for line in found if line]
+        found = [{x["episode"]: x.get(key) for x in metrics[stage, model, seed]} for seed in args.seeds]
+        found = [pandas.Series(line, dtype=float).dropna() for line in found]
+        found = [line for line in found if len(line)]
         if not found:
             continue
         window = max(1, len(found[0]) // 20)
-        smooth = [dict(zip(line, moving_mean(list(line.values()), window), strict=True)) for line in found]
-        episodes = sorted(set.intersection(*map(set, smooth)))
-        for i in sorted({round(i) for i in numpy.linspace(0, len(episodes) - 1, POINTS)} if episodes else []):
-            y, sd = mean_and_sd(line[episodes[i]] for line in smooth)
-            rows.append({"series": model, "x": episodes[i], "y": y, "sd": sd, "n": len(smooth)})
+        smooth = pandas.concat([line.rolling(window, 1).mean() for line in found], axis=1, join="inner").sort_index()
+        for i in sorted(set(numpy.linspace(0, len(smooth) - 1, POINTS).round().astype(int))) if len(smooth) else []:
+            y, sd = mean_and_sd(smooth.iloc[i].tolist())
+            rows.append({"series": model, "x": int(smooth.index[i]), "y": y, "sd": sd, "n": len(found)})
     note = f", moving mean over {window} updates" if window > 1 else ""
     return Panel(title, draw_learning_curves, f"episodes{note}", key, rows)
 
@@ -468,7 +462,7 @@ def paper_table(study: Study) -> list[dict]:
         for model in (model for model in study.args.models if model in paper):
             mine = study.numbers[(study.numbers["stage"] == stage) & (study.numbers["model"] == model)][column].dropna()
             ours = with_sd(mine.nlargest(1) if name == BEST else mine, "no runs")
-            theirs = " ± ".join(f"{x:.3f}" for x in paper[model] if x)
+            theirs = " ± ".join(f"{x:.3f}" for x in paper[model] if x is not None)
             rows.append({"": name, "model": model, "paper": theirs, "ours": ours, "seeds": len(mine)})
     return rows
 
