@@ -44,8 +44,8 @@ VALIDATION, CNNDM = "RM accuracy, validation", "RM accuracy, validation_cnndm"
 PAPER = {
     VALIDATION: ("reward", "TL;DR", {"1b": (0.628, 0.002), "2.8b": (0.669, 0.003), "6.9b": (0.689, 0.004)}),
     CNNDM: ("reward", "CNN/DM", {"1b": (0.627, 0.013), "2.8b": (0.665, 0.010), "6.9b": (0.686, 0.003)}),
-    AGREEMENT: ("reward", "agreement", {"1b": (0.4, 0), "2.8b": (0.726, 0), "6.9b": (0.767, 0)}),
-    BEST: ("ppo", "win rate", {"6.9b": (0.8, 0)}),
+    AGREEMENT: ("reward", "agreement", {"1b": (0.4, None), "2.8b": (0.726, None), "6.9b": (0.767, None)}),
+    BEST: ("ppo", "win rate", {"6.9b": (0.8, None)}),
 }
 
 
@@ -119,11 +119,6 @@ def run_numbers(folder: Path, stem: str) -> dict[str, float]:
     }
 
 
-def moving_mean(values: list[float], window: int) -> list[float]:
-    """Mean of each value and the window - 1 before it, as far as there are any."""
-    return [mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
-
-
 def mean_and_sd(values: Iterable[float]) -> tuple[float, float]:
     """Mean and sample standard deviation (n - 1); 0 for a single value."""
     values = list(values)
@@ -133,8 +128,10 @@ def mean_and_sd(values: Iterable[float]) -> tuple[float, float]:
 def with_sd(values: Iterable[float], none: str) -> str:
     """`mean ± sample standard deviation`, the latter with two values or more; `none` without values."""
     values = list(values)
-    mean, sd = mean_and_sd(values) if values else (0.0, 0.0)
-    return none if not values else f"{mean:.3f}" + (f" ± {sd:.3f}" if len(values) > 1 else "")
+    if not values:
+        return none
+    center, sd = mean_and_sd(values)
+    return f"{center:.3f}" + (f" ± {sd:.3f}" if len(values) > 1 else "")
 
 
 def markdown(rows: list[dict]) -> str:
@@ -148,7 +145,7 @@ def markdown(rows: list[dict]) -> str:
 # draw_*(axis, name, rows, i, args) adds one series to a panel: its rows (a data frame), the i-th of the panel
 
 
-def draw_curves(axis, name: str, rows: pandas.DataFrame, i: int, args: Args):
+def draw_learning_curves(axis, name: str, rows: pandas.DataFrame, i: int, args: Args):
     """x episodes, y and sd over seeds; the series is a model."""
     color = f"C{args.models.index(name)}"
     axis.plot(rows["x"], rows["y"], color=color, label=name)
@@ -161,7 +158,8 @@ def draw_sizes(axis, name: str, rows: pandas.DataFrame, i: int, args: Args):
     axis.set_xlim(-0.5, len(args.models) - 0.5)
     if name.startswith("paper"):
         places = [args.models.index(model) for model in rows["x"]]
-        axis.errorbar(places, rows["y"], rows["sd"], color="black", marker="_", ms=16, ls=":", label=name)
+        sd = rows["sd"].astype(float).fillna(0)
+        axis.errorbar(places, rows["y"], sd, color="black", marker="_", ms=16, ls=":", label=name)
         return
     groups = {args.models.index(model) + 0.08 * i: list(y) for model, y in rows.groupby("x", sort=False)["y"]}
     color = COLORS.get(name, f"C{i + 5}")
@@ -207,9 +205,8 @@ def draw_panel(axis, panel: Panel, args: Args):
         return
     for i, (name, rows) in enumerate(pandas.DataFrame(panel.rows).groupby("series", sort=False)):
         panel.draw(axis, name, rows, i, args)
-    beside = (
-        {"loc": "upper left", "bbox_to_anchor": (1, 1)} if panel.draw is draw_points else {}
-    )  # else it hides points
+    # beside the panel, where it hides no points
+    beside = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if panel.draw is draw_points else {}
     axis.legend(fontsize=7, **beside)
 
 
@@ -234,7 +231,7 @@ def write_figure(args: Args, name: str, title: str, columns: int, panels: list[P
 # ---- panels ------------------------------------------------------------------------------------------------------
 
 
-def curves(study: Study, stage: str, titles: dict[str, str]) -> list[Panel]:
+def stage_curves(study: Study, stage: str, titles: dict[str, str]) -> list[Panel]:
     """A panel for each of a stage's metrics, {metric: title}."""
     return [curves_panel(study.metrics, stage, study.args, key, title) for key, title in titles.items()]
 
@@ -243,19 +240,18 @@ def curves_panel(metrics: dict, stage: str, args: Args, key: str, title: str) ->
     """A metric over episodes, a line per model: the moving mean over a twentieth of the updates, at up to POINTS."""
     rows, window = [], 1
     for model in args.models:
-        found = [metrics[stage, model, seed] for seed in args.seeds]
-        found = [{line["episode"]: line[key] for line in lines if line.get(key) is not None} for lines in found]
-        found = [line for line in found if line]
+        found = [{x["episode"]: x.get(key) for x in metrics[stage, model, seed]} for seed in args.seeds]
+        found = [pandas.Series(line, dtype=float).dropna() for line in found]
+        found = [line for line in found if len(line)]
         if not found:
             continue
         window = max(1, len(found[0]) // 20)
-        smooth = [dict(zip(line, moving_mean(list(line.values()), window), strict=True)) for line in found]
-        episodes = sorted(set.intersection(*map(set, smooth)))
-        for i in sorted({round(i) for i in numpy.linspace(0, len(episodes) - 1, POINTS)} if episodes else []):
-            y, sd = mean_and_sd(line[episodes[i]] for line in smooth)
-            rows.append({"series": model, "x": episodes[i], "y": y, "sd": sd, "n": len(smooth)})
+        smooth = pandas.concat([line.rolling(window, 1).mean() for line in found], axis=1, join="inner").sort_index()
+        for i in sorted(set(numpy.linspace(0, len(smooth) - 1, POINTS).round().astype(int))) if len(smooth) else []:
+            y, sd = mean_and_sd(smooth.iloc[i].tolist())
+            rows.append({"series": model, "x": int(smooth.index[i]), "y": y, "sd": sd, "n": len(found)})
     note = f", moving mean over {window} updates" if window > 1 else ""
-    return Panel(title, draw_curves, f"episodes{note}", key, rows)
+    return Panel(title, draw_learning_curves, f"episodes{note}", key, rows)
 
 
 def sizes_panel(study: Study, title: str, ylabel: str, values: dict[str, tuple[str, str]], *paper: str) -> Panel:
@@ -271,12 +267,12 @@ def sizes_panel(study: Study, title: str, ylabel: str, values: dict[str, tuple[s
     return Panel(title, draw_sizes, "model", ylabel, rows)
 
 
-def win_rates(study: Study, stages: tuple[str, ...], *paper: str) -> Panel:
+def win_rate_panel(study: Study, stages: tuple[str, ...], *paper: str) -> Panel:
     values = {STAGES[stage]: (stage, "win rate") for stage in stages}
     return sizes_panel(study, "", "win rate", values, *paper)._replace(draw=draw_win_rates)
 
 
-def calibration(study: Study) -> Panel:
+def calibration_panel(study: Study) -> Panel:
     found = [
         {"series": row["model"], "x": row["difference"], "y": row["accuracy"], "n": row["pairs"]}
         for row in rows_of(Path(study.args.output_dir, "rm_report_calibration.csv"))
@@ -302,7 +298,8 @@ def by_token(study: Study, title: str, ylabel: str, *keys: str) -> Panel:
 def by_length(study: Study, *stages: str) -> Panel:
     """Win rate over the mean summary length of each run."""
     columns = ["stage", "model", "seed", "tokens", "win rate"]
-    found = study.numbers[study.numbers["stage"].isin(stages)].dropna(subset=columns)[columns].values
+    found = pandas.concat([study.numbers[study.numbers["stage"] == stage] for stage in stages])
+    found = found.dropna(subset=columns)[columns].values
     rows = [{"series": f"{STAGES[stage]} {m}", "seed": seed, "x": x, "y": y} for stage, m, seed, x, y in found]
     return Panel("", draw_points, "mean summary length (tokens)", "win rate", rows)
 
@@ -332,21 +329,21 @@ OVER_SEEDS = ": mean ± standard deviation over up to {seeds} seeds"
 
 def figure_4(s: Study) -> list[Panel]:
     rouge = sizes_panel(s, "ROUGE-L, validation", "F-measure", {"SFT": ("sft", "ROUGE-L")})
-    return [*curves(s, "sft", SFT), rouge]
+    return [*stage_curves(s, "sft", SFT), rouge]
 
 
 def figure_5(s: Study) -> list[Panel]:
-    panels = curves(s, "reward", PAIRS | {"rewards/chosen": "reward of the chosen response"})
+    panels = stage_curves(s, "reward", PAIRS | {"rewards/chosen": "reward of the chosen response"})
     return [*panels, sizes_panel(s, "accuracy", "accuracy", RM_ACCURACY, VALIDATION, CNNDM)]
 
 
 def figure_7(s: Study) -> list[Panel]:
     agreement = {"reward model": ("reward", "agreement")}
-    return [sizes_panel(s, AGREEMENT, "share of pairs", agreement, AGREEMENT), calibration(s)]
+    return [sizes_panel(s, AGREEMENT, "share of pairs", agreement, AGREEMENT), calibration_panel(s)]
 
 
 def figure_8(s: Study) -> list[Panel]:
-    panels = curves(s, "dpo", PAIRS | {"rewards/chosen": "implicit reward of the chosen response"})
+    panels = stage_curves(s, "dpo", PAIRS | {"rewards/chosen": "implicit reward of the chosen response"})
     return [*panels, sizes_panel(s, "accuracy, validation", "accuracy", DPO_ACCURACY)]
 
 
@@ -356,7 +353,7 @@ def figure_9(s: Study) -> list[Panel]:
 
 
 def figure_11(s: Study) -> list[Panel]:
-    return [win_rates(s, ("ppo", "ppo_whiten")), by_length(s, "ppo", "ppo_whiten")]
+    return [win_rate_panel(s, ("ppo", "ppo_whiten")), by_length(s, "ppo", "ppo_whiten")]
 
 
 def figure_12(s: Study) -> list[Panel]:
@@ -369,13 +366,13 @@ def figure_13(s: Study) -> list[Panel]:
 
 
 FIGURES = {  # title, columns of panels (None: one per seed), panels
-    "figure_1": (f"Win rate against the references{OVER_SEEDS}", 1, lambda s: [win_rates(s, POLICIES[:3], BEST)]),
+    "figure_1": (f"Win rate against the references{OVER_SEEDS}", 1, lambda s: [win_rate_panel(s, POLICIES[:3], BEST)]),
     "figure_4": (f"SFT{OVER_SEEDS}", 2, figure_4),
     "figure_5": (f"Reward model{OVER_SEEDS}", 2, figure_5),
     "figure_7": (f"Reward models: agreement with the judge, calibration{OVER_SEEDS}", 2, figure_7),
     "figure_8": (f"DPO's implicit reward model{OVER_SEEDS}", 2, figure_8),
     "figure_9": ("Rewards and values of a PPO completion", 1, figure_9),
-    "figure_10": (f"PPO{OVER_SEEDS}", 2, lambda s: curves(s, "ppo", PPO)),
+    "figure_10": (f"PPO{OVER_SEEDS}", 2, lambda s: stage_curves(s, "ppo", PPO)),
     "figure_11": (f"PPO with and without whitened rewards{OVER_SEEDS}", 2, figure_11),
     "figure_12": ("Win rate and length", 2, figure_12),
     "figure_13": ("Win rate by summary length", None, figure_13),
@@ -394,7 +391,7 @@ def tool(problems: list[str], script: str, *arguments) -> bool:
     return not failed
 
 
-def judge(args: Args, folders: dict, stem: str, problems: list[str]) -> list:
+def judge_all(args: Args, folders: dict, stem: str, problems: list[str]) -> list:
     """Let judge.py judge all samples, and the pairs that the first reward model was trained on; returns rm_report.py's
     flag for the judged pairs."""
     samples = [run / "eval" / "samples_validation.csv" for key, run in folders.items() if key[0] in POLICIES]
@@ -414,7 +411,7 @@ def judge(args: Args, folders: dict, stem: str, problems: list[str]) -> list:
 def work_out(args: Args, folders: dict, stem: str) -> list[str]:
     """Let the other scripts of this folder make what the figures need of them. Returns what is missing."""
     problems, out = [], Path(args.output_dir)
-    options = judge(args, folders, stem, problems) if args.judge else []
+    options = judge_all(args, folders, stem, problems) if args.judge else []
     command = ["--models", *args.models, "--seeds", *args.seeds, "--runs", args.runs]
     tool(problems, "rm_report.py", *command, *options, "--output", out / "rm_report")
     # figures 6 and 9, tables 8 and 10 to 20: the largest model with all three
@@ -465,7 +462,7 @@ def paper_table(study: Study) -> list[dict]:
         for model in (model for model in study.args.models if model in paper):
             mine = study.numbers[(study.numbers["stage"] == stage) & (study.numbers["model"] == model)][column].dropna()
             ours = with_sd(mine.nlargest(1) if name == BEST else mine, "no runs")
-            theirs = " ± ".join(f"{x:.3f}" for x in paper[model] if x)
+            theirs = " ± ".join(f"{x:.3f}" for x in paper[model] if x is not None)
             rows.append({"": name, "model": model, "paper": theirs, "ours": ours, "seeds": len(mine)})
     return rows
 

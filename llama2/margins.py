@@ -7,15 +7,17 @@ row per labels, margin and grade: runs, pairs, mean and standard deviation over 
 and margins.png.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import pandas
 import tyro
+from matplotlib.figure import Figure
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ppo import fail  # noqa: E402
 
 MARGINS = ("none", "small", "large")
 GRADES = ("significantly", "better", "slightly", "negligibly", "all")
@@ -28,11 +30,6 @@ class Args:
     """folder of the runs"""
     output_dir: str = "llama2/results"
     """folder of the table and the figure"""
-
-
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
 
 
 def margin_runs(runs: Path) -> pandas.DataFrame:
@@ -87,8 +84,8 @@ def margin_tables(table: pandas.DataFrame) -> str:
 def draw_margins(table: pandas.DataFrame, path: Path):
     """Accuracy (above) and score gap (below) by grade, a line with error bars per margin, a column per labels."""
     there = [labels for labels in LABELS if labels in set(table["labels"])]
-    shape = {"figsize": (1.5 + 4.3 * len(there), 6.5), "squeeze": False, "sharex": True, "sharey": "row"}
-    figure, axes = plt.subplots(2, len(there), layout="constrained", **shape)
+    figure = Figure(figsize=(1.5 + 4.3 * len(there), 6.5), layout="constrained")
+    axes = figure.subplots(2, len(there), squeeze=False, sharex=True, sharey="row")
     for column, labels in enumerate(there):
         for row, key in enumerate(("accuracy", "gap")):
             axis = axes[row][column]
@@ -106,7 +103,6 @@ def draw_margins(table: pandas.DataFrame, path: Path):
     axes[0][0].legend(title="margin")
     figure.suptitle("Llama 2's margins: mean ± sd over seeds,\nvalidation pairs with the truth's labels")
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def main(args: Args):

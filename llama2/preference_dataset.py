@@ -11,8 +11,8 @@
         --preference-dataset data/llama2/preference --margin small
 
 A source is name=reader:path[:train|:validation][:helpfulness|:safety]. Its path is a file or a folder of files: JSON
-Lines, a JSON array or Parquet, JSON also gzipped. (`hf download Anthropic/hh-rlhf --repo-type dataset --local-dir
-raw/hh` fetches a published set.) Its reader knows the published columns:
+Lines, a JSON array or Parquet; JSON may be gzipped. (`hf download Anthropic/hh-rlhf --repo-type dataset --local-dir
+raw/hh` fetches a published set.) The reader knows the published columns:
 
     hh              Anthropic helpful and harmless: chosen, rejected (transcripts of Human and Assistant)
     tldr            OpenAI summarize, comparisons: info, summaries, choice, extra.confidence
@@ -24,51 +24,42 @@ raw/hh` fetches a published set.) Its reader knows the published columns:
     helpsteer2      HelpSteer2: prompt, response_1, response_2, preference_strength (-3 to 3)
     strength        chosen, rejected (messages), preference_strength (0 to 3)
     five_levels     prompt, completion_a, completion_b, preference (a-is-better to b-is-better, tie)
-    pairs           your own: prompt or messages, chosen, rejected; rating, chosen_safe and rejected_safe may be missing
+    pairs           your own: prompt or messages, chosen, rejected; optionally rating, chosen_safe and rejected_safe
 
 Grades are Llama 2's four (section 3.2.1), with the small margins of its table 27: significantly 1, better 2/3, slightly
 1/3, negligibly 0. A source without grades has `none` and margin 0, which is equation 1. How numbers become grades:
 
-- tldr: confidence is one scale from 1 (surely the first) to 9 (surely the second), so that its distance to 5 counts: 4
-  significantly, 3 better, 2 slightly, 1 negligibly. Table 5 of the N+ details agrees: it has no 5, and accuracy falls
-  from both ends (1: 0.795, 9: 0.765) to the middle (4: 0.589, 6: 0.581). A 5 would still have a choice beside it: it is
-  negligibly better, and no tie. No confidence (null in much of the train split): none.
-- shp: the gap is the doublings between the two scores, log2 of their ratio (scores below 1 count as 1): from 3
-  significantly, from 2 better, from 1 slightly, else negligibly. stack_exchange: the difference of pm_score, which is
-  log2(1 + votes), rounded, plus 1 if accepted: by the same rule. Of a question, the best answer meets the worst.
+- tldr: confidence runs from 1 (surely the first) to 9 (surely the second), so its distance to 5 counts: 4
+  significantly, 3 better, 2 slightly, 0 or 1 negligibly. Without a confidence, the grade is none.
+- shp: log2 of the ratio of the two scores (scores below 1 count as 1): from 3 significantly, from 2 better, from 1
+  slightly, else negligibly. stack_exchange: the difference of pm_score, which is log2(1 + votes), rounded, plus 1 if
+  accepted, by the same rule. Each question gives one pair, its best and its worst answer.
 - webgpt: the size of score_0 (from -1 to 1, and -score_1): from 3/4, 1/2, 1/4, else. 0 is a tie, as in its paper.
 - helpsteer2, strength: 3, 2, 1; 0 ("about the same") is a tie. five_levels: better, slightly, tie.
 - pairs: `rating` is a grade's name, "tie", or a number from 0, which is the margin itself.
 
-Format: a dialogue is <|prompter|>TEXT<|endoftext|><|assistant|>TEXT<|endoftext|>…, as in ensembles/alpaca_dataset.py;
-its query ends with <|assistant|>, its response is TEXT<|endoftext|>. Where --base lacks these two tokens,
-OUTPUT_DIR/base is a copy that has them, with which everything else must be made (SFT data, model). Posts (tldr) keep
-the format of tldr_dataset.py. A dialogue over --max-query-length loses its oldest exchanges, a post its end (Detail 2).
-What is still too long, or has a response that is, is left out and counted. HTML (stack_exchange) stays as it is.
+A dialogue becomes <|prompter|>TEXT<|endoftext|><|assistant|>TEXT<|endoftext|>…, as in ensembles/alpaca_dataset.py; its
+query ends with <|assistant|>, its response is TEXT<|endoftext|>. If --base lacks these two tokens, OUTPUT_DIR/base is a
+copy that has them; make everything else with that copy. Posts (tldr) keep the format of tldr_dataset.py. A dialogue
+over --max-query-length loses its oldest exchanges, a post its end (Detail 2).
 
-Left out and counted, too: ties (but see --ties half), pairs whose chosen response is unsafe and the other safe (section
-3.2.1), and exact duplicates: the same dialogue, responses and rating, in any source (the first stays; the order of a
-tie's responses does not matter). Anything else that is wrong ends the run with file and row, or is left out and counted
-with --bad-rows skip. The published hh needs that: 13 of 2,312 harmless test rows have two turns of one role in a row,
-an empty response, or responses to different dialogues.
+The following rows are left out and counted: what is still too long; ties, unless --ties half; pairs whose chosen
+response is unsafe and whose rejected one is safe (section 3.2.1); and exact duplicates in any source, of which the
+first stays. Any other bad row ends the run with file and row, or is left out and counted with --bad-rows skip.
 
-Splits: a pair is in validation if its source says so, or else by a hash of the seed and its dialogue's first turn (a
-post: all of it), so that the stages of one dialogue stay together. No prompt is on both sides: what one source has in
-validation is in validation from any other, and is left out (and counted) of one that says train; so is a shortened
-dialogue whose first turn is on one side and the first that is left of it on the other. A set's own split is not looked
-at: give its files to sources of their own, name=reader:train.jsonl:train name=reader:test.jsonl:validation. --mix is
-a mix of train. Validation keeps every pair but ties; `source` tells them apart, and so does `batch`, by which
-llama2/reward.py --run-eval groups its accuracies.
+Splits: a pair is in validation if its source says so, or else by a hash of the seed and its dialogue's first turn (for
+a post, the whole post), so the stages of one dialogue stay together. No prompt is on both sides: a train source loses
+the prompts that any other source has in validation, and so does a shortened dialogue whose first turn and first
+remaining turn fall on different sides. To keep a set's published split, give its files as sources of their own,
+name=reader:train.jsonl:train name=reader:test.jsonl:validation. --mix concerns train only. Validation keeps all pairs
+but ties; `batch` names their source, by which llama2/reward.py --run-eval groups accuracies.
 
 Writes OUTPUT_DIR/preference: the columns of tldr_dataset.py's preference data without the raw ones, and margin, grade,
-weight, source, tag (helpfulness or safety), turns, chosen_safe, rejected_safe; OUTPUT_DIR/sft: its prompts, each once,
-with a chosen response as reference (none that is labelled unsafe), in the columns of SFT data, source and tag beside
-them, to train a chat model on, to centre rewards with and to sample from in PPO; and OUTPUT_DIR/statistics: table_6
-(the paper's; CSV and Markdown), counts, grades and safety (CSV). Rows are read, tokenised and padded one or 500 at a
-time; kept in memory are a digest (94 bytes) and a few numbers of every pair: with a million pairs, a peak of 0.55 GiB
-beside pages of files that the system takes back (llama2/million.py). Disk: 8 bytes x (5 x query + 6 x
-response length) a pair, 64 KiB at the defaults, 8 x 3 x (query + response length) a prompt, 36 KiB, and twice that
-while it is written.
+weight, source, tag (helpfulness or safety), turns, chosen_safe, rejected_safe. OUTPUT_DIR/sft holds its prompts, each
+once, with a chosen response that is not labelled unsafe as the reference; use it to train a chat model, to centre
+rewards and to sample from in PPO. OUTPUT_DIR/statistics holds table_6 (the paper's), counts, grades and safety. Rows
+are processed as a stream: a million pairs take 0.55 GiB of memory (llama2/million.py). Disk: 8 bytes x (5 x query + 6
+x response length) a pair, 64 KiB at the defaults, and twice that while it is written.
 """
 
 import bisect
@@ -81,7 +72,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -92,15 +82,22 @@ import pandas as pd
 import pyarrow.parquet
 import torch
 import tyro
-from datasets import Dataset, DatasetDict, Features, List, Value, disable_progress_bars
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from datasets import Dataset, DatasetDict, Features, List, Value
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tldr_dataset import encode, fail, format_query, mask_query, text_field, truncate_query, unfinished_folder  # noqa: E402
+from ppo import checkpoint_folder  # noqa: E402
+from tldr_dataset import (  # noqa: E402
+    encode,
+    fail,
+    format_query,
+    mask_query,
+    or_fail,
+    text_field,
+    truncate_query,
+    unfinished_folder,
+)
 
 TURNS = "<|prompter|>", "<|assistant|>"
 MARGINS = {"significantly": 1.0, "better": 2 / 3, "slightly": 1 / 3, "negligibly": 0.0, "none": 0.0}  # table 27, small
@@ -108,23 +105,13 @@ RATINGS = {grade: grade for grade in (*MARGINS, "tie")} | {"unsure": "negligibly
 RATINGS |= {f"{grade} better": grade for grade in ("significantly", "slightly", "negligibly")}
 RATINGS |= {"negligibly better / unsure": "negligibly"}
 CHOSEN = [f"{name}{end}" for name in ("chosen", "query_chosen") for end in ("", "_token", "_token_len")]
-SFT_COLUMNS = [
-    "id",
-    "source",
-    "tag",
-    "query",
-    "query_token",
-    "query_token_len",
-    *CHOSEN,
-]  # chosen as reference_response
+# chosen becomes reference_response
+SFT_COLUMNS = ["id", "source", "tag", "query", "query_token", "query_token_len", *CHOSEN]
 SFT_COLUMNS += ["query_chosen_token_response_label"]
 # (chosen is safe, rejected is safe) -> Llama 2's safety bin (section 3.2.1); None where a label is missing
 SAFETY = {(True, False): "chosen alone safe", (True, True): "both safe", (False, False): "both unsafe"}
 SPLITS, TAGS = ("train", "validation"), ("helpfulness", "safety")
 BATCH = 500  # pairs padded and written at a time
-
-# plain text, no markup: names are data; wide enough for the tables when the output is a file
-console = Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else 160)
 
 
 @dataclass
@@ -151,20 +138,6 @@ class Args:
     """tokens of a response, EOS included"""
     seed: int = 1
     """of split, mix and order"""
-
-
-def one_line(error: Exception) -> str:
-    """Kind and first line of an exception."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-@contextmanager
-def reading(what: str):
-    """Around the reading of `what`: a damaged file, or code where there should be data, ends the run with a message."""
-    try:
-        yield
-    except Exception as error:  # of as many kinds as there are formats
-        fail(f"{what} cannot be read ({one_line(error)})")
 
 
 # ---- raw rows ------------------------------------------------------------------------------------
@@ -220,30 +193,21 @@ def is_array(path: Path) -> bool:
         return path.name.endswith((".json", ".json.gz")) and start.startswith(b"[")
 
 
-def count_rows(path: Path) -> int:
-    """Rows of a file, blank lines included, for the progress bar."""
-    with reading(path):
-        if path.suffix == ".parquet":
-            return pyarrow.parquet.ParquetFile(path).metadata.num_rows
-        with opened(path) as file:
-            return len(json.load(file)) if is_array(path) else sum(1 for _ in file)
-
-
 def stream_rows(path: Path) -> Iterator[tuple[str, object]]:
     """(where, row) of a file, one at a time; `where` names file and row (JSON Lines: the line), from 1. An array, and
     nothing else, is read at once."""
     if path.suffix == ".parquet":
-        with reading(path):
+        with or_fail(f"{path} cannot be read"):
             batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=BATCH)
             for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
                 yield f"{path}, row {number}", row
         return
-    array = is_array(path)
-    with opened(path) as file:
+    with or_fail(f"{path} cannot be read"), opened(path) as file:
+        array = is_array(path)
         for number, row in enumerate(json.load(file) if array else file, 1):
             where = f"{path}, row {number}"
             if array or row.strip():
-                with reading(where):
+                with or_fail(f"{where} cannot be read"):
                     row = row if array else json.loads(row)
                 yield where, row
 
@@ -526,13 +490,11 @@ def stored_pairs(sources: list[dict], tokenizer, args: Args, counts: dict[str, C
     """The pairs of all sources, one at a time, as stored_features(); `counts`, by source, tells what becomes of the
     rows. In memory: a digest of every pair, and one of every prompt in validation."""
     seen, held_out, names, grades = set(), set(), list(counts), list(MARGINS)
-    speed = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), RateColumn())
-    with Progress(*speed, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        # validation first, train last: only then all is known that is held out
-        for source in sorted(sources, key=lambda source: ("validation", None, "train").index(source["split"])):
-            count, total = counts[source["name"]], sum(map(count_rows, source["files"]))
-            rows = (found for file in source["files"] for found in stream_rows(file))
-            for where, row in progress.track(rows, total=total, description=source["name"]):
+    # validation first, train last: only then is it known what is held out
+    for source in sorted(sources, key=lambda source: ("validation", None, "train").index(source["split"])):
+        count = counts[source["name"]]
+        for file in source["files"]:
+            for where, row in stream_rows(file):
                 count["rows"] += 1
                 try:
                     if not isinstance(row, dict) and not (isinstance(row, list) and source["reader"] == "webgpt"):
@@ -740,46 +702,25 @@ def markdown(rows: list[dict]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
-def show(title: str, frame: pd.DataFrame, rows: int = 20):
-    """Print the first `rows` rows of a table."""
-    table = Table(*map(str, frame.columns), title=title, title_justify="left")
-    for record in frame.head(rows).itertuples(index=False):
-        table.add_row(*map(str, record))
-    console.print(table)
-    if len(frame) > rows:
-        console.print(f"… and {len(frame) - rows} more rows in the CSV file")
-
-
-class RateColumn(ProgressColumn):
-    """Rows per second."""
-
-    def render(self, task):
-        return f"{task.finished_speed or task.speed or 0:.0f} rows/s"
-
-
-def extended_base(path: str):
-    """Model and tokenizer of --base with a token for each turn, and embeddings where it has no rows for them. They are
-    no special tokens: decoding keeps them, as it does a prompt's text."""
-    name, revision = path, ""
-    if not Path(path).exists():  # a path may hold an @
-        name, _, revision = path.partition("@")
-    settings = {"revision": revision or "main", "trust_remote_code": False}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **settings)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **settings)
-    except Exception as error:
-        fail(f"--base {path}: no model that can be read ({one_line(error)})")
+def load_base(path: str, turns: bool) -> tuple:
+    """(model, tokenizer) of --base. If `turns` are needed and missing, the tokenizer gets a token for each and the
+    model embeddings for them; else the model is None. They are no special tokens, because decoding should keep them."""
+    folder, model = checkpoint_folder("--base", path), None
+    with or_fail(f"--base {path} cannot be read"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if turns and not set(TURNS) <= set(tokenizer.get_vocab()):
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     if tokenizer.eos_token is None:
-        fail(f"--base {path}: its tokenizer has no EOS token, which ends every turn")
-    tokenizer.add_tokens([AddedToken(turn, normalized=False) for turn in TURNS])
-    if model.get_input_embeddings().num_embeddings < len(tokenizer) + 1:  # and [PAD], which the stages add
-        torch.manual_seed(1)
-        model.resize_token_embeddings(len(tokenizer) + 1, pad_to_multiple_of=64, mean_resizing=False)
+        fail(f"--base {path}: its tokenizer has no EOS token, which ends every turn and response")
+    if model is not None:
+        tokenizer.add_tokens([AddedToken(turn, normalized=False) for turn in TURNS])
+        if model.get_input_embeddings().num_embeddings < len(tokenizer) + 1:  # and [PAD], which the stages add
+            torch.manual_seed(1)
+            model.resize_token_embeddings(len(tokenizer) + 1, pad_to_multiple_of=64, mean_resizing=False)
     return model, tokenizer
 
 
 def main(args: Args):
-    disable_progress_bars()  # of `datasets`; ours shows rate and time left
     # ---- input -----------------------------------------------------------------------------------------
     output_dir = Path(args.output_dir).expanduser()
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
@@ -792,20 +733,7 @@ def main(args: Args):
     counts = {source["name"]: Counter() for source in sources}
     names = list(counts)
     shares = parse_mix(args.mix, names)
-    path = Path(args.base) / "model"
-    base = str(path) if (path / "config.json").exists() else args.base  # a run folder
-    name, revision = base, ""
-    if not Path(base).exists():  # a path may hold an @
-        name, _, revision = base.partition("@")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
-    except Exception as error:  # of many kinds: no such folder, no such repository, Hub out of reach
-        fail(f"--base {args.base}: its tokenizer cannot be loaded ({one_line(error)})")
-    if tokenizer.eos_token is None:
-        fail(f"--base {args.base}: its tokenizer has no EOS token, which ends every turn and response")
-    model, dialogues = None, any(source["reader"] != "tldr" for source in sources)
-    if dialogues and not set(TURNS) <= set(tokenizer.get_vocab()):
-        model, tokenizer = extended_base(base)
+    model, tokenizer = load_base(args.base, any(source["reader"] != "tldr" for source in sources))
 
     with unfinished_folder(output_dir) as folder:
         finished = folder / "finished"
@@ -844,29 +772,26 @@ def main(args: Args):
             if not len(rows[split]):
                 fail(f"not one pair is in {split}: more rows, another --validation-share, or a source for {split}")
         posts = {split: prompt_rows(frame, rows[split]) for split in SPLITS}
-        speed = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), RateColumn())
-        with Progress(*speed, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-            for name, chosen in (("preference", rows), ("sft", posts)):
-                features, written = written_features(), DatasetDict()
-                for split in [split for split in SPLITS if len(chosen[split])]:
-                    task = progress.add_task(f"write {name}, {split}", total=len(chosen[split]))
+        for name, chosen in (("preference", rows), ("sft", posts)):
+            features, written = written_features(), DatasetDict()
+            for split in [split for split in SPLITS if len(chosen[split])]:
 
-                    def write(batch: dict, name=name, task=task) -> dict:
-                        progress.update(task, advance=len(batch["id"]))
-                        columns = written_columns(batch, names, pad_id, args)
-                        return as_reference(columns) if name == "sft" else columns
+                def write(batch: dict, name=name) -> dict:
+                    columns = written_columns(batch, names, pad_id, args)
+                    return as_reference(columns) if name == "sft" else columns
 
-                    written[split] = stored.select(chosen[split]).map(
-                        write,
-                        batched=True,
-                        batch_size=BATCH,
-                        writer_batch_size=BATCH,
-                        remove_columns=stored.column_names,
-                        features=Features(as_reference(features)) if name == "sft" else features,
-                        cache_file_name=str(cache / f"{name}_{split}.arrow"),
-                        new_fingerprint=f"{name}_{split}",
-                    )
-                written.save_to_disk(finished / name)
+                written[split] = stored.select(chosen[split]).map(
+                    write,
+                    batched=True,
+                    batch_size=BATCH,
+                    writer_batch_size=BATCH,
+                    remove_columns=stored.column_names,
+                    features=Features(as_reference(features)) if name == "sft" else features,
+                    cache_file_name=str(cache / f"{name}_{split}.arrow"),
+                    new_fingerprint=f"{name}_{split}",
+                    desc=f"{name}, {split}",
+                )
+            written.save_to_disk(finished / name)
 
         # ---- statistics ------------------------------------------------------------------------------------
         fates = ["rows", "bad rows", "ties", "unsafe chosen", "duplicates", "prompt too long", "response too long"]
@@ -886,12 +811,11 @@ def main(args: Args):
         safety.insert(0, "source", names)
         sixth = table_6(frame, names)
         (statistics / "table_6.md").write_text(markdown(sixth.to_dict("records")) + TABLE_6_NOTE, encoding="utf-8")
-        tables = {"table_6": ("Table 6", sixth), "counts": ("What became of the rows", table)}
-        tables |= {"grades": ("Grades of all pairs", grades), "safety": ("Safety labels of all pairs", safety)}
-        for file, (title, data) in tables.items():
-            data.to_csv(statistics / f"{file}.csv", index=False)
-            show(title, data)
-    console.print(f"wrote {', '.join(str(folder) for folder in sorted(output_dir.iterdir()))}")
+        tables = {"table_6": sixth, "counts": table, "grades": grades, "safety": safety}
+        for name, data in tables.items():
+            data.to_csv(statistics / f"{name}.csv", index=False)
+            print(f"\n{name}.csv\n{data.to_string(index=False)}")
+    print(f"wrote {', '.join(str(folder) for folder in sorted(output_dir.iterdir()))}")
 
 
 if __name__ == "__main__":
