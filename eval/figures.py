@@ -205,9 +205,12 @@ def draw_panel(axis, panel: Panel, args: Args):
         return
     for i, (name, rows) in enumerate(pandas.DataFrame(panel.rows).groupby("series", sort=False)):
         panel.draw(axis, name, rows, i, args)
-    # beside the panel, where it hides no points
-    beside = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if panel.draw is draw_points else {}
-    axis.legend(fontsize=7, **beside)
+    place = {}
+    if panel.draw is draw_points:
+        place = {"loc": "upper left", "bbox_to_anchor": (1, 1)}  # beside the panel, where it hides no points
+    elif panel.draw is draw_win_rates:
+        place = {"loc": "lower right"}
+    axis.legend(fontsize=7, **place)
 
 
 def write_figure(args: Args, name: str, title: str, columns: int, panels: list[Panel]) -> bool:

@@ -1,0 +1,62 @@
+"""Learning curves of PPO with the truth beside the reward model's score, from one run of ensembles/ppo.py --gold.
+
+    python quickstart/curves.py runs/quickstart/posts-1/ppo_gold/nano-s/1     # metrics.jsonl -> learning_curves.csv, .png
+    python quickstart/curves.py                                              # redraws the picture from the table
+
+The reward model's score and the truth (truth.py) are means over the same validation posts, every --gold-every updates.
+The KL is the mean over the responses of each update.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import pandas
+import tyro
+from matplotlib.figure import Figure
+from tyro.conf import Positional
+
+PANELS = {
+    "gold/proxy": "reward model's score",
+    "gold/score": "truth",
+    "objective/kl": "KL to the SFT model, nats",
+}
+
+
+@dataclass
+class Args:
+    run: Annotated[Path | None, Positional] = None
+    """run folder; default: draw what --output has"""
+    output: Path = Path(__file__).resolve().parent / "results"
+    """folder of learning_curves.csv and learning_curves.png"""
+
+
+def read_curves(run: Path) -> pandas.DataFrame:
+    """Rows (metric, episode, value) of the metrics that are drawn."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [(key, line["episode"], line[key]) for key in PANELS for line in lines if key in line]
+    return pandas.DataFrame(rows, columns=["metric", "episode", "value"])
+
+
+def draw(curves: pandas.DataFrame, path: Path):
+    """One panel per metric over the episodes."""
+    figure = Figure(figsize=(10.5, 3), layout="constrained")
+    for i, (axis, (metric, title)) in enumerate(zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True)):
+        own = curves[curves["metric"] == metric]
+        axis.plot(own["episode"], own["value"], color=f"C{i}", marker="o", markersize=3)
+        axis.set(title=title, xlabel="episodes")
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=90)
+
+
+def main(args: Args):
+    table = args.output / "learning_curves.csv"
+    if args.run:
+        read_curves(args.run).to_csv(table, index=False, float_format="%.6g")
+    draw(pandas.read_csv(table), args.output / "learning_curves.png")
+    print(table.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
