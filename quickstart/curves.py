@@ -1,6 +1,6 @@
 """Learning curves of PPO with the truth beside the reward model's score, from one run of ensembles/ppo.py --gold.
 
-    python quickstart/curves.py runs/quickstart/posts-1/ppo_gold/nano-s/1     # metrics.jsonl -> learning_curves.csv, .png
+    python quickstart/curves.py runs/quickstart/posts-1/ppo_gold/nano-s/1    # writes the table and the picture
     python quickstart/curves.py                                              # redraws the picture from the table
 
 The reward model's score and the truth (truth.py) are means over the same validation posts, every --gold-every updates.
