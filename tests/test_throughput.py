@@ -13,8 +13,6 @@ from accelerate.state import AcceleratorState
 from conftest import read_csv
 from datasets import Dataset, DatasetDict, load_from_disk
 
-from reward import data_order
-
 WORDS = 40
 SIZES = [(4, 2), (8, 2), (16, 2), (8, 6)]  # of --scaling at 8 items and 2 updates
 
@@ -49,10 +47,6 @@ def test_work_done_by_hand(work):
     assert throughput.work_done(args(stage="dpo"), work, 0) == (7, (one + two + 2 * 160 * 7) / 2)
     one, two = 2 * 192 * 5 + 16 * (9 / 2 + 2 * (3 + 1)), 2 * 192 * 6 + 16 * (16 / 2 + 2 * (4 + 1))  # responses of 2
     assert throughput.work_done(args(stage="ppo"), work, 2) == (5.5, (2 * (one + two) + 2 * 160 * 4) / 2)
-
-
-def test_rows_are_those_of_our_default_seed(work):
-    assert throughput.rows(args(updates=3), work).tolist() == data_order(2, 44413, 0, 6).tolist()
 
 
 def test_matmul_rate_counts_two_operations_per_multiplication(work, monkeypatch):
@@ -96,24 +90,17 @@ json.dump({found!r} | {{"arguments": settings}}, open(settings["output"], "w"))
 
 
 def test_scaling_counts_by_item(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        throughput, "ours", lambda args, work: {"seconds": 0.25 * args.batch_size, "peak": args.updates}
-    )
+    monkeypatch.setattr(throughput, "ours", lambda args, work: {"seconds": 0.25 * args.batch_size, "peak": 1})
     throughput.scaling(args(batch_size=8, updates=2, output_dir=str(tmp_path)), tmp_path)
     rows = read_csv(tmp_path / "throughput_scaling.csv")
-    assert [(row["batch"], row["updates"]) for row in rows] == [(str(b), str(u)) for b, u in SIZES]
-    assert [row["peak GiB"] for row in rows] == [f"{u}.00" for _, u in SIZES]
+    assert [(row["batch"], row["updates"]) for row in rows] == [("4", "2"), ("8", "2"), ("16", "2"), ("8", "6")]
     assert {row["ms an item"] for row in rows} == {"250"}
 
 
 def test_a_run_s_peak_and_its_failure(tmp_path):
-    peak = throughput.run([sys.executable, "-c", "x = b'x' * (3 << 30); print(1)"], tmp_path / "log")
-    assert 3 < peak < 3.1 and (tmp_path / "log").read_text() == "1\n"
-    (tmp_path / "script.py").write_text("import sys; print(sys.argv[1:], __name__)")
-    command = [sys.executable, "-c", throughput.WITH_PEAK, tmp_path / "script.py", "--flag"]
-    assert throughput.run(command, tmp_path / "log") == 0  # of a GPU that is not there
-    assert (tmp_path / "log").read_text().startswith("['--flag'] __main__\npeak of the GPU's memory: ")
-    with pytest.raises(SystemExit, match=r"(?s)^error: .* -c 'import nothing'\n.*No module named 'nothing'"):
+    peak = throughput.run([sys.executable, "-c", "x = b'x' * (1 << 30); print(1)"], tmp_path / "log")
+    assert 1 < peak < 1.1 and (tmp_path / "log").read_text() == "1\n"
+    with pytest.raises(SystemExit, match=r"(?s)^error: .*No module named 'nothing'"):
         throughput.run([sys.executable, "-c", "import nothing"], tmp_path / "log")
 
 
@@ -156,11 +143,6 @@ def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch):
     queries = load_from_disk(tmp_path / "work/cpu/sft")["train"]["query_token"]
     lengths = [throughput.real_length(ids, 300) for ids in queries]
     assert 200 < sum(lengths) / len(lengths) < 512  # stretched to the length of real posts
-
-    without_warmup = args(**common | {"updates": 1, "warmup": 0})
-    whole = throughput.ours(without_warmup, tmp_path / "work/cpu")  # timed from 0 on
-    only = json.loads((tmp_path / "work/cpu/runs/sft/metrics.jsonl").read_text().splitlines()[-1])
-    assert only["update"] == 1 and whole["seconds"] == only["time/total"] and whole["loss"] == only["loss/train"]
 
     with pytest.raises(SystemExit, match="trl-1.16.0/bin/python is missing"):
         throughput.main(args(**common, peer="trl", peers=str(tmp_path), output_dir=str(tmp_path / "out")))
