@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import random
+import re
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,7 +25,7 @@ import ppo
 
 class Endpoint:
     """A judge that prefers the summary with more words (Summary A where both have as many): .url, .asked (Counter of
-    prompts that got an answer), .trouble (what goes wrong before, drawn per request)."""
+    prompts that got an answer); of five answers one is each of `trouble`, an error 500 or a body that is cut off."""
 
     def __init__(self, trouble: tuple[str, ...] = ()):
         endpoint = self
@@ -36,30 +37,21 @@ class Endpoint:
             def log_message(self, *_):
                 pass
 
-            def send(self, code: int, body: bytes):
-                self.send_response(code)
+            def do_POST(self):
+                prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"]
+                text = f"Comparison: one has more.\nPreferred: {endpoint.prefers(prompt)}"
+                choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+                answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+                body = json.dumps(answer).encode()
+                with endpoint.lock:
+                    kind = endpoint.random.choice([*["fine"] * 4, *trouble])
+                    endpoint.asked[prompt] += kind == "fine"
+                self.send_response(500 if kind == "500" else 200)
+                body = body[:-9] if kind == "malformed" else body
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
-
-            def do_POST(self):
-                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                prompt = request["messages"][0]["content"]
-                with endpoint.lock:
-                    kind = endpoint.random.choice([*["fine"] * 4, *trouble])
-                if kind == "500":
-                    return self.send(500, b"oops")
-                text = f"Comparison: one has more.\nPreferred: {endpoint.prefers(prompt)}"
-                choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
-                answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
-                answer["usage"] = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
-                body = json.dumps(answer).encode()
-                if kind == "malformed":
-                    return self.send(200, body[:-9])
-                with endpoint.lock:
-                    endpoint.asked[prompt] += 1
-                return self.send(200, body)
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
@@ -68,9 +60,7 @@ class Endpoint:
 
     @staticmethod
     def prefers(prompt: str) -> str:
-        _, _, rest = prompt.partition("\n\nSummary A:\n")
-        a, _, rest = rest.partition("\n\nSummary B:\n")
-        b = rest.partition("\n\nFIRST provide")[0]
+        a, b = re.search(r"Summary A:\n(.*)\n\nSummary B:\n(.*)\n\nFIRST provide", prompt, re.DOTALL).groups()
         return 'C, both are "good"' if "unsure" in a + b else "A" if len(a.split()) >= len(b.split()) else "B"
 
 
@@ -161,7 +151,7 @@ def test_what_got_no_answer_is_asked_by_the_next_run(endpoint, tmp_path):
             break
         except SystemExit as error:
             assert "of 16 requests got no answer" in str(error) and not (tmp_path / "judge_m.csv").exists()
-    assert set(endpoint.asked.values()) == {1} and len(endpoint.asked) == 16
+    assert {x for x in endpoint.asked.values() if x} == {1} and len(endpoint.asked) == 16
     assert read(tmp_path / "judge_m.csv")["win"].notna().all()
 
 

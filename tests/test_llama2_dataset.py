@@ -261,34 +261,25 @@ def test_prompts_and_chosen_responses_are_sft_data(prepare, tokenizer):
     talks = [
         pair("a b", "c", "d", chosen_safe=False, rejected_safe=False),
         pair("a b", "e", "f", chosen_safe=True, rejected_safe=False),
-        pair("a b", "g", "h"),
         pair("i", "j", "k", chosen_safe=False, rejected_safe=False),
         pair("l", "m", "n", rating="tie"),
     ]
     sources = {"posts=tldr:train": posts, "talk=pairs:train:safety": talks, "held=tldr:validation": [post("z z")]}
-    data, _, statistics = prepare(sources, ties="half")
+    _, _, statistics = prepare(sources, ties="half")
     sft = load_from_disk(str(statistics.parent / "sft"))
-    limits = {"max_query_length": 32, "max_sft_response_length": 8}
-    found = {row["id"]: row for split in sft for row in sft[split]}
+    found = {row["id"]: row for row in sft["train"]}
     assert set(sft) == {"train", "validation"} and sft["validation"]["id"][:] == ["held_0000001"]
-    same = [name for name in sft["train"].column_names if name not in ("id", "source", "tag")]
+    limits = tldr_dataset.Args(max_query_length=32, max_sft_response_length=8)
     for i, row in enumerate(posts, 1):
-        summary = row["summaries"][1]["text"]
-        expected = tldr_dataset.process_sft_row(
-            row["info"] | {"summary": summary}, tokenizer, tldr_dataset.Args(**limits)
-        )
-        assert set(same) == set(expected) - {"id", "subreddit", "title", "post", "summary"}
+        raw = row["info"] | {"summary": row["summaries"][1]["text"]}
+        expected = tldr_dataset.process_sft_row(raw, tokenizer, limits)
+        same = set(expected) - {"id", "subreddit", "title", "post", "summary"}
         assert {x: found[f"posts_{i:07d}"][x] for x in same} == {x: expected[x] for x in same}
-    spoken = [row for row in sft["train"] if row["source"] == "talk"]
-    assert {row["tag"] for row in spoken} == {"safety"} and len(sft["train"]) == len(posts) + len(spoken)
-    said = {row["query"]: row["reference_response"] for row in spoken}
-    answers = {f"<|prompter|>{x}<|endoftext|><|assistant|>": x for x in ("a b", "l")}
-    assert len(spoken) == 2 and said.keys() == answers.keys()
-    order = [
-        row["chosen"] for row in data["train"] if row["query"] == [*answers][0] and row["chosen_safe"] is not False
-    ]
-    assert said[[*answers][0]] == order[0] and order[0] in ("e<|endoftext|>", "g<|endoftext|>")
-    assert said[[*answers][1]] == "m<|endoftext|>"
+    spoken = {row["query"]: (row["reference_response"], row["tag"]) for row in sft["train"] if row["source"] == "talk"}
+    said = {"a b": "e", "l": "m"}
+    assert len(sft["train"]) == len(posts) + len(said) and spoken == {
+        f"<|prompter|>{x}<|endoftext|><|assistant|>": (f"{y}<|endoftext|>", "safety") for x, y in said.items()
+    }
 
 
 def test_a_query_that_ends_in_a_newline_joins_as_in_tldr_dataset():
@@ -387,13 +378,10 @@ def test_stages_of_a_shortened_dialogue_stay_together(prepare):
     stages = [pair((turn, "w", f"z {turn}"), chosen=x) for turn in turns for x in "uv"]  # 16 tokens
     later = [pair((turn, "w", f"z {turn}", "q", "w w w w w w"), chosen=x) for turn in turns for x in "uv"]
     same = [pair((turn, "w " * 14, "q q"), chosen=turn.replace(" ", "")) for turn in turns]  # alike once they are short
-    for sources in ({"n=pairs": stages + later + same}, {"n=pairs": later + same + stages}):
-        data, counts, _ = prepare(sources, max_query_length=20)
-        drawn = {split: {query for query in prompts(data[split])} for split in data}
-        assert not drawn["train"] & drawn["validation"] and counts["n"]["shortened"] > 150
-        of = {split: {query.split("z ")[1][:3] for query in drawn[split] if "z " in query} for split in drawn}
-        assert not of["train"] & of["validation"] and len(of["validation"]) > 5
-        assert counts["n"]["prompt in validation"] > 24 and counts["n"]["train"] > 200
+    data, counts, _ = prepare({"n=pairs": later + same + stages}, max_query_length=20)
+    assert not prompts(data["train"]) & prompts(data["validation"]) and counts["n"]["shortened"] > 150
+    of = {split: {query.split("z ")[1][:3] for query in prompts(data[split]) if "z " in query} for split in data}
+    assert not of["train"] & of["validation"] and len(of["validation"]) > 5 and counts["n"]["prompt in validation"] > 24
 
 
 def test_duplicates_are_removed_and_counted(prepare):
@@ -484,8 +472,6 @@ def test_shares_are_exact_and_the_seed_decides(prepare):
     assert again["train"].features == data["train"].features
     assert sorted((row["query"], row["chosen"]) for row in other["train"]) != sorted(rows)
     assert weights(other) == weights(data)
-    sources = "".join(data["train"]["source"])
-    assert len(re.findall(r"(.)\1*", sources)) > 20  # mixed: many short runs of a source, and not three long ones
     every, _, _ = prepare(MANY, ties="half")  # without a mix train has all pairs
     assert weights(every) == {"n": 80, "m": 40, "o": 20}
     fewer, _, _ = prepare(MANY, **mix, train_pairs=32)
@@ -496,25 +482,6 @@ def test_shares_are_exact_and_the_seed_decides(prepare):
     for i, j in zip(ties[::2], ties[1::2], strict=True):
         a, b = fewer["train"][i], fewer["train"][j]
         assert j == i + 1 and (a["query"], a["chosen"]) == (b["query"], b["rejected"]) and a["chosen"] != b["chosen"]
-
-
-def test_counts_of_a_mix():
-    from fractions import Fraction as F
-
-    shares = {"a": F(1, 3), "b": F(2, 3)}
-    for available, total, expected in (
-        ({"a": 10, "b": 10}, None, {"a": 5, "b": 10}),
-        ({"a": 10, "b": 11}, None, {"a": 5, "b": 10}),
-        ({"a": 10, "b": 11}, 9, {"a": 3, "b": 6}),
-    ):
-        assert preference_dataset.mix_counts(shares, available, total) == expected
-    for available, total, message in (
-        ({"a": 10, "b": 11}, 18, "--train-pairs 15 can be met"),
-        ({"a": 10, "b": 11}, 10, "--train-pairs 9 can be met"),
-        ({"a": 10, "b": 1}, None, "no number can be met"),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            preference_dataset.mix_counts(shares, available, total)
 
 
 # ---- statistics ---------------------------------------------------------------------------------------------
