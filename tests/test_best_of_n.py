@@ -17,7 +17,7 @@ import pandas
 import pytest
 import torch
 import truth
-from conftest import files, give_other_tokenizer, make_constant, make_reward_model, record
+from conftest import files, give_other_tokenizer, make_constant, make_reward_model, record, sample_by_hand
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM
 
@@ -248,23 +248,10 @@ def test_samples_are_those_of_full_forward_passes(made, temperature, top_p):
     # a short prompt, so that much of what is seen is what was said
     found, model = drawn(made, 2, 20, last=5, **settings), best_of_n.load_policy(made.policy, made.tokenizer).eval()
     eos_id, pad_id = made.tokenizer.eos_token_id, made.tokenizer.pad_token_id
+    query = query_of(made, 2, last=5).tolist()
     for i in range(20):
-        key, tokens = ppo.noise_keys(5, 2, [i]), query_of(made, 2, last=5)
-        for t in range(R):
-            logits = (model(tokens[None], use_cache=False).logits[0, -1, :pad_id] / temperature).tolist()
-            ranked, mass, choice = sorted(range(pad_id), key=lambda token: -logits[token]), 0.0, []
-            total = sum(math.exp(logits[token]) for token in ranked)
-            for token in ranked:
-                if mass < top_p:
-                    choice.append(token)
-                mass += math.exp(logits[token]) / total
-            noise = ppo.gumbel_noise(key, t, pad_id)[0].tolist()
-            best = max(choice, key=lambda token: logits[token] + noise[token])
-            assert found[i, t] == best
-            tokens = torch.cat([tokens, torch.tensor([best])])
-            if best == eos_id:
-                assert (found[i, t + 1 :] == pad_id).all()
-                break
+        expected = sample_by_hand(model, query, made.tokenizer, ppo.noise_keys(5, 2, [i]), R, temperature, top_p)
+        assert found[i].tolist() == expected + [pad_id] * (R - len(expected))
     ended = (found == eos_id).any(1)
     assert top_p == 1 or (3 < ended.sum() < 17 and len(found.unique(dim=0)) > 15)  # there is something to see
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 import tyro
 from accelerate.state import AcceleratorState
-from conftest import free_port, give_other_tokenizer, make_constant, make_talker, read_metrics, script
+from conftest import free_port, give_other_tokenizer, make_constant, make_talker, read_metrics, sample_by_hand, script
 from datasets import load_from_disk
 from kill_runs import weights
 from safetensors.torch import load_file
@@ -136,17 +136,14 @@ def plain_samples(setting, world, policy_folder: Path, update: int = -1, tempera
     """A sample to each of the first posts, token by token without padding, cache or batch, and what it is worth: .query
     (text), .tokens, .text, .scores (of the two members), .gold, .kl (k2)."""
     tokenizer = reward.load_tokenizer(str(policy_folder))
-    pad_id, eos_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    pad_id = tokenizer.pad_token_id
     policy, reference = (AutoModelForCausalLM.from_pretrained(x).eval() for x in (policy_folder, setting.sft))
     backbones = [AutoModel.from_pretrained(x).eval() for x in (*setting.members, setting.gold)]
     heads = [load_file(x / "model.safetensors") for x in (*setting.members, setting.gold)]
     allowed, found = torch.tensor([i for i in range(len(tokenizer)) if i != pad_id]), []
     for i, row in enumerate(load_from_disk(str(world.dataset))[split].select(range(ROWS))):
-        query, tokens = [token for token in row["query_token"] if token != pad_id], []
-        while len(tokens) < LENGTH and eos_id not in tokens:
-            logits = policy(torch.tensor([query + tokens])).logits[0, -1].double() / (temperature + 1e-7)
-            noise = ppo.gumbel_noise(ppo.noise_keys(SEED, update, [i]), len(tokens), len(logits))[0]
-            tokens.append(allowed[(logits + noise)[allowed].argmax()].item())
+        query, key = [token for token in row["query_token"] if token != pad_id], ppo.noise_keys(SEED, update, [i])
+        tokens = sample_by_hand(policy, query, tokenizer, key, LENGTH, temperature + 1e-7)
         both = torch.tensor([query + tokens])
         before = slice(len(query) - 1, len(query) + len(tokens) - 1)
         logs = []
