@@ -21,6 +21,13 @@ def test_a_step_reads_what_1b_has():
     assert gpu.step_bytes(0, 565, shape, 2) == 2 * (805_306_368 + 103_022_592)
 
 
+def test_training_of_an_update_by_hand():
+    """512 episodes of 512 + 53 tokens at 1b: 4 epochs forward and backward through two bodies and one head."""
+    body = 2 * 12 * 16 * 2048**2 * 565 + 4 * 16 * 2048 * 565**2 / 2
+    head = 2 * 50304 * 2048 * 53
+    assert round(512 * 12 * (2 * body + head) / 1e15, 1) == gpu.TRAINING_PFLOP
+
+
 def test_queries_are_of_mixed_lengths_and_padded_on_the_left():
     queries = gpu.random_queries(8, 32, 99)
     lengths = (queries != 99).sum(1).tolist()

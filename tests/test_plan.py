@@ -207,6 +207,18 @@ def test_activations_and_logits_are_what_a_pass_allocates(stage):
     assert plan.logit_bytes(stage, 4, columns, VOCAB) > 0.1 * expected or stage in ("reward", "ppo")
 
 
+@pytest.mark.parametrize("size", [4, 2])
+def test_activations_of_a_llama_in_float32_and_under_autocast(size):
+    model, row = with_gradients(language_model("llama").base_model), tokens(4, 320)
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16, enabled=size == 2):
+            hidden = model(row, use_cache=False).last_hidden_state
+        hidden[:, -1].sum().backward()
+
+    assert plan.activation_bytes("llama", [(4, 320)], size) == pytest.approx(peak_bytes(step), rel=0.07)
+
+
 @pytest.mark.parametrize("stage", ["reward", "dpo", "ppo"])
 def test_a_pass_without_gradient_allocates_what_the_plan_says(stage):
     model, loss, [(rows, columns), *_], _ = losses(stage)

@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import files, free_port, give_other_tokenizer, make_reward_model, make_talker, sample_by_hand
-from datasets import Dataset, load_from_disk
+from datasets import Dataset, DatasetDict, load_from_disk
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import reward
@@ -113,11 +113,21 @@ def test_rouge_takes_words_as_they_are_and_its_means(made, world, monkeypatch):
     assert 0 < means["score_above_reference"] < 1
 
 
+def test_texts_that_rouge_cannot_read_are_told(made, world, tmp_path, capsys):
+    """rouge-score's tokens are Latin letters and digits: texts without any have 0."""
+    rows = load_from_disk(str(world.dataset))["validation"].select(range(2))
+    odd = rows.map(lambda row, i: {"reference_response": [" 我的狗跑了", " my dog"][i]}, with_indices=True)
+    DatasetDict(train=odd, validation=odd).save_to_disk(tmp_path / "data")
+    run(made.run, dataset=str(tmp_path / "data"), output_dir=str(tmp_path / "out"), splits=("validation",))
+    assert "1 of 2 references have no Latin letter" in capsys.readouterr().out
+
+
 # ---- of what, and where ---------------------------------------------------------------------------------------------
 
 
 def test_a_run_gets_its_tables_and_nothing_else_of_it_changes(made, tmp_path):
-    """Without a reward model the samples are the same; both splits are the default."""
+    """Without a reward model the samples are the same; both splits at temperature 0.01 are the default."""
+    assert samples.Args("x").temperature == 0.01
     assert {name: content for name, content in files(made.run).items() if not name.startswith("eval/")} == made.before
     run(made.run, output_dir=str(tmp_path), forward_batch_size=3, temperature=TEMPERATURE)
     assert [*files(tmp_path)] == [f"eval/{name}.csv" for name in ("rouge", "samples_test", "samples_validation")]

@@ -13,6 +13,8 @@ from accelerate.state import AcceleratorState
 from conftest import read_csv
 from datasets import Dataset, DatasetDict, load_from_disk
 
+from reward import data_order
+
 WORDS = 40
 SIZES = [(4, 2), (8, 2), (16, 2), (8, 6)]  # of --scaling at 8 items and 2 updates
 
@@ -47,6 +49,10 @@ def test_work_done_by_hand(work):
     assert throughput.work_done(args(stage="dpo"), work, 0) == (7, (one + two + 2 * 160 * 7) / 2)
     one, two = 2 * 192 * 5 + 16 * (9 / 2 + 2 * (3 + 1)), 2 * 192 * 6 + 16 * (16 / 2 + 2 * (4 + 1))  # responses of 2
     assert throughput.work_done(args(stage="ppo"), work, 2) == (5.5, (2 * (one + two) + 2 * 160 * 4) / 2)
+
+
+def test_rows_are_those_of_our_default_seed(work):
+    assert throughput.rows(args(updates=3), work).tolist() == data_order(2, 44413, 0, 6).tolist()
 
 
 def test_matmul_rate_counts_two_operations_per_multiplication(work, monkeypatch):
