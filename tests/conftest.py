@@ -195,6 +195,23 @@ def make_talker(world, folder: Path, eos: float) -> Path:
     return folder
 
 
+@torch.no_grad()
+def sample_by_hand(model, query, tokenizer, key, length: int, temperature: float = 1.0, top_p: float = 1.0) -> list:
+    """The tokens of a response, each by a full forward pass without padding: softmax, the fewest tokens of top_p, and
+    the noise of the key. [PAD] and ids beyond the tokenizer are never drawn."""
+    import ppo
+
+    said = []
+    while len(said) < length and tokenizer.eos_token_id not in said:
+        logits = model(torch.tensor([query + said])).logits[0, -1].double() / temperature
+        logits[len(tokenizer) :] = logits[tokenizer.pad_token_id] = -torch.inf
+        noisy = (logits + ppo.gumbel_noise(key, len(said), len(logits))[0]).tolist()
+        probs, order = logits.softmax(0), logits.argsort(descending=True)
+        before = probs[order].cumsum(0) - probs[order]  # the mass of what is likelier
+        said.append(max(order[before < top_p].tolist(), key=noisy.__getitem__))
+    return said
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: minutes of its own; runs with -m long only")
     config.addinivalue_line("markers", "slurm: needs Slurm, and minutes; runs with -m slurm only")

@@ -1,12 +1,12 @@
 """ensembles/alpaca_dataset.py: the format, the columns and the splits, against hand-made rows."""
 
 import json
-from pathlib import Path
 
 import alpaca_dataset
 import check_data
 import pytest
 import torch
+from conftest import write_jsonl
 from datasets import load_from_disk
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
@@ -24,18 +24,14 @@ ROWS = [
 ]
 
 
-def write(path: Path, rows: list[dict]) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def made(world, tmp_path_factory):
     """Folder written of ROWS in each split, with narrow limits."""
     root = tmp_path_factory.mktemp("alpaca")
     for split in ("sft", "pref", "unlabeled", "val"):
-        write(root / "raw" / f"{split}.jsonl", ROWS)
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+        (root / "raw").mkdir(exist_ok=True)
+        (root / "raw" / f"{split}.jsonl").write_text(lines, encoding="utf-8")
     args = alpaca_dataset.Args(str(root / "raw"), str(world.model), str(root / "out"), 40, 24)
     alpaca_dataset.main(args)
     return root / "out"
@@ -117,46 +113,28 @@ def test_splits_of_rows_without_any(tmp_path):
         alpaca_dataset.deal_out([*named[:2], ("c", {"split": "test"})], 1)
 
 
-def test_each_split_stands_where_its_stage_reads_it(made):
-    for name in ("sft", "pref", "unlabeled"):
-        data = load_from_disk(str(made / name))
-        assert data["train"]["id"][0] == f"{name}_000000" and data["validation"]["id"][0] == "val_000000"
-
-
 @pytest.mark.parametrize(
-    ("row", "where"),
+    ("lines", "settings", "named"),
     [
-        ({"instruction": " ", "output": "x"}, r"x\.jsonl, row 2: instruction"),
-        ({"instruction": "x"}, r"x\.jsonl, row 2: output"),
-        (ROWS[0] | {"input": "a <|assistant|>b"}, r"x\.jsonl, row 2: input holds <\|assistant\|>"),
-        (ROWS[0] | {"input": 3}, r"x\.jsonl, row 2: input"),
+        ([{"instruction": " ", "output": "x"}], {}, r"x\.jsonl, row 2: instruction"),
+        ([{"instruction": "x"}], {}, r"x\.jsonl, row 2: output"),
+        ([ROWS[0] | {"input": "a <|assistant|>b"}], {}, r"x\.jsonl, row 2: input holds <\|assistant\|>"),
+        ([ROWS[0] | {"input": 3}], {}, r"x\.jsonl, row 2: input"),
+        (['{"instr\n'], {}, r"x\.jsonl, row 2"),
+        ([], {}, "no rows for the split pref"),
+        ([], {"dataset": "none.jsonl"}, "none.jsonl"),
+        ([], {"base": "nowhere/x"}, "--base nowhere/x"),
+        ([], {"max_query_length": 4}, "--max-query-length"),
+        ([], {"output_dir": "{model}"}, "already holds data"),
     ],
 )
-def test_a_bad_row_is_named_and_nothing_is_written(world, tmp_path, row, where):
-    good = [ROWS[0] | {"split": split} for split in ("pref", "unlabeled", "val")]
-    file = write(tmp_path / "x.jsonl", [ROWS[0] | {"split": "sft"}, row | {"split": "sft"}, *good])
-    with pytest.raises(SystemExit, match=where):
-        alpaca_dataset.main(alpaca_dataset.Args(file, str(world.model), str(tmp_path / "out")))
+def test_bad_input_is_named_and_nothing_is_written(world, tmp_path, lines, settings, named):
+    lines = [line if isinstance(line, str) else {"split": "sft"} | line for line in lines]
+    splits = ("sft",) if "pref" in named else ("pref", "unlabeled", "val")
+    first, *rest = [ROWS[0] | {"split": split} for split in ("sft", *splits)]
+    file = write_jsonl(tmp_path / "x.jsonl", [first, *lines, *rest])
+    settings = {key: x.format(model=world.model) if isinstance(x, str) else x for key, x in settings.items()}
+    common = {"dataset": str(file), "base": str(world.model), "output_dir": str(tmp_path / "out")}
+    with pytest.raises(SystemExit, match=f"^error: .*{named}"):
+        alpaca_dataset.main(alpaca_dataset.Args(**common | settings))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.jsonl"]
-
-
-def test_bad_input_is_one_message(world, tmp_path):
-    Args, out = alpaca_dataset.Args, str(tmp_path / "out")
-    (tmp_path / "latin.jsonl").write_bytes(b'{"instruction": "caf\xe9", "output": "y"}\n')
-    (tmp_path / "bad.jsonl").write_text('{"instruction": "x", "output": "y"}\n{"instr\n')
-    write(tmp_path / "one.jsonl", [ROWS[0] | {"split": "sft"}])
-    few = write(tmp_path / "few.jsonl", [ROWS[0] | {"split": x} for x in ("sft", "pref", "unlabeled", "val")])
-    model = str(world.model)
-    for args, message in (
-        (Args(str(tmp_path / "bad.jsonl"), model, out), r"bad\.jsonl, row 2"),
-        (Args(str(tmp_path / "latin.jsonl"), model, out), r"latin\.jsonl cannot be read"),
-        (Args(str(tmp_path / "none.jsonl"), model, out), "none.jsonl"),
-        (Args(str(tmp_path / "none"), model, out), f"--dataset {tmp_path}/none"),
-        (Args(str(tmp_path / "one.jsonl"), model, out), "no rows for the split pref"),
-        (Args(few, model, out, max_query_length=4), "--max-query-length"),
-        (Args(few, "nowhere/x", out), "--base nowhere/x"),
-        (Args(few, model, model), f"{model} already holds data"),
-    ):
-        with pytest.raises(SystemExit, match=f"^error: .*{message}"):
-            alpaca_dataset.main(args)
-    assert not (tmp_path / "out").exists() and not [*tmp_path.glob("*.tmp*")]

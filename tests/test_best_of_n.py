@@ -17,7 +17,7 @@ import pandas
 import pytest
 import torch
 import truth
-from conftest import give_other_tokenizer, make_constant, record
+from conftest import files, give_other_tokenizer, make_constant, make_reward_model, record, sample_by_hand
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM
 
@@ -73,10 +73,6 @@ def written(made, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("written") / "new" / "x"
     best_of_n.main(best_of_n.Args(**made.args, output_dir=str(output)))
     return output
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def shards(folder: Path) -> list[dict]:
@@ -179,10 +175,10 @@ def objective_by_hand(name: str, uwo_lambda, scores: list) -> Fraction:
     return {"mean": mean, "wco": min(scores), "uwo": mean - Fraction(uwo_lambda) * variance}[name]
 
 
-@pytest.mark.parametrize("block", [10_000, 5], ids=["one block", "a block a prompt"])
-def test_the_tables_of_a_hand_made_case(tmp_path, monkeypatch, capsys, block):
+def test_the_tables_of_a_hand_made_case(tmp_path, monkeypatch):
+    """A block of the computation holds one of the three prompts."""
     folder = write_shards(tmp_path / "x")
-    monkeypatch.setattr(best_of_n, "BLOCK", block)
+    monkeypatch.setattr(best_of_n, "BLOCK", 5)
     best_of_n.main(best_of_n.Args(output_dir=str(folder), estimate=True, uwo_lambda=0.25))
     table = pandas.read_csv(folder / "best_of_n.csv")
     assert list(table.columns) == "method n kl gold gold_low gold_high proxy variance".split()
@@ -210,10 +206,12 @@ def test_the_tables_of_a_hand_made_case(tmp_path, monkeypatch, capsys, block):
         for column in ("gold", "proxy", "variance"):
             single = sum(sum(found[method, n][column]) / 3 for method in methods[:3]) / 3
             assert rows["single", n][column] == pytest.approx(float(single), abs=1e-12)
-    text = (folder / "best_of_n.md").read_text()
-    assert text in capsys.readouterr().out and "3 of 3 prompts" in text and "2.0 tokens" in text and "80.0%" in text
-    best = rows["mean", 5]
-    assert f"| mean | {best['gold']:.4g} | {best['gold_low']:.4g} to {best['gold_high']:.4g} |" in text
+    (folder / "samples_000001.npz").unlink()  # tables of the prompts that there are, with a penalty of 0
+    best_of_n.main(best_of_n.Args(output_dir=str(folder), estimate=True, uwo_lambda=0.0))
+    table = pandas.read_csv(folder / "best_of_n.csv").set_index("method")
+    assert (table.loc["mean"].to_numpy() == table.loc["uwo"].to_numpy()).all()
+    golds = [float(found["mean", 5]["gold"][i]) for i in (0, 2)]
+    assert table.loc["mean"]["gold"].iloc[-1] == pytest.approx(sum(golds) / 2)
 
 
 def test_the_grid_of_n():
@@ -250,23 +248,10 @@ def test_samples_are_those_of_full_forward_passes(made, temperature, top_p):
     # a short prompt, so that much of what is seen is what was said
     found, model = drawn(made, 2, 20, last=5, **settings), best_of_n.load_policy(made.policy, made.tokenizer).eval()
     eos_id, pad_id = made.tokenizer.eos_token_id, made.tokenizer.pad_token_id
+    query = query_of(made, 2, last=5).tolist()
     for i in range(20):
-        key, tokens = ppo.noise_keys(5, 2, [i]), query_of(made, 2, last=5)
-        for t in range(R):
-            logits = (model(tokens[None], use_cache=False).logits[0, -1, :pad_id] / temperature).tolist()
-            ranked, mass, choice = sorted(range(pad_id), key=lambda token: -logits[token]), 0.0, []
-            total = sum(math.exp(logits[token]) for token in ranked)
-            for token in ranked:
-                if mass < top_p:
-                    choice.append(token)
-                mass += math.exp(logits[token]) / total
-            noise = ppo.gumbel_noise(key, t, pad_id)[0].tolist()
-            best = max(choice, key=lambda token: logits[token] + noise[token])
-            assert found[i, t] == best
-            tokens = torch.cat([tokens, torch.tensor([best])])
-            if best == eos_id:
-                assert (found[i, t + 1 :] == pad_id).all()
-                break
+        expected = sample_by_hand(model, query, made.tokenizer, ppo.noise_keys(5, 2, [i]), R, temperature, top_p)
+        assert found[i].tolist() == expected + [pad_id] * (R - len(expected))
     ended = (found == eos_id).any(1)
     assert top_p == 1 or (3 < ended.sum() < 17 and len(found.unique(dim=0)) > 15)  # there is something to see
 
@@ -335,23 +320,16 @@ def test_scales_are_of_a_sample_to_each_of_the_first_training_posts(made, writte
         assert (scale["mean"], scale["sd"]) == pytest.approx((mean, sd), rel=1e-4) and sd > 0.01
 
 
-def test_a_proxy_that_says_one_thing_of_all_is_named(made, tmp_path):
-    constant = str(make_constant(made.rewards[1], tmp_path / "constant"))
-    changes = {"reward_model_paths": [made.rewards[0], constant], "output_dir": str(tmp_path / "x"), "samples": 2}
-    assert f"{constant} scores all samples " in message(made.args | changes)
-
-
 # ---- one folder, several commands --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("written_before", [0, 1, 3])
-def test_killed_it_goes_on_to_the_same_bytes(made, written, tmp_path, monkeypatch, written_before):
+def test_killed_it_goes_on_to_the_same_bytes(made, written, tmp_path, monkeypatch):
     """Killed while it writes a shard, which is there half-written under another name."""
     args, folder = best_of_n.Args(**made.args, output_dir=str(tmp_path / "x")), tmp_path / "x"
     replace = os.replace
 
     def killed(partial, path):
-        if len(list(folder.glob("samples_*.npz"))) == written_before and "samples_" in str(path):
+        if len(list(folder.glob("samples_*.npz"))) == 2 and "samples_" in str(path):
             os.truncate(partial, 100)
             raise KeyboardInterrupt
         replace(partial, path)
@@ -360,10 +338,10 @@ def test_killed_it_goes_on_to_the_same_bytes(made, written, tmp_path, monkeypatc
         patch.setattr(best_of_n.os, "replace", killed)
         best_of_n.main(args)
     untouched = {file: file.stat().st_mtime_ns for file in folder.glob("samples_*.npz")}
-    assert len(untouched) == written_before
+    assert len(untouched) == 2
     best_of_n.main(args)
     assert {file: file.stat().st_mtime_ns for file in untouched} == untouched  # only what was missing is made
-    assert contents(folder) == contents(written)
+    assert files(folder) == files(written)
 
 
 def test_processes_share_the_prompts(made, written, tmp_path, monkeypatch, capsys):
@@ -372,26 +350,11 @@ def test_processes_share_the_prompts(made, written, tmp_path, monkeypatch, capsy
     for rank, names in ((1, ["samples_000001.npz", "samples_000003.npz"]), (0, ["args.json", "samples_000000.npz"])):
         monkeypatch.setenv("RANK", str(rank))
         best_of_n.main(args)
-        assert set(names) <= set(contents(tmp_path / "x")) and "--estimate" in capsys.readouterr().out
-        assert len(contents(tmp_path / "x")) == (2 if rank else 6)  # and no table
+        assert set(names) <= set(files(tmp_path / "x")) and "--estimate" in capsys.readouterr().out
+        assert len(files(tmp_path / "x")) == (2 if rank else 6)  # and no table
     monkeypatch.delenv("WORLD_SIZE")
     best_of_n.main(best_of_n.Args(output_dir=str(tmp_path / "x"), estimate=True))
-    assert contents(tmp_path / "x") == contents(written)
-
-
-def test_tables_of_some_prompts_and_a_penalty_of_0(written, tmp_path, capsys):
-    shutil.copytree(written, tmp_path / "x")
-    (tmp_path / "x" / "samples_000001.npz").unlink()
-    best_of_n.main(best_of_n.Args(output_dir=str(tmp_path / "x"), estimate=True, uwo_lambda=0.0))
-    assert "3 of 4 prompts" in capsys.readouterr().out
-    table = pandas.read_csv(tmp_path / "x" / "best_of_n.csv").set_index("method")
-    assert (table.loc["mean"].to_numpy() == table.loc["uwo"].to_numpy()).all()
-
-
-def test_one_reward_model_has_no_ensemble(made, tmp_path):
-    one = made.args | {"reward_model_paths": made.rewards[:1], "prompts": 1, "output_dir": str(tmp_path)}
-    best_of_n.main(best_of_n.Args(**one))
-    assert set(pandas.read_csv(tmp_path / "best_of_n.csv")["method"]) == {"single", "single_1"}
+    assert files(tmp_path / "x") == files(written)
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------
@@ -405,8 +368,20 @@ def message(args: dict) -> str:
     return text
 
 
+@pytest.fixture(scope="module")
+def broken(made, tmp_path_factory) -> Path:
+    """Gold functions that fail and that give infinity, a reward model that says one thing of all and one that says
+    infinity, and shards of which one is torn."""
+    root = tmp_path_factory.mktemp("broken")
+    (root / "gold.py").write_text("def fails(*_):\n    raise ValueError('no')\n\ndef huge(*_):\n    return 1e999\n")
+    make_constant(Path(made.rewards[1]), root / "constant")
+    make_reward_model(Path(made.rewards[1]), root / "infinite", bias=math.inf)
+    (write_shards(root / "torn") / "samples_000002.npz").write_bytes(b"PK torn")
+    return root
+
+
 @pytest.mark.parametrize(
-    ("changes", "part"),
+    ("changes", "named"),
     [
         ({"uwo_lambda": -0.1}, "--uwo-lambda -0.1"),
         ({"gold": None}, "--gold"),
@@ -419,58 +394,30 @@ def message(args: dict) -> str:
         ({"gold": "/nowhere.py:f"}, "--gold /nowhere.py:f"),
         ({"dataset": "/nowhere"}, "--dataset /nowhere"),
         ({"estimate": True}, "args.json"),
+        ({"estimate": True, "output_dir": "{broken}/torn"}, "{broken}/torn/samples_000002.npz"),
+        ({"reward_model_paths": ["{own}", "{own}"]}, "twice"),
+        ({"reward_model_paths": ["{own}", "{other}"]}, "{other}"),
+        ({"gold": "{other}"}, "{other}"),
+        ({"reward_model_paths": ["{own}", "{broken}/constant"]}, "{broken}/constant scores all samples"),
+        ({"reward_model_paths": ["{own}", "{broken}/infinite"]}, "post 0: {broken}/infinite scores a sample inf"),
+        ({"gold": "{broken}/gold.py:fails"}, "prompt 0 ("),
+        ({"gold": "{broken}/gold.py:huge"}, "prompt 0 ("),
     ],
 )
-def test_bad_input_leaves_nothing_behind(made, tmp_path, changes, part):
-    assert part in message(made.args | {"output_dir": str(tmp_path / "x")} | changes)
-    assert not (tmp_path / "x").exists()
-
-
-def test_another_tokenizer_is_named_with_the_policys(made, tmp_path):
-    args = made.args | {"output_dir": str(tmp_path / "x")}
-    for changes in ({"reward_model_paths": [made.rewards[0], made.other]}, {"gold": made.other}):
-        text = message(args | changes)
-        assert made.other in text and made.policy in text
-    assert "twice" in message(args | {"reward_model_paths": [made.rewards[0]] * 2})
-    assert not (tmp_path / "x").exists()
-
-
-def test_a_score_that_is_no_number_names_member_and_prompt(made, tmp_path):
-    broken = tmp_path / "broken"
-    shutil.copytree(made.rewards[1], broken)
-    model = ppo.load_reward_model(str(broken), made.tokenizer).model
-    torch.nn.init.constant_(model.score.bias, math.inf)
-    model.save_pretrained(broken, state_dict=model.state_dict())
-    changes = {"reward_model_paths": [made.rewards[0], str(broken)], "output_dir": str(tmp_path / "x"), "samples": 2}
-    assert f"training post 0: {broken} scores a sample inf" in message(made.args | changes)
-    assert not list((tmp_path / "x").glob("samples_*"))
-
-
-def test_a_gold_function_that_fails_names_the_prompt(made, tmp_path):
-    (tmp_path / "gold.py").write_text(
-        "def f(post, summary):\n    raise ValueError('no such post')\n\ndef g(*_):\n    return 1e999\n"
-    )
-    for name, part in (("f", "no such post"), ("g", "inf")):
-        gold = f"{tmp_path / 'gold.py'}:{name}"
-        text = message(made.args | {"gold": gold, "output_dir": str(tmp_path / "x"), "samples": 2})
-        assert gold in text and f"prompt 0 ({made.data[0]['id']})" in text and part in text
+def test_bad_input_is_named_and_no_sample_is_written(made, broken, tmp_path, changes, named):
+    paths = {"own": made.rewards[0], "other": made.other, "broken": broken}
+    for key, path in paths.items():
+        changes = json.loads(json.dumps(changes).replace(f"{{{key}}}", str(path)))
+        named = named.replace(f"{{{key}}}", str(path))
+    assert named in message(made.args | {"output_dir": str(tmp_path / "x"), "samples": 2} | changes)
+    assert not list(tmp_path.glob("x/samples_*"))
 
 
 def test_other_settings_in_the_same_folder(made, written):
-    before = contents(written)
+    before = files(written)
     text = message(made.args | {"output_dir": str(written), "top_p": 0.7, "seed": 2})
     assert "top_p: 0.8 -> 0.7" in text and "seed: 1 -> 2" in text and "samples:" not in text
-    assert contents(written) == before
+    assert files(written) == before
     args = best_of_n.Args(**made.args | {"output_dir": str(written), "micro_batch_size": 3})
     best_of_n.main(args)  # what may differ: nothing is missing, the tables are made anew
-    assert contents(written) == before
-
-
-def test_a_torn_shard_is_named(written, tmp_path):
-    shutil.copytree(written, tmp_path / "x")
-    file = tmp_path / "x" / "samples_000002.npz"
-    file.write_bytes(file.read_bytes()[:300])
-    assert str(file) in message({"output_dir": str(tmp_path / "x"), "estimate": True})
-    for file in (tmp_path / "x").glob("samples_*.npz"):
-        file.unlink()
-    assert "not one prompt" in message({"output_dir": str(tmp_path / "x"), "estimate": True})
+    assert files(written) == before

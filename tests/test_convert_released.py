@@ -62,21 +62,17 @@ def test_its_rewards_are_the_heads_less_the_offset(world, released, tmp_path, mo
 def test_what_cannot_be_converted_is_one_message(world, released, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder, _, head = released("model.safetensors")
-    (tmp_path / "there").mkdir()
+    torn = {"scalar_head.weight": head, "scalar_head.bias": torch.zeros(1)}
+    save_file(torn, folder / "model.safetensors")
     before = {path.name for path in tmp_path.iterdir()}
-    cases = [
-        ({"source": str(folder), "output_dir": "there"}, "error: there is there already: delete it"),
-        ({"model": "12b"}, "error: the paper released no reward model of size 12b and seed 44413"),
-        ({"seed": 1}, "error: the paper released no reward model of size 1b and seed 1"),
-        ({"source": str(world.model)}, f"error: {world.model}: no released reward model that can be read (KeyError"),
-        ({"source": "nobody/nothing@main"}, "error: nobody/nothing@main: no released reward model that can be read ("),
-    ]
-    for flags, message in cases:
-        with pytest.raises(SystemExit) as error:
+    for flags, named in (
+        ({"output_dir": str(folder)}, f"{folder} is there already"),
+        ({"model": "12b"}, "no reward model of size 12b"),
+        ({"seed": 1}, "no reward model of size 1b and seed 1"),
+        ({"source": str(world.model)}, f"{world.model}: no released reward model"),
+        ({"source": "nobody/nothing@main"}, "nobody/nothing@main: no released reward model"),
+        ({"source": str(folder)}, f"{folder}: these weights are missing: .'gpt_neox.embed_in.weight'"),
+    ):
+        with pytest.raises(SystemExit, match=f"^error: .*{named}"):
             convert_released.main(convert_released.Args(**{"output_dir": "new"} | flags))
-        assert str(error.value).startswith(message) and "\n" not in str(error.value), error.value
         assert {path.name for path in tmp_path.iterdir()} == before
-    save_file({"scalar_head.weight": head, "scalar_head.bias": torch.zeros(1)}, folder / "model.safetensors")
-    with pytest.raises(SystemExit, match=f"^error: {folder}: these weights are missing: .'gpt_neox.embed_in.weight'"):
-        convert_released.main(convert_released.Args(source=str(folder), output_dir="new"))
-    assert {path.name for path in tmp_path.iterdir()} == before

@@ -100,27 +100,19 @@ def test_runs_of_two_settings_are_an_error_and_several_single_reward_models_are_
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
-        ("runs/ppo/a/metrics.jsonl", '"update": 3', '"update" 3'),
         ("runs/ppo/a/metrics.jsonl", "kl_k2", "kl"),
         ("runs/ppo/a/args.json", "{", ""),
         ("runs/best_of_n/a/best_of_n.csv", "gold", "silver"),
-        ("a/args.json", "{", ""),
     ],
 )
 def test_a_damaged_file_is_named_and_nothing_is_written(tmp_path, monkeypatch, file, old, new):
     monkeypatch.chdir(tmp_path)
-    write_json(Path("a/args.json"), {"stage": "reward"})
     make_ppo("a", ["a"])
     make_best_of_n("a", ["a", "b"], {"mean": 1})
     Path(file).write_text(Path(file).read_text().replace(old, new))
     with pytest.raises(SystemExit, match=f"^error: {file} cannot be read"):
         figures.main(figures.Args(runs=("runs",), output_dir="out"))
     assert not Path("out").exists()
-
-
-def test_a_folder_without_runs_is_named(tmp_path):
-    with pytest.raises(SystemExit, match=f"--runs {tmp_path}: no complete run"):
-        figures.main(figures.Args(runs=(str(tmp_path),), output_dir=str(tmp_path / "out")))
 
 
 # ---- means and intervals ---------------------------------------------------------------------------------------------
@@ -173,19 +165,6 @@ def test_which_runs_each_figure_has():
     assert found["figure_5"] == [*free, ("uwo", False, updates, [1, 1, 2])]
     variances = [("mean", False, [1, 2], [1, 7]), ("mean", True, [1, 2], [2, 3])]  # 0 and the smallest penalty
     assert found["figure_10"] == [*variances, ("uwo", False, [1, 2], [4, 4])]
-
-
-def test_the_figure_shows_lines_and_their_intervals():
-    lines = [figures.Line("single", "one", [0, 5], [1, 2], (2, 1.5, 2.5))]
-    lines += [figures.Line("wco", "two", [0, 5], [1, 4], (4, 3, 5), dashed=True)]
-    (axis,) = figures.draw_lines("t", "x", "y", lines).axes
-    curves = [line for line in axis.lines if line.get_label() in ("one", "two")]
-    assert [(list(x.get_xdata()), list(x.get_ydata()), x.get_linestyle()) for x in curves] == [
-        ([0, 5], [1, 2], "-"), ([0, 5], [1, 4], "--"),
-    ]  # fmt: skip
-    bars = [container.lines[2][0].get_segments()[0] for container in axis.containers]
-    assert [bar[:, 1].tolist() for bar in bars] == [[1.5, 2.5], [3, 5]]
-    assert 5 < bars[0][0, 0] < bars[1][0, 0] < axis.get_xlim()[1]  # beside the curves and beside one another
 
 
 # ---- the table, the whole command ------------------------------------------------------------------------------------

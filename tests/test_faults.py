@@ -4,7 +4,6 @@ run with one message or not at all, and never costs what was saved.
 The plumbing is one text in every stage (test_copies.py), so most of it is tried here on a stage that is nothing else
 (`toy`); killed and resumed stages are in test_invariance.py and kill_runs.py."""
 
-import gzip
 import json
 import os
 import pickle
@@ -13,10 +12,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +26,6 @@ from kill_runs import left_behind
 from safetensors.torch import load_file
 
 import ppo
-import reward
 import sft
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,11 +106,11 @@ def stopped(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(("number", "save_every"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 3)])
-def test_a_signal_saves_after_the_update_and_ends_with_75(tmp_path, whole, capsys, number, save_every):
+def test_a_signal_saves_after_the_update_and_ends_with_75(tmp_path, whole, number, save_every):
     args = toy_args(tmp_path / "run", save_every=save_every)
     with pytest.raises(SystemExit) as end:
         toy(args, lambda update: os.kill(os.getpid(), number) if update == 3 else None)
-    assert end.value.code == 75 and "stopped by a signal after update 3;" in capsys.readouterr().out
+    assert end.value.code == 75
     assert [x.name for x in (tmp_path / "run" / "checkpoints").iterdir()] == ["update_000003"]
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
     assert toy(replace(args, resume=True, save_every=6)) == [4, 5, 6]
@@ -182,27 +178,17 @@ def test_no_run_is_overwritten(halfway, left):
     assert contents(halfway) == before
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"seed": 8}, {"learning_rate": 0.2}, {"dataset": "moved"}],
-)
+@pytest.mark.parametrize("changes", [{"seed": 8}, {"learning_rate": 0.2}, {"dataset": "moved"}])
 def test_resume_refuses_what_would_change_an_update(halfway, changes):
-    before, settings = contents(halfway), json.loads((halfway / "args.json").read_text())
-    with pytest.raises(SystemExit) as end:
+    before, [(key, value)] = contents(halfway), changes.items()
+    with pytest.raises(SystemExit, match=f"^error: --resume .*--{key.replace('_', '-')} .* -> {value}"):
         toy(toy_args(halfway, resume=True, **changes))
-    told = [f"--{key.replace('_', '-')} {settings[key]} -> {value}" for key, value in changes.items()]
-    assert str(end.value).startswith(f"error: --resume {halfway}: {', '.join(told)} would change the run")
     assert contents(halfway) == before
 
 
-def test_resume_takes_and_prints_what_changes_no_update(halfway, whole, capsys):
+def test_resume_takes_what_changes_no_update(halfway, whole):
     changes = {"micro_batch_size": 4, "save_every": 3, "eval_every": 2}
-    old = json.loads((halfway / "args.json").read_text())
     assert toy(toy_args(halfway, resume=True, **changes)) == [5, 6] and end_of(halfway) == whole
-    [said] = [line for line in capsys.readouterr().out.splitlines() if ", changed: " in line]
-    told = {f"--{key.replace('_', '-')} {old[key]} -> {value}" for key, value in changes.items()}
-    told |= {"--resume False -> True", f"--output-dir {old['output_dir']} -> {halfway}"}
-    assert set(said.partition("changed: ")[2].split(", ")) == told
 
 
 def test_a_data_set_that_has_moved_is_written_into_args_json(halfway, whole):
@@ -212,19 +198,17 @@ def test_a_data_set_that_has_moved_is_written_into_args_json(halfway, whole):
 
 
 @pytest.mark.parametrize("changes", [{}, {"seed": 8, "dataset": "none"}])
-def test_resume_leaves_an_ended_run_as_it_is(halfway, capsys, changes):
+def test_resume_leaves_an_ended_run_as_it_is(halfway, changes):
     (halfway / "model").mkdir()
     before = contents(halfway)
     with pytest.raises(SystemExit) as end:
         toy(toy_args(halfway, resume=True, **changes))
-    assert end.value.code == 0 and f"the run in {halfway} has ended" in capsys.readouterr().out
-    assert contents(halfway) == before
+    assert end.value.code == 0 and contents(halfway) == before
 
 
-def test_resume_without_a_checkpoint_starts_anew_and_says_so(halfway, whole, capsys):
+def test_resume_without_a_checkpoint_starts_anew(halfway, whole):
     shutil.rmtree(halfway / "checkpoints")
     assert toy(toy_args(halfway, resume=True)) == [1, 2, 3, 4, 5, 6] and end_of(halfway) == whole
-    assert f"--resume: {halfway} has no checkpoint, so the run starts anew" in capsys.readouterr().out
 
 
 def test_accumulation_by_accelerate_divides_no_loss(tmp_path, whole, monkeypatch):
@@ -249,8 +233,7 @@ def test_a_full_disk_while_saving(tmp_path, whole, full_disk):
     with pytest.raises(SystemExit) as end:
         toy(toy_args(folder), lambda update: full_disk(100_000) if update == 3 else None)  # the weights have 360,000
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert str(end.value).startswith(f"error: {folder}/checkpoints/update_000004 could not be written (")
-    assert str(end.value).endswith("make room, then continue with --resume") and "\n" not in str(end.value)
+    assert str(end.value).startswith(f"error: {folder}/checkpoints/update_000004 ") and "\n" not in str(end.value)
     assert [x.name for x in (folder / "checkpoints").iterdir()] == ["update_000002"]
     assert toy(toy_args(folder, resume=True)) == [3, 4, 5, 6] and end_of(folder) == whole
 
@@ -283,31 +266,21 @@ def models(world, tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(sft=world.model, reward=folder)
 
 
-READERS = {
-    "sft": (sft.load_policy, "sft"),
-    "new reward model": (reward.new_reward_model, "sft"),
-    "policy": (ppo.load_policy, "sft"),
-    "reward model": (ppo.load_reward_model, "reward"),
-}
-
-
-def refused(name: str, folder: Path) -> str:
-    """The message with which a model is refused."""
-    with pytest.raises(SystemExit) as end:
-        READERS[name][0](str(folder), sft.load_tokenizer(str(folder)))
-    assert str(end.value).startswith("error: ") and str(folder) in str(end.value)
-    return str(end.value)
+READERS = {"sft": sft.load_policy, "reward": ppo.load_reward_model}  # the others are the same text: test_copies.py
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_damaged_weights_and_code_in_place_of_them(models, tmp_path, name):
-    shutil.copytree(getattr(models, READERS[name][1]), tmp_path / "model")
-    state = load_file(tmp_path / "model" / "model.safetensors")
-    cut_short(tmp_path / "model" / "model.safetensors")
-    assert "read" in refused(name, tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").unlink()
-    torch.save(state | {"more": Payload(tmp_path / "ran")}, tmp_path / "model" / "pytorch_model.bin")
-    assert "read" in refused(name, tmp_path / "model")
+    folder, tokenizer = tmp_path / "model", sft.load_tokenizer(str(models.sft))
+    shutil.copytree(getattr(models, name), folder)
+    state = load_file(folder / "model.safetensors")
+    cut_short(folder / "model.safetensors")
+    with pytest.raises(SystemExit, match=f"^error: .*{folder}.* read"):
+        READERS[name](str(folder), tokenizer)
+    (folder / "model.safetensors").unlink()
+    torch.save(state | {"more": Payload(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    with pytest.raises(SystemExit, match=f"^error: .*{folder}.* read"):
+        READERS[name](str(folder), tokenizer)
     assert not (tmp_path / "ran").exists()
 
 
@@ -402,7 +375,11 @@ def in_a_child(args, at=None) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGKILL, -signal.SIGKILL)])
-def test_each_update_is_once_in_metrics_tensorboard_and_wandb_after_a_stop(tmp_path, whole, number, code):
+def test_each_update_is_once_in_metrics_tensorboard_and_wandb_after_a_stop(tmp_path, whole, monkeypatch, number, code):
+    """And none of the files of the run holds a secret of its environment."""
+    secrets = {"HF_TOKEN": "hf_" + "qWeRtZuI" * 4, "WANDB_API_KEY": "9f8e" * 10}
+    for name, secret in secrets.items():
+        monkeypatch.setenv(name, secret)
     args, folder = toy_args(tmp_path / "run", track=True), tmp_path / "run"
     assert in_a_child(args, lambda update: os.kill(os.getpid(), number) if update == 5 else None)[0] == code
     assert in_a_child(replace(args, resume=True))[0] == 0
@@ -416,6 +393,8 @@ def test_each_update_is_once_in_metrics_tensorboard_and_wandb_after_a_stop(tmp_p
     lines = {line["update"]: line for line in found["metrics"]}
     assert all(lines[step] == {"update": step} | row for step, row in found["W&B"].items())
     assert kill_runs.complete(found | {"weights": 1, "W&B": {}}) == "" and end_of(folder)[:2] == whole[:2]
+    for content in contents(folder).values():
+        assert not any(secret.encode() in content for secret in secrets.values())
 
 
 def test_wandb_out_of_reach_is_one_error(tmp_path, monkeypatch):
@@ -427,89 +406,6 @@ def test_wandb_out_of_reach_is_one_error(tmp_path, monkeypatch):
     assert code == 1 and "error: the trackers do not start (WANDB_MODE=offline keeps" in output
     assert "Traceback" not in output[output.index("error: the trackers") :]
     assert not (tmp_path / "run" / "args.json").exists()
-
-
-class LoopbackWandb:
-    """As much of a W&B server as a client needs that logs metrics: .history {run: rows that arrived}, .stop()."""
-
-    def __init__(self):
-        server = self
-        self.history = {}
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_):
-                pass
-
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
-                answer = {}
-                if self.path.startswith("/graphql"):
-                    answer = {"data": server.data(json.loads(body))}
-                elif self.path.endswith("/file_stream"):
-                    rows = json.loads(body).get("files", {}).get("wandb-history.jsonl", {"content": []})["content"]
-                    server.history.setdefault(self.path.split("/")[-2], []).extend(map(json.loads, rows))
-                answer = json.dumps(answer).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-
-    def data(self, request: dict) -> dict:
-        name = (request.get("variables") or {}).get("name") or ""
-        rows = [json.dumps(row) for row in self.history.get(name, [])]
-        bucket = {"id": "1", "name": name, "displayName": name, "config": "{}", "summaryMetrics": "{}", "tags": []}
-        bucket |= {"historyTail": json.dumps(rows[-1:]), "historyLineCount": len(rows), "wandbConfig": '{"t": 1}'}
-        bucket |= {"eventsTail": "[]", "eventsLineCount": 0, "logLineCount": 0}
-        bucket["project"] = {"id": "1", "name": "p", "entity": {"id": "1", "name": "me"}}
-        viewer = {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
-        known = {"bucket": bucket if rows else None}
-        files = {"runID": "1", "uploadHeaders": [], "files": []}
-        upsert = {"bucket": bucket, "inserted": not rows}
-        return {"viewer": viewer, "model": known, "upsertBucket": upsert, "createRunFiles": files}
-
-    def stop(self):
-        self.http.shutdown()
-        self.http.server_close()
-
-
-@pytest.fixture
-def server(monkeypatch):
-    found = LoopbackWandb()
-    settings = {"MODE": "online", "BASE_URL": found.url, "API_KEY": "a1b2" * 10, "FINISH_TIMEOUT": "2"}
-    for name, value in settings.items():
-        monkeypatch.setenv(f"WANDB_{name}", value)
-    yield found
-    found.stop()
-
-
-def test_wandb_has_each_update_once_where_it_was_ahead_of_the_checkpoint(tmp_path, server):
-    args = toy_args(tmp_path / "run", track=True)
-    assert in_a_child(args, lambda update: os.kill(os.getpid(), signal.SIGUSR1) if update == 5 else None)[0] == 75
-    run = json.loads((tmp_path / "run" / "args.json").read_text())["wandb_id"]
-    assert server.history[run][-1]["_step"] == 5
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "update_000005")  # update 5 is done again
-    assert in_a_child(replace(args, resume=True))[0] == 0
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["_step"] for row in server.history[run]] == [line["update"] for line in lines]
-    for row, line in zip(server.history[run], lines, strict=True):
-        assert all(row[key] == line[key] for key in line if key != "update" and not key.startswith("time/"))
-
-
-def test_secrets_are_nowhere_in_a_run_folder(tmp_path, monkeypatch):
-    secrets = {"HF_TOKEN": "hf_" + "qWeRtZuI" * 4, "WANDB_API_KEY": "9f8e" * 10}
-    for name, secret in secrets.items():
-        monkeypatch.setenv(name, secret)
-    args = toy_args(tmp_path / "run", track=True)
-    assert in_a_child(args)[0] == 0
-    files = [x for x in tmp_path.rglob("*") if x.is_file()]
-    assert any(x.suffix == ".wandb" for x in files) and len(files) > 12
-    for file in files:
-        assert not [name for name, secret in secrets.items() if secret.encode() in file.read_bytes()], file
 
 
 # ---- code in place of data --------------------------------------------------------------------------------------
@@ -549,7 +445,7 @@ def test_no_code_runs_from_a_config(models, tmp_path):
         f"import os\nos.system('touch {tmp_path}/ran')\nclass Config: pass\nclass Model: pass\n"
     )
     tokenizer = sft.load_tokenizer(str(models.sft))
-    for read, _ in READERS.values():
+    for read in READERS.values():
         with pytest.raises(SystemExit, match="^error: .*read"):
             read(str(folder), tokenizer)
     sft.load_tokenizer(str(folder))  # needs no code

@@ -118,15 +118,6 @@ def read(drawn, number: int) -> pandas.DataFrame:
     return pandas.read_csv(drawn[1] / f"figure_{number}.csv", keep_default_na=False, na_values=[""])
 
 
-def test_each_figure_is_there_as_png_pdf_and_csv(drawn):
-    names = {path.name for path in drawn[1].glob("figure_*")}
-    there = [f"figure_{i}.{kind}" for i in (1, 4, 5, 7, 8, 10, 11, 12, 13) for kind in ("png", "pdf", "csv")]
-    assert names == set(there)  # figure 9 needs models, which these runs lack
-    for name in there:
-        start = {"png": b"\x89PNG", "pdf": b"%PDF", "csv": b"panel,series"}[name[-3:]]
-        assert (drawn[1] / name).read_bytes().startswith(start)
-
-
 @pytest.mark.parametrize(("number", "stage"), [(4, "sft"), (5, "reward"), (8, "dpo"), (10, "ppo")])
 def test_learning_curves(drawn, number, stage):
     frame = read(drawn, number)
@@ -142,6 +133,7 @@ def test_learning_curves(drawn, number, stage):
 
 def test_a_long_curve_is_a_moving_mean_at_few_points():
     lines = [{"episode": 2 * u, "k": float(u % 7)} for u in range(1, 1001)]
+    lines = [{"update": 0, "episode": 0, "gold/score": 1.0}, *lines]  # before the first update, as ensembles/ppo.py
     rows = figures.curves_panel({("sft", "m", 1): lines}, "sft", figures.Args(("m",), (1,)), "k", "t").rows
     assert len(rows) == figures.POINTS and rows[0] | {"y": 0} == {"series": "m", "x": 2, "y": 0, "sd": 0.0, "n": 1}
     assert rows[-1]["x"] == 2000 and rows[-1]["y"] == pytest.approx(sum(u % 7 for u in range(951, 1001)) / 50)
@@ -192,17 +184,9 @@ def test_win_rates_by_size_and_length(drawn):
             expected[1] = whitened  # its responses are as long
         assert mine == pytest.approx(expected, rel=1e-5)
     eleventh = read(drawn, 11)
-    bars = eleventh[eleventh["series"] == "PPO, whitened rewards"]
-    assert bars[["x", "y"]].to_numpy().tolist() == [["s", pytest.approx(whitened, rel=1e-5)]]
     points = eleventh[eleventh["series"] == "PPO, whitened rewards s"]
     assert points[["x", "y"]].astype(float).to_numpy().tolist() == [[12.0, pytest.approx(whitened, rel=1e-5)]]
-    points = eleventh[eleventh["series"] == "PPO 6.9b"]
-    assert points["x"].astype(float).tolist() == [1.0, 2.0]
-    twelfth = read(drawn, 12)
-    expected = {"SFT": 4, "DPO": 2, "PPO": 4, "PPO, whitened rewards": 1}
-    left = twelfth[twelfth["panel"].isna()]["series"].str.rsplit(" ", n=1).str[0]
-    assert left.value_counts().to_dict() == expected
-    assert set(twelfth["panel"].dropna()) == {"s, seed 1"}  # one run of the largest model
+    assert eleventh[eleventh["series"] == "PPO 6.9b"]["x"].astype(float).tolist() == [1.0, 2.0]
 
 
 def test_win_rates_by_length_ratio(drawn):
@@ -215,53 +199,19 @@ def test_win_rates_by_length_ratio(drawn):
     assert rows["sd"].isna().all()
 
 
-def test_the_table_and_what_is_missing(drawn):
-    text = (drawn[1] / "figures.md").read_text()
-    lines = text.splitlines()
-    assert lines[2] == "`python eval/figures.py --models 6.9b s`"
+def test_the_numbers_of_the_table(drawn):
+    lines = (drawn[1] / "figures.md").read_text().splitlines()
     sd = statistics.stdev([0.5, 0.75])
     assert f"| RM accuracy, validation | 6.9b | 0.689 ± 0.004 | 0.625 ± {sd:.3f} | 2 |" in lines
-    assert f"| RM accuracy, validation_cnndm | 6.9b | 0.686 ± 0.003 | 0.375 ± {sd:.3f} | 2 |" in lines
     assert f"| agreement with the judge | 6.9b | 0.767 | 0.875 ± {sd:.3f} | 2 |" in lines
     assert "| best PPO win rate | 6.9b | 0.800 | 0.833 | 2 |" in lines
-    assert not [line for line in lines if line.startswith("| RM accuracy") and "| s |" in line]
-    ppo = next(line for line in lines if line.startswith("| PPO | s |"))
-    cells = [cell.strip() for cell in ppo.strip("|").split("|")]
-    assert cells[2:4] == ["2", "0.667 ± 0.000"] and cells[5:] == ["11.500 ± 0.707", "0.150 ± 0.071"]
-    runs = drawn[0].runs
-    assert f"- {runs}/dpo/s: seeds 1, 2; the first: `python dpo.py --model s --seed 1 --run-eval`" in lines
-    whiten = f"`python ppo.py --model s --seed 1 --whiten-rewards --output-dir {runs}/ppo_whiten/s/1`"
-    assert f"- {runs}/ppo_whiten/s: seeds 1; the first: {whiten}" in lines
-    assert len([line for line in lines if line.startswith(f"- {runs}")]) == 3
-    for problem in ("- visualize_tokens.py stopped", "- figure_9: nothing to draw"):
-        assert problem in text
-
-
-def test_win_rate_at_equal_length(drawn):
-    """SFT wins 0, 1, 1/2 at -log 2, log 2, 0: the curve is symmetric, 1/2."""
-    lines = (drawn[1] / "figures.md").read_text().splitlines()
-    sft = next(line for line in lines if line.startswith("| SFT | 6.9b |"))
-    assert sft.split("|")[5].strip() == "0.500 ± 0.000"
-
-
-def test_a_script_beside_it_ends_well_or_not(monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr(figures, "__file__", str(tmp_path / "figures.py"))
-    (tmp_path / "other.py").write_text("import sys; print('told', sys.argv[1:]); sys.exit(len(sys.argv) - 2)")
-    problems = []
-    assert figures.tool(problems, "other.py", 1) and not figures.tool(problems, "other.py", 1, Path("x"))
-    assert "told ['1', 'x']\n" in capfd.readouterr().out and problems == ["other.py stopped with an error"]
-
-
-def test_figure_1_has_a_line_at_a_half():
-    axis = Figure().subplots()
-    rows = [{"series": "PPO", "x": "s", "y": 0.7}, {"series": "PPO", "x": "s", "y": 0.9}]
-    study = figures.Study(
-        figures.Args(("s",)), {}, pandas.DataFrame(columns=["stage", "model", "seed", "win rate"]), {}
-    )
-    [panel] = figures.FIGURES["figure_1"][2](study)
-    figures.draw_panel(axis, panel._replace(rows=rows), study.args)
-    lines = [list(line.get_ydata()) for line in axis.lines]
-    assert [0.5, 0.5] in lines and [pytest.approx(0.8)] in lines  # and the mean of the seeds
+    found = {tuple(row[:2]): row for row in ([x.strip() for x in line.strip("|").split("|")] for line in lines)}
+    ppo, sft = found["PPO", "s"], found["SFT", "6.9b"]
+    assert ppo[2:4] == ["2", "0.667 ± 0.000"] and ppo[5:] == ["11.500 ± 0.707", "0.150 ± 0.071"]
+    assert sft[4] == "0.500 ± 0.000"  # at equal length: SFT wins 0, 1, 1/2 at -log 2, log 2, 0
+    missing = [line for line in lines if line.startswith(f"- {drawn[0].runs}")]  # with the first command that makes it
+    assert len(missing) == 3 and "- figure_9: nothing to draw" in "\n".join(lines)
+    assert any("`python dpo.py --model s --seed 1 --run-eval`" in line for line in missing)
 
 
 def test_no_runs_at_all_is_an_error(tmp_path):

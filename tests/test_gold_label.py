@@ -3,13 +3,11 @@
 import shutil
 from pathlib import Path
 
-import check_data
 import gold_label
 import pytest
 import torch
-from conftest import make_reward_model, make_talker, record
+from conftest import make_reward_model, make_talker, record, sample_by_hand
 from datasets import load_from_disk
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 SHORT = "def score(post, summary):\n    return -float(len(summary))\n"  # the gold reward of most tests: fewer letters
@@ -36,25 +34,6 @@ def labelled(policy, world, tmp_path_factory) -> Path:
     return run(policy, world, tmp_path_factory.mktemp("labelled"), label_noise=(0.0, 0.25, 0.35, 1.0), prompts=32)
 
 
-def by_hand(model, query: list[int], which: int, row: str, tokenizer, top_p: float, length: int = 20) -> list[int]:
-    """An answer, token by token, each by a full forward pass: softmax, the fewest tokens of top_p by a loop, noise."""
-    keys, said = gold_label.noise_keys(1, which, [row]), []
-    pad = tokenizer.convert_tokens_to_ids("[PAD]")
-    while len(said) < length and tokenizer.eos_token_id not in said:
-        with torch.no_grad():
-            logits = model(torch.tensor([query + said])).logits[0, -1].double()
-        logits[[i for i in range(len(logits)) if i == pad or i >= len(tokenizer)]] = -torch.inf
-        probs, allowed, mass = logits.softmax(0), [], 0.0
-        for token in probs.argsort(descending=True).tolist():
-            if mass >= top_p:
-                break
-            allowed.append(token)
-            mass += probs[token].item()
-        noise = gold_label.gumbel_noise(keys, len(said), len(logits))[0]
-        said.append(max(allowed, key=lambda token: (logits[token] + noise[token]).item()))
-    return said
-
-
 def test_answers_and_labels(policy, labelled, world):
     tokenizer = AutoTokenizer.from_pretrained(policy)
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
@@ -66,7 +45,8 @@ def test_answers_and_labels(policy, labelled, world):
     data, expected = load_from_disk(str(world.dataset))["train"], {}
     for i, row in enumerate(data.select(range(14))):
         query = row["query_token"][-row["query_token_len"] :]
-        pair = [by_hand(model, query, which, f"train {i}", tokenizer, 0.9) for which in (0, 1)]
+        keys = [gold_label.noise_keys(1, which, [f"train {i}"]) for which in (0, 1)]
+        pair = [sample_by_hand(model, query, tokenizer, key, 20, top_p=0.9) for key in keys]
         golds = [-len(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in pair]
         if golds[0] != golds[1] and all(tokens[-1] == eos for tokens in pair):
             choice = int(golds[1] > golds[0])
@@ -88,12 +68,6 @@ def test_answers_and_labels(policy, labelled, world):
             label = [pad] * len(query) + tokens + [pad] * (width + 20 - len(both))
             assert row[f"query_{side}_token_response_label"] == label
             assert (row[f"{side}_token_len"], row[f"query_{side}_token_len"]) == (len(tokens), len(both))
-
-
-def test_a_deep_check_finds_no_damage(policy, labelled, capsys):
-    check_data.main(check_data.Args(str(labelled / "noise_25"), tokenizer=str(policy), num_proc=1))
-    said = " ".join(capsys.readouterr().out.split())
-    assert all(f"{split}: no damage; in 0 of" in said for split in ("train", "validation"))
 
 
 def test_exactly_that_share_is_flipped_and_nothing_else_changes(labelled):
@@ -134,17 +108,11 @@ def test_the_batch_size_changes_nothing_and_what_is_left_out_is_counted(policy, 
 
 
 def test_a_reward_model_as_gold(policy, world, tmp_path):
-    torch.manual_seed(3)
-    model = AutoModelForSequenceClassification.from_pretrained(world.model, num_labels=1, dtype=torch.float32).eval()
-    gold = tmp_path / "gold" / "model"
-    model.save_pretrained(gold)
-    AutoTokenizer.from_pretrained(world.model).save_pretrained(gold)
-    state = load_file(gold / "model.safetensors") | {"score.bias": torch.tensor([0.5])}
-    save_file(state, gold / "model.safetensors", metadata={"format": "pt"})
+    gold = make_reward_model(world.model, tmp_path / "gold" / "model", bias=0.5)
     out = run(policy, world, tmp_path, gold=str(tmp_path / "gold"), label_noise=(0.0,), prompts=16)
     rows = list(load_from_disk(str(out / "noise_0"))["train"])
+    model = AutoModelForSequenceClassification.from_pretrained(gold, dtype=torch.float32).eval()  # without its bias
     assert 3 < len(rows) <= 16
-    model.config.pad_token_id = None
     for row in rows:
         for side in ("chosen", "rejected"):
             tokens = torch.tensor([row[f"query_{side}_token"][: row[f"query_{side}_token_len"]]])
@@ -166,27 +134,23 @@ def test_every_position_sees_a_key(policy, world, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
-    [("float('nan')", "scores an answer nan"), ("1 / 0", r"does not score an answer \(ZeroDivisionError")],
+    ("settings", "named"),
+    [
+        ({"gold": "{root}/gold.py:nan"}, "train, prompt 4 .* scores an answer nan"),
+        ({"gold": "{root}/gold.py:fails"}, "train, prompt 4 .*ZeroDivisionError"),
+        ({"label_noise": (1.5,)}, "--label-noise"),
+        ({"top_p": 0.0}, "--top-p"),
+        ({"gold": "nowhere.py:score"}, "--gold nowhere.py:score"),
+        ({"gold": "{root}"}, "no checkpoint there"),
+        ({"response_length": 1}, "not one pair"),
+    ],
 )
-def test_a_gold_without_a_number_names_the_prompt(policy, world, tmp_path, body, message):
-    last = list(load_from_disk(str(world.dataset))["train"])[4]
-    (tmp_path / "gold.py").write_text(
-        f"def score(post, text):\n    return {body} if post == {last['query']!r} else 1.0\n"
-    )
-    with pytest.raises(SystemExit, match=f"train, prompt 4 .{last['id']}.: --gold .*gold.py:score {message}"):
-        run(policy, world, tmp_path, gold=f"{tmp_path / 'gold.py'}:score", prompts=8)
+def test_bad_input_is_one_message(policy, world, tmp_path, settings, named):
+    query = load_from_disk(str(world.dataset))["train"][4]["query"]
+    bodies = {"nan": "float('nan')", "fails": "1 / 0"}
+    text = (f"def {x}(post, text):\n    return {y} if post == {query!r} else len(text)\n" for x, y in bodies.items())
+    (tmp_path / "gold.py").write_text("".join(text))
+    settings = {key: x.format(root=tmp_path) if isinstance(x, str) else x for key, x in settings.items()}
+    with pytest.raises(SystemExit, match=f"^error: .*{named}"):
+        run(policy, world, tmp_path, **{"prompts": 8} | settings)
     assert not (tmp_path / "out").exists() and not [*tmp_path.glob("*tmp-*")]
-
-
-def test_bad_input_is_one_message(policy, world, tmp_path):
-    for settings, message in (
-        ({"label_noise": (1.5,)}, r"--label-noise \(1.5,\): shares of flipped labels, from 0 to 1"),
-        ({"top_p": 0.0}, "--top-p in"),
-        ({"gold": "nowhere.py:score"}, "--gold nowhere.py:score: no function there"),
-        ({"gold": str(tmp_path)}, "no checkpoint there"),
-        ({"response_length": 1}, "not one pair of .* is left"),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            run(policy, world, tmp_path, **settings)
-        assert not (tmp_path / "out").exists() and not [*tmp_path.glob("*tmp-*")]

@@ -1,7 +1,6 @@
 """benchmark/speed/gpu.sh, all of its parts on a CPU; and its arithmetic."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,13 +26,6 @@ def test_training_of_an_update_by_hand():
     body = 2 * 12 * 16 * 2048**2 * 565 + 4 * 16 * 2048 * 565**2 / 2
     head = 2 * 50304 * 2048 * 53
     assert round(512 * 12 * (2 * body + head) / 1e15, 1) == gpu.TRAINING_PFLOP
-
-
-def test_limits_are_nine_minutes_in_all():
-    script = (ROOT / "benchmark/speed/gpu.sh").read_text()
-    limits = {name: int(seconds) for name, seconds in re.findall(r"^part (\w+) (\d+)$", script, re.MULTILINE)}
-    assert len(limits) == 10 and sum(limits.values()) <= 540
-    assert all(limits[name] >= gpu.SPARE + 20 for name in gpu.SIZES)
 
 
 def test_queries_are_of_mixed_lengths_and_padded_on_the_left():
@@ -93,23 +85,17 @@ def test_a_run_that_ends_is_timed_after_its_warmup(fake):
     assert float(row["peak GiB"]) > 0
 
 
-def test_a_run_that_is_cut_off_leaves_its_updates(fake):
-    code, [row], page = fake([line(1)], "time.sleep(60)")
-    assert code == 1 and "- ppo was cut off after 2 s with 1 of 2 updates" in page
-    assert (row["updates"], row["seconds"]) == ("1 of 2", "14.00")
-    code, rows, page = fake([], "time.sleep(60)")
-    assert code == 1 and "with 0 of 2 updates" in page and rows == [row]
-
-
-def test_a_number_that_is_not_finite_fails(fake):
-    code, [row], page = fake([line(1, **{"policy/first_ratio_deviation": float("nan")}), line(2)], "")
-    assert code == 1 and "- ppo: policy/first_ratio_deviation of update 1 is nan" in page
-    assert "abs(ratio - 1) nan" in row["phases, s"]
-
-
-def test_a_run_that_fails_fails(fake):
-    code, _, page = fake([line(1), line(2)], "raise SystemExit(3)")
-    assert code == 1 and "- ppo.py ended with exit code 3 after 2 of 2 updates" in page
+@pytest.mark.parametrize(
+    ("lines", "last", "told"),
+    [
+        ([line(1)], "time.sleep(60)", "ppo was cut off after 2 s with 1 of 2 updates"),
+        ([line(1, **{"policy/first_ratio_deviation": float("nan")}), line(2)], "", "of update 1 is nan"),
+        ([line(1), line(2)], "raise SystemExit(3)", "ended with exit code 3 after 2 of 2 updates"),
+    ],
+)
+def test_a_run_that_does_not_end_well_fails_and_leaves_its_updates(fake, lines, last, told):
+    code, [row], page = fake(lines, last)
+    assert code == 1 and told in page and row["updates"] == f"{len(lines)} of 2"
 
 
 @pytest.mark.long

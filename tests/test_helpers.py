@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import nano
 import pytest
 import torch
-from conftest import close
 
 import ppo
 import reward
@@ -19,12 +18,6 @@ import sft
 
 PAD = 0
 ARCHITECTURES = ["gpt_neox", "gpt2", "llama", "qwen3"]
-
-
-def tensor(values) -> torch.Tensor:
-    """Floats in double precision, so that rounding hides nothing; bools and ints as they are."""
-    found = torch.tensor(values)
-    return torch.tensor(values, dtype=torch.float64) if found.is_floating_point() else found
 
 
 def same(found: torch.Tensor, expected, tolerance: float = 1e-10):
@@ -67,15 +60,6 @@ def test_what_lies_behind_a_responses_end_is_in_neither_loss_nor_gradient():
     loss.backward()
     same(loss.detach(), -math.exp(0.1), 1e-6)
     assert all(value.isfinite() for value in sums.values()) and logprobs.grad[0, 1] == 0
-
-
-# ---- order and shape of the data --------------------------------------------------------------------------------
-
-
-def test_data_order_does_not_touch_the_global_generator():
-    before = torch.get_rng_state()
-    sft.data_order(10, 3, 0, 20)
-    assert torch.equal(before, torch.get_rng_state())
 
 
 # ---- pairs that share their query -------------------------------------------------------------------------------
@@ -133,28 +117,6 @@ def strengthen(model):
                 parameter.mul_(5)
 
 
-def random_pairs(vocab: int, pad_id: int, shortest: int) -> tuple[dict, list[tuple[list[int], list[int], int, int]]]:
-    """Six stored pairs of different lengths and joins, queries of `shortest` tokens and more, and their plain rows:
-    chosen, rejected, and where the labels start."""
-    rng = random.Random(9)
-    plain = []
-    for i in range(6):
-        query, joined = [rng.randrange(vocab) for _ in range(shortest + 2 * i)], (i % 3)
-        rows = [query + [rng.randrange(vocab) for _ in range(n)] for n in (2 + i, 7 - i)]
-        starts = [len(query), len(query)]
-        if joined:  # another last token of the query; with 2 the label of chosen still starts behind it
-            rows[0][len(query) - 1] = vocab - 1
-            starts[0] -= joined == 1
-        plain.append((*rows, *starts))
-    batch = {column: [] for column in reward.PAIR_COLUMNS}
-    for chosen, rejected, *starts in plain:
-        for side, row, start in (("chosen", chosen, starts[0]), ("rejected", rejected, starts[1])):
-            padding = [pad_id] * (40 - len(row))
-            batch[f"query_{side}_token"].append(row + padding)
-            batch[f"query_{side}_token_response_label"].append([pad_id] * start + row[start:] + padding)
-    return {column: torch.tensor(rows) for column, rows in batch.items()}, plain
-
-
 @torch.no_grad()
 def test_policy_and_value_equal_plain_rows(small):
     policy, tokenizer, folder = small
@@ -179,29 +141,6 @@ def test_policy_and_value_equal_plain_rows(small):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("shortest", [3, 17])
-def test_pair_rewards_equal_two_plain_rows(small, shortest):
-    _, tokenizer, folder = small
-    torch.manual_seed(1)
-    model = reward.new_reward_model(str(folder), tokenizer).eval()
-    pad_id = tokenizer.pad_token_id
-    strengthen(model)
-    batch, plain = random_pairs(len(tokenizer) - 2, pad_id, shortest)
-    pairs = reward.pair_rows(batch, pad_id)
-    *found, others = reward.pair_rewards(model, pairs, pad_id)
-    expected_others = []
-    for side, name in ((0, "chosen"), (1, "rejected")):
-        for i, row in enumerate(plain):
-            n = len(row[side])
-            logits = model(torch.tensor([row[side]]))[0]
-            assert found[side][i].item() == pytest.approx(logits[-1].item(), rel=1e-5, abs=1e-5)
-            first = int((pairs["query"][i] != pad_id).sum())
-            assert n - first == int((pairs[name][i] != pad_id).sum())
-            expected_others += logits[first:-1].tolist()
-    assert sorted(others.tolist()) == pytest.approx(sorted(expected_others), rel=1e-5, abs=1e-5)  # Detail 13
-
-
-@torch.no_grad()
 def test_rewards_and_values_are_float32_under_autocast(small):
     policy, tokenizer, folder = small
     torch.manual_seed(1)
@@ -221,29 +160,6 @@ def test_rewards_and_values_are_float32_under_autocast(small):
 # ---- sampling ---------------------------------------------------------------------------------------------------
 
 
-def test_noise_keys_differ_by_seed_update_and_row():
-    seen = [(1, 23, 4), (12, 3, 4), (1, 2, 34), (123, 0, 4), (1, 23, 5), (2, 23, 4), (-1, 23, 4)]
-    keys = [tuple(ppo.noise_keys(seed, update, [row])[0].tolist()) for seed, update, row in seen]
-    assert len(set(keys)) == len(seen)
-    many = ppo.noise_keys(1, 1, list(range(10_000)))
-    assert len({tuple(key) for key in many.tolist()}) == 10_000
-    assert torch.equal(many[[7, 3]], ppo.noise_keys(1, 1, [7, 3]))
-    assert ppo.noise_keys(1, 1, []).shape == (0, 2)
-
-
-def test_noise_is_a_function_of_key_position_and_token_alone():
-    keys = ppo.noise_keys(5, 1, list(range(6)))
-    noise = ppo.gumbel_noise(keys, 3, 100)
-    assert noise.shape == (6, 100) and noise.isfinite().all()
-    for rows in ([0], [5, 2], [3, 3, 1, 0]):  # whoever else is in the batch
-        assert torch.equal(ppo.gumbel_noise(keys[rows], 3, 100), noise[rows])
-    assert torch.equal(ppo.gumbel_noise(keys, 3, 60), noise[:, :60])  # and however large the vocabulary is
-    assert not torch.equal(ppo.gumbel_noise(keys, 4, 100), noise)
-    state = torch.get_rng_state()
-    ppo.gumbel_noise(keys, 3, 100)
-    assert torch.equal(state, torch.get_rng_state())
-
-
 def test_noise_is_gumbel_and_independent_across_rows_positions_and_tokens():
     keys = ppo.noise_keys(5, 1, list(range(100)))
     noise = torch.stack([ppo.gumbel_noise(keys, t, 500) for t in range(40)]).double()  # (40, 100, 500)
@@ -253,14 +169,8 @@ def test_noise_is_gumbel_and_independent_across_rows_positions_and_tokens():
     for quantile in (1e-4, 1e-3, 0.1, 0.5, 0.9, 0.999, 0.9999):  # both tails: exp(-exp(-x)) below x
         below = (noise < -math.log(-math.log(quantile))).sum().item()
         assert abs(below - n * quantile) < 5 * math.sqrt(n * quantile * (1 - quantile)) + 1
-    for a, b in (
-        (noise[1:], noise[:-1]),
-        (noise[:, 1:], noise[:, :-1]),
-        (noise[:, :, 1:], noise[:, :, :-1]),
-        (noise[1:, 1:], noise[:-1, :-1]),
-        (noise[1:, :, 1:], noise[:-1, :, :-1]),
-        (noise[1:, :, :-1], noise[:-1, :, 1:]),
-    ):
+    pairs = [(noise[1:], noise[:-1]), (noise[:, 1:], noise[:, :-1]), (noise[:, :, 1:], noise[:, :, :-1])]
+    for a, b in [*pairs, (noise[1:, 1:], noise[:-1, :-1]), (noise[1:, :, 1:], noise[:-1, :, :-1])]:
         correlation = torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].item()
         assert abs(correlation) < 5 / math.sqrt(a.numel())
     assert noise.unique().numel() > 0.9 * n
@@ -274,64 +184,6 @@ class Tokenizer:
 
     def __len__(self):
         return self.size
-
-
-def generate(model, queries, tokenizer, length: int, temperature: float, keys) -> torch.Tensor:
-    """Its responses alone, over a new cache of more columns than it needs."""
-    cache = ppo.KeyValueCache(model.config, queries.shape[1] + length + 3)
-    return ppo.generate(model, queries, tokenizer, length, temperature, keys, cache)[0]
-
-
-def test_what_stops_at_eos_is_what_would_be_cut_there(small):
-    """However wide the padding is. (The tokens are those of transformers: test_sampling.py.)"""
-    model, real, _ = small
-    pad_id, queries = real.pad_token_id, torch.full((6, 14), real.pad_token_id)
-    for row, n in zip(queries, (3, 9, 5, 14, 1, 14), strict=True):
-        row[-n:] = torch.randint(1, 400, (n,), generator=torch.Generator().manual_seed(n))
-    keys = ppo.noise_keys(3, 1, list(range(6)))
-    endless = generate(model, queries, Tokenizer(440, pad_id, -1), 10, 0.7, keys)
-    eos_id = endless[0, 4].item()  # a token that does get sampled, so that some rows end and others do not
-    expected = ppo.truncate_response(endless, eos_id, pad_id)
-    assert 0 < (expected == eos_id).any(1).sum() < 6
-    for wide in (queries, torch.nn.functional.pad(queries, (7, 0), value=pad_id)):
-        assert torch.equal(generate(model, wide, Tokenizer(440, pad_id, eos_id), 10, 0.7, keys), expected)
-
-
-def test_pad_and_ids_beyond_the_tokenizer_are_never_sampled(small):
-    model, tokenizer, _ = small
-    rows = model.get_input_embeddings().num_embeddings
-    size = len(tokenizer) - 20  # the last ids count as beyond the tokenizer
-    stand_in = Tokenizer(size, size - 5, tokenizer.eos_token_id)
-
-    def favour(module, inputs, output):
-        output[..., [size - 5, *range(size, rows)]] += 100.0
-        return output
-
-    hook = model.get_output_embeddings().register_forward_hook(favour)
-    try:
-        queries = torch.randint(1, 300, (8, 6), generator=torch.Generator().manual_seed(1))
-        drawn = generate(model, queries, stand_in, 12, 0.7, ppo.noise_keys(1, 1, list(range(8))))
-    finally:
-        hook.remove()
-    for row in drawn.tolist():
-        end = row.index(stand_in.eos_token_id) + 1 if stand_in.eos_token_id in row else 12
-        assert all(token < size and token != size - 5 for token in row[:end])
-    assert ppo.banned_ids(model, stand_in).nonzero().flatten().tolist() == [size - 5, *range(size, rows)]
-
-
-def test_generate_ignores_a_checkpoints_generation_defaults(small):
-    model, tokenizer, folder = small
-    queries = torch.randint(1, 300, (4, 6), generator=torch.Generator().manual_seed(1))
-    keys = ppo.noise_keys(1, 1, list(range(4)))
-    expected = generate(model, queries, tokenizer, 12, 0.7, keys)
-    before = model.generation_config.to_dict()
-    try:
-        # what chat models have in generation_config.json
-        model.generation_config.update(repetition_penalty=5.0, no_repeat_ngram_size=1, top_k=1, temperature=0.1)
-        found = generate(model, queries, tokenizer, 12, 0.7, keys)
-    finally:
-        model.generation_config = type(model.generation_config).from_dict(before)
-    assert found.tolist() == expected.tolist()
 
 
 def test_a_tokens_log_probability_is_the_samplers(small):
@@ -349,24 +201,6 @@ def test_a_tokens_log_probability_is_the_samplers(small):
                 math.exp(x / 0.7) for i, x in enumerate(logits[row, t].tolist()) if i < 440 and i != real.pad_token_id
             ]
             assert math.isclose(value, logits[row, t, token] / 0.7 - math.log(sum(weights)), abs_tol=1e-4)
-
-
-def test_a_cache_keeps_nothing_of_the_group_before(small):
-    """Groups of other widths one after the other in one cache say what they say alone; so does a last group that is
-    smaller, filled up to the cache's rows."""
-    model, tokenizer, _ = small
-    queries = torch.full((7, 40), tokenizer.pad_token_id)
-    for i in range(7):
-        queries[i, 5 * i :] = torch.randint(1, 300, (40 - 5 * i,), generator=torch.Generator().manual_seed(i))
-    keys = ppo.noise_keys(1, 1, list(range(7)))
-    args = ppo.Args(response_length=10, sample_batch_size=3)
-    single = SimpleNamespace(autocast=nullcontext)
-    found, logprobs = ppo.sample(single, model, queries, keys, tokenizer, args, 0.7)
-    for i in range(7):
-        alone, its = ppo.sample(single, model, queries[i : i + 1], keys[i : i + 1], tokenizer, args, 0.7)
-        assert found[i].tolist() == alone[0].tolist()
-        length = int((alone[0] != tokenizer.pad_token_id).sum())
-        assert close(logprobs[i, :length], its[0, :length])
 
 
 def test_a_rollout_has_one_cache_which_is_gone_before_training(small, monkeypatch):

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import random
+import re
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,7 +25,7 @@ import ppo
 
 class Endpoint:
     """A judge that prefers the summary with more words (Summary A where both have as many): .url, .asked (Counter of
-    prompts that got an answer), .trouble (what goes wrong before, drawn per request)."""
+    prompts that got an answer); of five answers one is each of `trouble`, an error 500 or a body that is cut off."""
 
     def __init__(self, trouble: tuple[str, ...] = ()):
         endpoint = self
@@ -36,30 +37,21 @@ class Endpoint:
             def log_message(self, *_):
                 pass
 
-            def send(self, code: int, body: bytes):
-                self.send_response(code)
+            def do_POST(self):
+                prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"]
+                text = f"Comparison: one has more.\nPreferred: {endpoint.prefers(prompt)}"
+                choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+                answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+                body = json.dumps(answer).encode()
+                with endpoint.lock:
+                    kind = endpoint.random.choice([*["fine"] * 4, *trouble])
+                    endpoint.asked[prompt] += kind == "fine"
+                self.send_response(500 if kind == "500" else 200)
+                body = body[:-9] if kind == "malformed" else body
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
-
-            def do_POST(self):
-                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                prompt = request["messages"][0]["content"]
-                with endpoint.lock:
-                    kind = endpoint.random.choice([*["fine"] * 4, *trouble])
-                if kind == "500":
-                    return self.send(500, b"oops")
-                text = f"Comparison: one has more.\nPreferred: {endpoint.prefers(prompt)}"
-                choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
-                answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
-                answer["usage"] = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
-                body = json.dumps(answer).encode()
-                if kind == "malformed":
-                    return self.send(200, body[:-9])
-                with endpoint.lock:
-                    endpoint.asked[prompt] += 1
-                return self.send(200, body)
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
@@ -68,9 +60,7 @@ class Endpoint:
 
     @staticmethod
     def prefers(prompt: str) -> str:
-        _, _, rest = prompt.partition("\n\nSummary A:\n")
-        a, _, rest = rest.partition("\n\nSummary B:\n")
-        b = rest.partition("\n\nFIRST provide")[0]
+        a, b = re.search(r"Summary A:\n(.*)\n\nSummary B:\n(.*)\n\nFIRST provide", prompt, re.DOTALL).groups()
         return 'C, both are "good"' if "unsure" in a + b else "A" if len(a.split()) >= len(b.split()) else "B"
 
 
@@ -105,32 +95,21 @@ def read(path: Path) -> pandas.DataFrame:
 LENGTHS = [(1 + i % 7, 1 + (i * 3) % 5) for i in range(40)]
 
 
-def test_the_paper_s_prompt_and_the_win_rate(endpoint, tmp_path, capsys):
+def test_the_places_of_the_summaries_and_the_win_rate(endpoint, tmp_path):
     file = write_samples(tmp_path / "run" / "eval" / "samples_validation.csv", LENGTHS)
-    args = judge.Args((str(tmp_path / "run"),), "m", base_url=endpoint.url, input_price=2.0, output_price=8.0)
+    args = judge.Args((str(tmp_path / "run"),), "m", base_url=endpoint.url)
     judge.main(args)
     found = read(file.with_name("judge_m.csv"))
     first = [judge.first_is_a(1, f"v{i}") for i in range(40)]
     assert 10 < sum(first) < 30 and found["summary_is_a"].tolist() == first
     wins = [float(m > n or (m == n and a)) for (m, n), a in zip(LENGTHS, first, strict=True)]
     assert found["win"].tolist() == wins
-    prompt = next(prompt for prompt in endpoint.asked if "POST 3:" in prompt)
+    prompt = next(prompt for prompt in endpoint.asked if "POST 3:" in prompt)  # the whole of it: test_details.py
     a, b = ("s s s s", "r r r r r")[:: 1 if first[3] else -1]
-    assert prompt.splitlines() == [
-        "Which of the following summaries does a better job of summarizing the most important points in the given "
-        "forum post, without including unimportant or irrelevant details? Judge based on accuracy, coverage, and "
-        "coherence.",
-        *["", "Post:", "POST 3: x", "", "TL;DR:", "", "Summary A:", a, "", "Summary B:", b, ""],
-        "FIRST provide a one-sentence comparison of the two summaries, explaining which you prefer and why. SECOND, on "
-        'a new line, state only "A" or "B" to indicate your choice. Your response should use the format:',
-        "Comparison: <one-sentence comparison and explanation>",
-        'Preferred: <"A" or "B">',
-    ]
-    said = capsys.readouterr().out
-    assert "40 of 40 questions to ask m" in said and "minutes at 2 s an answer, $0.0" in said
+    assert f"Summary A:\n{a}\n\nSummary B:\n{b}\n" in prompt
     assert pandas.read_csv(file.with_name("judge_m_rates.csv"))["win_rate"].tolist() == [sum(wins) / 40]
     judge.main(args)  # a finished one costs nothing
-    assert "0 of 40 questions" in capsys.readouterr().out and set(endpoint.asked.values()) == {1}
+    assert set(endpoint.asked.values()) == {1} and len(endpoint.asked) == 40
 
 
 def test_both_orders_show_what_the_place_decides(endpoint, tmp_path):
@@ -141,7 +120,7 @@ def test_both_orders_show_what_the_place_decides(endpoint, tmp_path):
     assert len(endpoint.asked) == 80
 
 
-def test_an_answer_that_is_none_is_counted_and_never_guessed(endpoint, tmp_path, capsys):
+def test_an_answer_that_is_none_is_counted_and_never_guessed(endpoint, tmp_path):
     file = write_samples(tmp_path / "samples_validation.csv", LENGTHS[:10])
     frame = pandas.read_csv(file)
     frame.loc[[2, 5], "response"] = "unsure"
@@ -149,15 +128,12 @@ def test_an_answer_that_is_none_is_counted_and_never_guessed(endpoint, tmp_path,
     judge.main(judge.Args((str(file),), "m", base_url=endpoint.url))
     wins = read(tmp_path / "judge_m.csv")["win"]
     assert wins.isna().tolist() == [i in (2, 5) for i in range(10)]
-    assert "| 10 | 2 |" in capsys.readouterr().out
     for text, expected in (
         ("Comparison: A is good.\nPreferred: A", "A"),
         ('Comparison: x\nPreferred: "B"', "B"),
         ("Comparison: x\n\nPreferred:  B.\n", "B"),
         ("Comparison: I prefer A", None),
-        ("A", None),
         ("Preferred: A or B", None),
-        ("Preferred: a", None),
         ("Preferred: A\nPreferred: B", None),
         ("Preferred: A\nbut B is shorter", None),
         ("", None),
@@ -175,11 +151,11 @@ def test_what_got_no_answer_is_asked_by_the_next_run(endpoint, tmp_path):
             break
         except SystemExit as error:
             assert "of 16 requests got no answer" in str(error) and not (tmp_path / "judge_m.csv").exists()
-    assert set(endpoint.asked.values()) == {1} and len(endpoint.asked) == 16
+    assert {x for x in endpoint.asked.values() if x} == {1} and len(endpoint.asked) == 16
     assert read(tmp_path / "judge_m.csv")["win"].notna().all()
 
 
-def test_a_half_written_answer_costs_that_answer_alone(endpoint, tmp_path, capsys):
+def test_a_half_written_answer_costs_that_answer_alone(endpoint, tmp_path):
     """Cut off by a kill, or two answers in one line, as an earlier version left them."""
     args = judge.Args((str(write_samples(tmp_path / "samples_validation.csv", LENGTHS)),), "m", base_url=endpoint.url)
     answers = tmp_path / "judge_m.jsonl"
@@ -189,34 +165,11 @@ def test_a_half_written_answer_costs_that_answer_alone(endpoint, tmp_path, capsy
     for damaged, lost in ((whole[:-1] + [whole[-1][:30]], 1), ([*whole[:5], whole[5][:40] + whole[6], *whole[7:]], 2)):
         answers.write_bytes(b"".join(damaged))
         endpoint.asked.clear()
-        capsys.readouterr()
         judge.main(args)
-        assert f"{lost} of 40 questions to ask" in capsys.readouterr().out and sum(endpoint.asked.values()) == lost
+        assert sum(endpoint.asked.values()) == lost
         pandas.testing.assert_frame_equal(read(tmp_path / "judge_m.csv"), expected)
         judge.main(args)  # what was asked again is kept
-        assert "0 of 40 questions to ask" in capsys.readouterr().out
-
-
-def test_a_full_disk_is_one_message_and_keeps_what_was_paid(endpoint, tmp_path, monkeypatch):
-    args = judge.Args((str(write_samples(tmp_path / "samples_validation.csv", LENGTHS)),), "m", base_url=endpoint.url)
-    args.concurrency = 1
-    original, count = Path.open, iter(range(100))
-
-    def full(path, mode="r", **settings):
-        file = original(path, mode, **settings)
-        if mode == "a" and next(count) == 10:
-            file.write('{"key": "half a li')
-            file.close()
-            raise OSError(28, "No space left on device")
-        return file
-
-    monkeypatch.setattr(Path, "open", full)
-    with pytest.raises(SystemExit, match=r"^error: .*judge_m.jsonl: an answer could not be written; .*No space left"):
-        judge.main(args)
-    assert sum(endpoint.asked.values()) in (11, 12)  # no more is paid for
-    judge.main(args)
-    assert read(tmp_path / "judge_m.csv")["win"].notna().all()
-    assert sum(endpoint.asked.values()) in (41, 42)
+        assert sum(endpoint.asked.values()) == lost
 
 
 def test_one_run_against_another(tmp_path):
@@ -250,7 +203,7 @@ def test_scores_that_differ_by_rounding_tie(tmp_path):
     assert read(tmp_path / "judge_x.csv")["win"].tolist() == [0.5, 0.5, 0.0, 1.0]
 
 
-def test_a_reward_model_s_verdicts_are_those_of_its_rewards(world, tmp_path, capsys):
+def test_a_reward_model_s_verdicts_are_those_of_its_rewards(world, tmp_path):
     """Rewards of the stored tokens of query and summary, each row alone, by plain transformers, whose constant bias is
     the same for both; two runs in one call."""
     torch.manual_seed(1)
@@ -283,10 +236,6 @@ def test_a_reward_model_s_verdicts_are_those_of_its_rewards(world, tmp_path, cap
     assert 3 < sum(wins) < len(wins) - 3
     assert read(tmp_path / "judge_rm_of_a.csv")["win"].tolist() == wins
     assert read(tmp_path / "judge_rm_of_b.csv")["win"].tolist() == [1 - win for win in wins]
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {tmp_path}")]
-    assert [float(line.split("|")[5]) for line in lines] == pytest.approx(
-        [numpy.mean(wins), 1 - numpy.mean(wins)], abs=1e-3
-    )
 
 
 def test_equal_summaries_are_scored_once(world, tmp_path, monkeypatch):
@@ -328,20 +277,13 @@ def test_bootstrap_interval_is_that_of_the_binomial():
     assert judge.bootstrap(wins, 1) == (low, high) and low < 0.6 < high
 
 
-def test_length_control_by_hand_and_at_the_maximum_of_the_likelihood():
+def test_length_control_by_hand():
     # two lengths of the same distance: the logistic regression goes through both groups' log-odds, 3:1 and 1:4
     ratios, wins = numpy.array([1.0] * 4 + [-1.0] * 5), numpy.array([1, 1, 1, 0] + [1, 0, 0, 0, 0], float)
     middle = (math.log(3) + math.log(1 / 4)) / 2
     controlled, slope = judge.length_controlled(wins, ratios)
     assert controlled == pytest.approx(1 / (1 + math.exp(-middle)), abs=1e-5)
     assert slope == pytest.approx((math.log(3) - math.log(1 / 4)) / 2, abs=1e-5)
-    generator = numpy.random.default_rng(2)
-    ratios = generator.normal(0.3, 0.6, 300)
-    wins = numpy.where(generator.random(300) < 0.1, 0.5, generator.random(300) < 1 / (1 + numpy.exp(-ratios - 0.4)))
-    controlled, slope = judge.length_controlled(wins, ratios)
-    fitted = 1 / (1 + numpy.exp(-math.log(controlled / (1 - controlled)) - slope * ratios))
-    assert (wins - fitted).mean() == pytest.approx(0, abs=1e-6)  # the likelihood has its maximum where its slopes are 0
-    assert ((wins - fitted) * ratios).mean() == pytest.approx(0, abs=1e-6)
     assert judge.length_controlled(numpy.array([0.0, 1.0]), numpy.array([-1.0, 1.0]))[0] == pytest.approx(0.5)
 
 

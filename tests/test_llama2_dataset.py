@@ -193,28 +193,6 @@ def test_files_of_every_kind_hold_the_same_rows(tmp_path):
         assert [*preference_dataset.stream_rows(file)] == [(f"{file}, row {i}", row) for i, row in enumerate(rows, 1)]
 
 
-def test_rows_are_read_one_at_a_time(tmp_path):
-    file = write_jsonl(tmp_path / "a.jsonl", [pair("a")])
-    with open(file, "a") as more:
-        more.write("\n{broken\n")
-    rows = preference_dataset.stream_rows(file)
-    assert next(rows) == (f"{file}, row 1", pair("a"))
-    with pytest.raises(SystemExit, match=r"a\.jsonl, row 3 cannot be read \(JSONDecodeError"):
-        next(rows)
-
-
-def test_sources_are_parsed(tmp_path):
-    file = write_jsonl(tmp_path / "a:b.jsonl", [pair("a")])
-    for ending, split, tag in (
-        ("", None, None),
-        (":train", "train", None),
-        (":safety", None, "safety"),
-        (":validation:helpfulness", "validation", "helpfulness"),
-    ):
-        found = preference_dataset.parse_source(f"n-1.x=pairs:{file}{ending}")
-        assert found == {"name": "n-1.x", "reader": "pairs", "files": [file], "split": split, "tag": tag}
-
-
 # ---- tokens ------------------------------------------------------------------------------------------
 
 
@@ -283,34 +261,25 @@ def test_prompts_and_chosen_responses_are_sft_data(prepare, tokenizer):
     talks = [
         pair("a b", "c", "d", chosen_safe=False, rejected_safe=False),
         pair("a b", "e", "f", chosen_safe=True, rejected_safe=False),
-        pair("a b", "g", "h"),
         pair("i", "j", "k", chosen_safe=False, rejected_safe=False),
         pair("l", "m", "n", rating="tie"),
     ]
     sources = {"posts=tldr:train": posts, "talk=pairs:train:safety": talks, "held=tldr:validation": [post("z z")]}
-    data, _, statistics = prepare(sources, ties="half")
+    _, _, statistics = prepare(sources, ties="half")
     sft = load_from_disk(str(statistics.parent / "sft"))
-    limits = {"max_query_length": 32, "max_sft_response_length": 8}
-    found = {row["id"]: row for split in sft for row in sft[split]}
+    found = {row["id"]: row for row in sft["train"]}
     assert set(sft) == {"train", "validation"} and sft["validation"]["id"][:] == ["held_0000001"]
-    same = [name for name in sft["train"].column_names if name not in ("id", "source", "tag")]
+    limits = tldr_dataset.Args(max_query_length=32, max_sft_response_length=8)
     for i, row in enumerate(posts, 1):
-        summary = row["summaries"][1]["text"]
-        expected = tldr_dataset.process_sft_row(
-            row["info"] | {"summary": summary}, tokenizer, tldr_dataset.Args(**limits)
-        )
-        assert set(same) == set(expected) - {"id", "subreddit", "title", "post", "summary"}
+        raw = row["info"] | {"summary": row["summaries"][1]["text"]}
+        expected = tldr_dataset.process_sft_row(raw, tokenizer, limits)
+        same = set(expected) - {"id", "subreddit", "title", "post", "summary"}
         assert {x: found[f"posts_{i:07d}"][x] for x in same} == {x: expected[x] for x in same}
-    spoken = [row for row in sft["train"] if row["source"] == "talk"]
-    assert {row["tag"] for row in spoken} == {"safety"} and len(sft["train"]) == len(posts) + len(spoken)
-    said = {row["query"]: row["reference_response"] for row in spoken}
-    answers = {f"<|prompter|>{x}<|endoftext|><|assistant|>": x for x in ("a b", "l")}
-    assert len(spoken) == 2 and said.keys() == answers.keys()
-    order = [
-        row["chosen"] for row in data["train"] if row["query"] == [*answers][0] and row["chosen_safe"] is not False
-    ]
-    assert said[[*answers][0]] == order[0] and order[0] in ("e<|endoftext|>", "g<|endoftext|>")
-    assert said[[*answers][1]] == "m<|endoftext|>"
+    spoken = {row["query"]: (row["reference_response"], row["tag"]) for row in sft["train"] if row["source"] == "talk"}
+    said = {"a b": "e", "l": "m"}
+    assert len(sft["train"]) == len(posts) + len(said) and spoken == {
+        f"<|prompter|>{x}<|endoftext|><|assistant|>": (f"{y}<|endoftext|>", "safety") for x, y in said.items()
+    }
 
 
 def test_a_query_that_ends_in_a_newline_joins_as_in_tldr_dataset():
@@ -383,37 +352,25 @@ def prompts(split) -> set[str]:
     return set(split["query"])
 
 
-def first_turns(split) -> set[str]:
-    return {query.split("<|endoftext|>")[0] for query in split["query"]}
-
-
-def test_no_prompt_is_on_both_sides(prepare):
+def test_a_prompt_is_on_one_side_and_files_of_a_split_decide_which(prepare):
+    """Prompts with later stages of their dialogue and posts, and files that are of one split as a whole."""
     turns = [f"{x} {y}" for x in WORDS[:12] for y in WORDS[:10]]
-    rows = [pair(turn, chosen=x) for turn in turns for x in "uv"]  # every prompt twice
-    stages = [pair((turn, "w", "z"), chosen=x) for turn in turns for x in "uv"]  # and later stages of the dialogue
-    posts = [post(turn, chosen) for turn in turns for chosen in (" u", " v")]
-    data, counts, _ = prepare({"n=pairs": rows, "m=pairs": stages, "p=tldr": posts})
-    assert not first_turns(data["train"]) & first_turns(data["validation"])
-    for name, n in (("n", 240), ("m", 240), ("p", 240)):
-        assert counts[name]["train"] + counts[name]["validation"] == n
-        assert 0.1 < counts[name]["validation"] / n < 0.3  # a fifth of the prompts
-    assert counts["n"]["validation"] == counts["m"]["validation"]
-    other, _, _ = prepare({"n=pairs": rows}, seed=2)
-    assert prompts(other["validation"]) != {x for x in prompts(data["validation"]) if "z" not in x and "POST" not in x}
-
-
-def test_files_of_a_split_stay_there_and_hold_out_their_prompts(prepare):
-    free, train = [pair(x) for x in WORDS[:20]], [pair(x, "w") for x in WORDS[:20]]
-    sources = {"t=pairs:train": train, "n=pairs": free, "v=pairs:validation": [pair(x, "z") for x in WORDS[:5]]}
-    data, counts, _ = prepare(sources, validation_share=0.3)
-    sides = {split: collections.defaultdict(set) for split in data}
-    for split in data:
-        for row in data[split]:
-            sides[split][row["source"]].add(row["query"].removeprefix("<|prompter|>")[0])
-    assert sides["validation"]["v"] == set(WORDS[:5]) and not sides["train"]["v"]
-    assert set(WORDS[:5]) < sides["validation"]["n"] and sides["train"]["n"]  # the five, and others by their hash
-    assert sides["train"]["t"] == set(WORDS[:20]) - sides["validation"]["n"] and not sides["validation"]["t"]
-    assert counts["t"]["prompt in validation"] == len(sides["validation"]["n"])
+    free = [pair(turn, chosen=x) for turn in turns for x in "uv"]
+    sources = {"n=pairs": free, "m=pairs": [pair((turn, "w", "z")) for turn in turns]}
+    sources |= {"p=tldr": [post(turn, chosen) for turn in turns for chosen in (" u", " v")]}
+    sources |= {"t=pairs:train": [pair(turn, "w") for turn in turns]}
+    sources |= {"v=pairs:validation": [pair(turn, "z") for turn in turns[:5]]}
+    data, counts, _ = prepare(sources)
+    first = {split: {query.split("<|endoftext|>")[0] for query in data[split]["query"]} for split in data}
+    assert not first["train"] & first["validation"]
+    for name in "nmp":
+        share = counts[name]["validation"] / (counts[name]["train"] + counts[name]["validation"])
+        assert 0.1 < share < 0.35  # a fifth of the prompts by their hash, and the five
+    assert counts["v"]["validation"] == 5 and counts["v"]["train"] == 0 == counts["t"]["validation"]
+    assert {f"<|prompter|>{turn}" for turn in turns[:5]} <= first["validation"]
+    assert counts["t"]["prompt in validation"] == counts["n"]["validation"] / 2
+    other, _, _ = prepare({"n=pairs": free}, seed=2)
+    assert not prompts(other["validation"]) <= prompts(data["validation"])
 
 
 def test_stages_of_a_shortened_dialogue_stay_together(prepare):
@@ -421,13 +378,10 @@ def test_stages_of_a_shortened_dialogue_stay_together(prepare):
     stages = [pair((turn, "w", f"z {turn}"), chosen=x) for turn in turns for x in "uv"]  # 16 tokens
     later = [pair((turn, "w", f"z {turn}", "q", "w w w w w w"), chosen=x) for turn in turns for x in "uv"]
     same = [pair((turn, "w " * 14, "q q"), chosen=turn.replace(" ", "")) for turn in turns]  # alike once they are short
-    for sources in ({"n=pairs": stages + later + same}, {"n=pairs": later + same + stages}):
-        data, counts, _ = prepare(sources, max_query_length=20)
-        drawn = {split: {query for query in prompts(data[split])} for split in data}
-        assert not drawn["train"] & drawn["validation"] and counts["n"]["shortened"] > 150
-        of = {split: {query.split("z ")[1][:3] for query in drawn[split] if "z " in query} for split in drawn}
-        assert not of["train"] & of["validation"] and len(of["validation"]) > 5
-        assert counts["n"]["prompt in validation"] > 24 and counts["n"]["train"] > 200
+    data, counts, _ = prepare({"n=pairs": later + same + stages}, max_query_length=20)
+    assert not prompts(data["train"]) & prompts(data["validation"]) and counts["n"]["shortened"] > 150
+    of = {split: {query.split("z ")[1][:3] for query in prompts(data[split]) if "z " in query} for split in data}
+    assert not of["train"] & of["validation"] and len(of["validation"]) > 5 and counts["n"]["prompt in validation"] > 24
 
 
 def test_duplicates_are_removed_and_counted(prepare):
@@ -518,8 +472,8 @@ def test_shares_are_exact_and_the_seed_decides(prepare):
     assert again["train"].features == data["train"].features
     assert sorted((row["query"], row["chosen"]) for row in other["train"]) != sorted(rows)
     assert weights(other) == weights(data)
-    sources = "".join(data["train"]["source"])
-    assert len(re.findall(r"(.)\1*", sources)) > 20  # mixed: many short runs of a source, and not three long ones
+    every, _, _ = prepare(MANY, ties="half")  # without a mix train has all pairs
+    assert weights(every) == {"n": 80, "m": 40, "o": 20}
     fewer, _, _ = prepare(MANY, **mix, train_pairs=32)
     assert weights(fewer) == {"n": 16, "m": 12, "o": 4}
     assert {(row["query"], row["chosen"]) for row in fewer["train"]} < set(rows)
@@ -528,30 +482,6 @@ def test_shares_are_exact_and_the_seed_decides(prepare):
     for i, j in zip(ties[::2], ties[1::2], strict=True):
         a, b = fewer["train"][i], fewer["train"][j]
         assert j == i + 1 and (a["query"], a["chosen"]) == (b["query"], b["rejected"]) and a["chosen"] != b["chosen"]
-
-
-def test_without_a_mix_train_has_all_pairs(prepare):
-    data, _, _ = prepare(MANY, ties="half")
-    assert weights(data) == {"n": 80, "m": 40, "o": 20} and len(data["train"]) == 150
-
-
-def test_counts_of_a_mix():
-    from fractions import Fraction as F
-
-    shares = {"a": F(1, 3), "b": F(2, 3)}
-    for available, total, expected in (
-        ({"a": 10, "b": 10}, None, {"a": 5, "b": 10}),
-        ({"a": 10, "b": 11}, None, {"a": 5, "b": 10}),
-        ({"a": 10, "b": 11}, 9, {"a": 3, "b": 6}),
-    ):
-        assert preference_dataset.mix_counts(shares, available, total) == expected
-    for available, total, message in (
-        ({"a": 10, "b": 11}, 18, r"b has 11 pairs in train.*--train-pairs 15 can be met"),
-        ({"a": 10, "b": 11}, 10, r"a multiple of 3; --train-pairs 9 can be met"),
-        ({"a": 10, "b": 1}, None, r"no number can be met"),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            preference_dataset.mix_counts(shares, available, total)
 
 
 # ---- statistics ---------------------------------------------------------------------------------------------
@@ -586,6 +516,7 @@ def test_table_6_is_a_hand_count(prepare):
 
 
 def test_every_row_is_counted_once(prepare):
+    """Bad rows, too, where --bad-rows skip leaves them out."""
     rows = [*MANY["n=pairs:train"], pair("a", "x", "x"), pair("b " * 50), pair("c", "x " * 9), pair("d", rating="tie")]
     rows += [rows[-5], pair("e", chosen_safe=False, rejected_safe=True)]
     _, counts, _ = prepare({"n=pairs": rows}, bad_rows="skip", ties="half")
@@ -598,89 +529,74 @@ def test_every_row_is_counted_once(prepare):
 # ---- bad input -------------------------------------------------------------------------------------------------
 
 
+GOOD = {"hh": {"chosen": f"{HH} a", "rejected": f"{HH} b"}, "tldr": post(), "webgpt": WEBGPT, "shp": SHP}
+GOOD |= {"stack_exchange": {"question": "q", "answers": ANSWERS}, "helpsteer2": STEER, "five_levels": LEVELS}
+GOOD |= {"strength": STRENGTH, "pairs": pair("a")}
+
+
 @pytest.mark.parametrize(
-    ("reader", "row", "message"),
+    ("reader", "row", "named"),
     [
-        ("pairs", pair("a", rating="great"), "rating: unknown grade 'great'"),
-        ("pairs", pair("a", rating=float("nan")), "rating should be a number from 0 to 1e[+]06, not nan"),
-        ("pairs", pair("a", rating=True), "rating should be a number from 0 to 1e[+]06, not True"),
-        ("pairs", pair("a", "x ", " x"), "chosen and rejected are equal"),
+        ("pairs", pair("a", rating="great"), "rating"),
+        ("pairs", pair("a", rating=float("nan")), "rating"),
+        ("pairs", pair("a", rating=True), "rating"),
+        ("pairs", pair("a", "x ", " x"), "equal"),
         ("pairs", pair("a", " "), "chosen is empty"),
-        ("pairs", pair("a", "b <|prompter|> c"), r"a text holds <\|prompter\|>"),
-        ("pairs", pair(("a", "b")), "messages: the last turn, before the response, is of role 'assistant'"),
-        ("pairs", pair("a") | {"messages": [*chat("a"), *chat("b")]}, "messages: turn 2 is of role 'user'"),
-        ("pairs", pair("a", chosen_safe=1), "chosen_safe should be true, false or null, not 1"),
-        ("pairs", [1], r"not an object, but \[1\]"),
-        ("hh", {"chosen": f"{HH} a", "rejected": f"\n\nHuman: z{HH} b"}, "chosen and rejected are not the same"),
-        ("hh", {"chosen": f"{HH} a\n\nHuman: z", "rejected": f"{HH} a\n\nHuman: y"}, "chosen does not end with a turn"),
-        ("hh", {"chosen": "Human: a", "rejected": f"{HH} b"}, "chosen does not begin with a turn"),
-        ("tldr", post(choice=2), "choice should be 0 or 1, not 2"),
-        ("tldr", post(extra={"confidence": 10}), "extra.confidence should be an integer from 1 to 9, or null, not 10"),
-        ("tldr", post(summaries=[]), "summaries should be a list of two"),
-        ("webgpt", WEBGPT | {"score_1": 0.25}, "score_0 and score_1 should add up to 0"),
-        ("webgpt", PUBLISHED[:1], "a row should be two records"),
-        ("webgpt", [PUBLISHED[0], PUBLISHED[1] | {"question": {}}], "the two records are of different questions"),
-        ("shp", SHP | {"labels": 1}, "labels is 1, but A has the lower score"),
-        ("shp", SHP | {"labels": "A"}, "labels should be 0 or 1, not 'A'"),
-        ("stack_exchange", {"question": "q", "answers": ANSWERS[:1]}, "answers should be a list of two or more"),
-        ("helpsteer2", STEER | {"preference_strength": 4}, "preference_strength should be a number from -3 to 3"),
-        ("five_levels", LEVELS | {"preference": ["tie"]}, "preference should be one of tie"),
-        ("strength", STRENGTH | {"chosen": "a"}, "chosen should be a list of turns, not 'a'"),
+        ("pairs", pair("a", "b <|prompter|> c"), r"holds <\|prompter\|>"),
+        ("pairs", pair(("a", "b")), "last turn"),
+        ("pairs", pair("a") | {"messages": [*chat("a"), *chat("b")]}, "turn 2"),
+        ("pairs", pair("a", chosen_safe=1), "chosen_safe"),
+        ("pairs", [1], "not an object"),
+        ("pairs", "{broken\n", "JSONDecodeError"),
+        ("hh", {"chosen": f"{HH} a", "rejected": f"\n\nHuman: z{HH} b"}, "not the same"),
+        ("hh", {"chosen": f"{HH} a\n\nHuman: z", "rejected": f"{HH} a\n\nHuman: y"}, "does not end with a turn"),
+        ("hh", {"chosen": "Human: a", "rejected": f"{HH} b"}, "does not begin with a turn"),
+        ("tldr", post(choice=2), "choice"),
+        ("tldr", post(extra={"confidence": 10}), "confidence"),
+        ("tldr", post(summaries=[]), "summaries"),
+        ("webgpt", WEBGPT | {"score_1": 0.25}, "add up to 0"),
+        ("webgpt", PUBLISHED[:1], "two records"),
+        ("webgpt", [PUBLISHED[0], PUBLISHED[1] | {"question": {}}], "different questions"),
+        ("shp", SHP | {"labels": 1}, "lower score"),
+        ("stack_exchange", {"question": "q", "answers": ANSWERS[:1]}, "answers"),
+        ("helpsteer2", STEER | {"preference_strength": 4}, "preference_strength"),
+        ("five_levels", LEVELS | {"preference": ["tie"]}, "preference"),
+        ("strength", STRENGTH | {"chosen": "a"}, "chosen"),
     ],
-)  # fmt: skip
-def test_bad_rows_are_named_or_counted(base, tmp_path, reader, row, message):
-    good = {"hh": {"chosen": f"{HH} a", "rejected": f"{HH} b"}, "tldr": post(), "webgpt": WEBGPT, "shp": SHP}
-    good |= {"stack_exchange": {"question": "q", "answers": ANSWERS}, "helpsteer2": STEER, "five_levels": LEVELS}
-    good |= {"strength": STRENGTH, "pairs": pair("a")}
-    file = write_jsonl(tmp_path / "x.jsonl", [good[reader], row])
-    with pytest.raises(SystemExit, match=rf"^error: \S*x\.jsonl, row 2: {message}"):
+)
+def test_a_bad_row_is_named_and_leaves_nothing_behind(base, tmp_path, reader, row, named):
+    file = write_jsonl(tmp_path / "x.jsonl", [GOOD[reader], row])
+    with pytest.raises(SystemExit, match=rf"^error: \S*x\.jsonl, row 2.*{named}"):
         preference_dataset.main(Args((f"n={reader}:{file}",), base=base, output_dir=str(tmp_path / "out")))
     assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
-    # skipped, it is counted, and the other row stays
-    counts = {"n": collections.Counter()}
-    args = Args((), bad_rows="skip", max_query_length=1000)
-    words = AutoTokenizer.from_pretrained(base)
-    source = preference_dataset.parse_source(f"n={reader}:{file}:train")
-    assert len([*preference_dataset.stored_pairs([source], words, args, counts)]) == 1
-    assert counts["n"]["bad rows"] == 1 and counts["n"]["rows"] == 2
 
 
-def test_bad_flags_are_one_message(base, tmp_path):
+@pytest.mark.parametrize(
+    ("source", "settings", "named"),
+    [
+        ("n=pairs", {}, "--sources n=pairs"),
+        ("n=csv:{file}", {}, "readers"),
+        ("n=pairs:{root}/nowhere", {}, "nowhere"),
+        ("n=pairs:{root}/y.jsonl.gz", {}, r"y\.jsonl\.gz.* cannot be read"),
+        ("n=pairs:{file}", {"mix": ("n=1/0",)}, "--mix n=1/0"),
+        ("n=pairs:{file}", {"mix": ("m=1",)}, "every source"),
+        ("n=pairs:{file}", {"mix": ("n=0.9",)}, "add up to 1"),
+        ("n=pairs:{file}", {"mix": ("n=1",), "train_pairs": 99}, "cannot be met"),
+        ("n=pairs:{file}", {"train_pairs": 9}, "--train-pairs needs --mix"),
+        ("n=pairs:{file}", {"validation_share": 1.0}, "--validation-share"),
+        ("n=pairs:{file}", {"validation_share": 0.0}, "validation"),
+        ("n=pairs:{file}", {"base": "nowhere/x"}, "--base nowhere/x"),
+        ("n=pairs:{file}", {"output_dir": "{root}"}, "already holds data"),
+    ],
+)
+def test_a_bad_flag_is_named_and_leaves_nothing_behind(base, tmp_path, source, settings, named):
     file = write_jsonl(tmp_path / "x.jsonl", [pair(x) for x in WORDS[:20]])
-    (tmp_path / "empty").mkdir()
-    ties = write_jsonl(tmp_path / "z.jsonl", [pair("a", rating="tie")])
-    parquet = tmp_path / "w.parquet"
-    pandas.DataFrame({"prompt": [f"{i} a" for i in range(999)], "chosen": "b"}).to_parquet(parquet)
-    damaged = bytearray(parquet.read_bytes())
-    damaged[4:200] = bytes(196)
-    parquet.write_bytes(damaged)
-    truncated = tmp_path / "y.jsonl.gz"
-    truncated.write_bytes(gzip.compress(file.read_bytes())[:-20])
-    one, out = (f"n=pairs:{file}",), str(tmp_path / "out")
-    for sources, more, message in (
-        (("n=pairs",), {}, "--sources n=pairs: write name=reader:path"),
-        ((f"n=csv:{file}",), {}, "the readers are hh, tldr, webgpt"),
-        ((f"n=pairs:{tmp_path}/empty",), {}, r"no file \*\.jsonl, .* at .*empty"),
-        ((f"n=pairs:{truncated}",), {}, r"y\.jsonl\.gz.* cannot be read \(EOFError"),
-        ((f"n=pairs:{parquet}",), {}, r"w\.parquet cannot be read \("),
-        (one, {"mix": ("n=1/0",)}, "--mix n=1/0: write name=share"),
-        (one, {"mix": ("m=1",)}, "name every source once; the sources are n"),
-        (one, {"mix": ("n=0.9",)}, "the shares are above 0 and add up to 1, not 0.9"),
-        (one, {"mix": ("n=1",), "train_pairs": 99}, "--mix: the shares of 99 pairs cannot be met"),
-        (one, {"train_pairs": 9}, "--train-pairs needs --mix"),
-        (one, {"validation_share": 1.0}, "--validation-share is from 0 to below 1"),
-        (one, {"validation_share": 0.0}, "not one pair is in validation"),
-        ((f"n=pairs:{ties}",), {}, "not one pair is in train"),
-        (one, {"base": "nowhere/x"}, "--base nowhere/x"),
-        (one, {"output_dir": str(tmp_path / "full")}, "already holds data"),
-    ):
-        (tmp_path / "full").mkdir(exist_ok=True)
-        (tmp_path / "full" / "file").touch()
-        with pytest.raises(SystemExit, match=message):
-            settings = {"base": base, "output_dir": out, "max_query_length": 32, "validation_share": 0.2} | more
-            preference_dataset.main(Args(sources, **settings))
-        there = ["empty", "full", "w.parquet", "x.jsonl", "y.jsonl.gz", "z.jsonl"]
-        assert sorted(x.name for x in tmp_path.iterdir()) == there, message
+    (tmp_path / "y.jsonl.gz").write_bytes(gzip.compress(file.read_bytes())[:-20])
+    common = {"base": base, "output_dir": str(tmp_path / "out"), "max_query_length": 32, "validation_share": 0.2}
+    settings = {k: v.format(root=tmp_path) if isinstance(v, str) else v for k, v in settings.items()}
+    with pytest.raises(SystemExit, match=f"^error: .*{named}"):
+        preference_dataset.main(Args((source.format(file=file, root=tmp_path),), **common | settings))
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["x.jsonl", "y.jsonl.gz"]
 
 
 # ---- the real files, where they are ------------------------------------------------------------------------------

@@ -36,43 +36,23 @@ def commands(name: str, folder: Path) -> list[tuple]:
     return [(words[0], tyro.cli(script(words[0]).Args, args=words[1:])) for words in found if words[0] != "-"]
 
 
-def test_the_commands_of_the_margins(tmp_path):
-    found = commands("margins.sh", tmp_path)
-    runs = [args for name, args in found if name == "llama2/reward.py"]
-    folders = {args.output_dir: (args.seed, args.margin, args.preference_dataset) for args in runs}
-    assert folders == {
-        f"runs/llama2_margins/{labels}/{margin}/{seed}": (seed, margin, f"data/llama2_margins/{labels}/preference")
-        for labels in margins.LABELS
-        for margin in margins.MARGINS
-        for seed in (44413, 55513, 66613, 77713)
-    }
-    assert len(runs) == 24 and all(args.run_eval for args in runs)
-    others = [(name, args.output_dir) for name, args in found if name not in ("llama2/reward.py", "llama2/margins.py")]
-    assert others == [
-        *(("llama2/preference_dataset.py", f"data/llama2_margins/{labels}") for labels in margins.LABELS),
-        ("sft.py", "runs/llama2_margins/sft"),
-    ]
-    assert {args.sft_model_path for args in runs} == {"runs/llama2_margins/sft"}
-    name, args = found[-1]
-    assert (name, args.runs) == ("llama2/margins.py", "runs/llama2_margins")
-
-
-def test_the_commands_of_the_real_sets(tmp_path):
-    found = commands("real_sets.sh", tmp_path)
-    written = set()
-    for name, args in found:  # each reads what those before it wrote
-        flags = ("base", "sft_model_path", "dataset", "preference_dataset", "reward_model_paths")
-        read = [getattr(args, flag, None) or [] for flag in flags]
-        read += [args.model if name == "sft.py" else []]
+@pytest.mark.parametrize("name", ["margins.sh", "real_sets.sh"])
+def test_each_command_reads_what_those_before_it_wrote(name, tmp_path):
+    found, written = commands(name, tmp_path), set()
+    for script_name, args in found:
+        flags = ("base", "sft_model_path", "preference_dataset", "reward_model_paths")
+        read = [getattr(args, flag, None) or [] for flag in flags] + [args.model if script_name == "sft.py" else []]
         for path in [path for x in read for path in (x if isinstance(x, list) else [x])]:
-            assert path in written, (name, path)
-        folders = ("/base", "/sft", "/preference") if name == "llama2/preference_dataset.py" else ("",)
+            assert path in written or (REPOSITORY / path).exists(), (script_name, path)
+        folders = ("/base", "/sft", "/preference") if script_name == "llama2/preference_dataset.py" else ("",)
         written |= {args.output_dir + folder for folder in folders}
-    names = ["quickstart/nano.py", *["llama2/preference_dataset.py"] * 3, "sft.py", *["llama2/reward.py"] * 2]
-    assert [name for name, _ in found] == [*names, "ensembles/ppo.py"]
-    helpfulness, safety, ppo = (args for _, args in found[-3:])
-    assert (helpfulness.margin, safety.margin, ppo.reward_combination) == ("small", "none", "safety_gate")
-    assert ppo.reward_model_paths == [helpfulness.output_dir, safety.output_dir]
+    runs = {args.output_dir: (args.margin, args.seed) for path, args in found if path == "llama2/reward.py"}
+    if name == "margins.sh":
+        assert all(folder.endswith(f"/{margin}/{seed}") for folder, (margin, seed) in runs.items())
+        assert len(runs) == len(margins.LABELS) * len(margins.MARGINS) * 4
+    else:
+        assert [margin for margin, _ in runs.values()] == ["small", "none"]
+        assert found[-1][1].reward_combination == "safety_gate" and found[-1][1].reward_model_paths == [*runs]
 
 
 def test_margins_are_means_over_seeds(tmp_path, capsys):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import close, make_reward_model
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -149,15 +150,8 @@ def test_rows_that_just_fit_the_models_positions_are_taken(models):
     model = sft.load_policy(models["gpt2"], tokenizer)
     pad_id = tokenizer.pad_token_id
 
-    class Rows(list):
-        def select_columns(self, column):
-            return self
-
-        def iter(self, size):
-            yield {key: torch.stack([row[key] for row in self]) for key in self[0]}
-
     def rows(*lengths):
-        return Rows({"x": torch.tensor([1] * n + [pad_id] * (80 - n))} for n in lengths)
+        return Dataset.from_dict({"x": [[1] * n + [pad_id] * (80 - n) for n in lengths]}).with_format("torch")
 
     sft.check_positions(model, "here", [rows(3, 54), rows(64)], "x", pad_id)
     sft.check_positions(model, "here", [rows(48)], "x", pad_id, sampled=16)
@@ -215,17 +209,14 @@ def test_a_path_that_exists_is_a_path_whatever_it_holds(path, tmp_path, monkeypa
     assert args.output_dir == f"runs/sft/{path.split('/')[-1]}/44413"
 
 
-@pytest.mark.parametrize(
-    ("model", "name"), [("me/a@main", "a"), ("1b", "1b"), ("~/x/b", "b"), (".", "here"), ("../here/", "here")]
-)
+@pytest.mark.parametrize(("model", "name"), [("me/a@main", "a"), ("~/x/b", "b"), ("../here/", "here")])
 def test_the_name_of_a_run(model, name, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", str(tmp_path))
     args = sft.Args(model=model, output_dir="~/{model}")
     sft.fill_templates(args)
-    assert args.output_dir == f"{tmp_path}/{name}"
-    assert args.model == model.replace("~", str(tmp_path))
+    assert args.output_dir == f"{tmp_path}/{name}" and args.model == model.replace("~", str(tmp_path))
 
 
 # ---- tokenizers -------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import os
 import ours as our_side
 import parity
 import pytest
-import theirs as their_side
 import torch
 
 AUTHORS, OLD_LIBRARIES = os.environ.get("PARITY_AUTHORS"), os.environ.get("PARITY_OLD_LIBRARIES")
@@ -72,12 +71,6 @@ def test_deviations_are_told_by_the_docstrings_and_their_patches_fit(tmp_path):
         our_side.load("sft.py", tmp_path, [("no such text", "")])
 
 
-def test_the_functions_that_the_adapter_names_are_there(tmp_path):
-    scripts = [our_side.load(f"{name}.py", tmp_path) for name in ("sft", "reward", "dpo", "ppo")]
-    for role, name in our_side.FUNCTIONS.items():
-        assert any(hasattr(script, name) for script in scripts), role
-
-
 # ---- other orders of the rows ------------------------------------------------------------------------------------
 
 
@@ -105,61 +98,19 @@ def test_other_orders_of_ppo_keep_each_mini_batch(mini_batches):
                 assert sorted(rows) == sorted(part.tolist()) and rows != part.tolist()
 
 
-# ---- their side, on files made here ------------------------------------------------------------------------------
-
-
-def test_definitions_and_loops_are_cut_out_of_files(tmp_path):
-    folder = tmp_path / "summarize_from_feedback_details"
-    folder.mkdir()
-    (folder / "toy.py").write_text(
-        "def double(x):\n    return 2 * x\n\nclass Box:\n    def double(self):\n        return 0\n\n"
-        "for data in range(3):\n    pass\nfor data in range(5):\n    accelerator.backward(double(data))\n"
-    )
-    names = their_side.cut(str(tmp_path), "toy", ["double", "Box"], {})
-    assert names["double"](4) == 8 and names["Box"]().double() == 0
-    loop = their_side.training_loop(str(tmp_path), "toy", "data")
-    seen = []
-    names["accelerator"] = type("A", (), {"backward": staticmethod(seen.append)})
-    their_side.execute([loop], "toy", names)
-    assert seen == [0, 2, 4, 6, 8]
-    with pytest.raises(LookupError, match="no loop over batch that trains"):
-        their_side.training_loop(str(tmp_path), "toy", "batch")
-
-
-def test_states_of_both_sides_are_vectors_in_one_order():
-    theirs = {"scalar_head.weight": tensor(1), "lm_backbone.b.weight": tensor(2, 3), "scalar_head.bias": tensor(9)}
-    theirs |= {"lm_backbone.layers.0.attention.bias": tensor(8), "lm_backbone.rotary_emb.inv_freq": tensor(7)}
-    ours = {"score.bias": tensor(5), "gpt_neox.b.weight": tensor(2, 3), "score.weight": tensor(1)}
-    assert their_side.flat(theirs).tolist() == our_side.flat(ours).tolist() == [2, 3, 1]
-    dense = {"gpt_neox.layers.0.attention.dense.bias": tensor(4), "embed_out.weight": tensor(6)}
-    assert their_side.flat(dense).tolist() == our_side.flat(dense).tolist() == [4, 6]
-
-
 # ---- what is not there ---------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_folder_a_wrong_commit_and_missing_libraries_are_one_line(tmp_path, monkeypatch):
+def test_a_wrong_folder_and_a_wrong_commit_are_named(tmp_path):
     args = parity.Args(authors=str(tmp_path), old_libraries=str(tmp_path / "old"))
-
-    def error() -> str:
-        with pytest.raises(SystemExit) as end:
-            parity.check_folders(args)
-        assert str(end.value).startswith("error: ") and "\n" not in str(end.value)
-        return str(end.value)
-
-    assert "tldr_dataset.py is not there. Get it: git archive --format=tar ee77a9a" in error()
+    with pytest.raises(SystemExit, match="^error: .*tldr_dataset.py is not there"):
+        parity.check_folders(args)
     folder = tmp_path / "summarize_from_feedback_details"
     folder.mkdir()
     for name in parity.HASHES:
         (folder / name).write_text("x = 1\n")
-    assert "tldr_dataset.py is of another commit. Get it: git archive --format=tar ee77a9a" in error()
-    found = {name: parity.hashlib.sha256(b"x = 1\n").hexdigest() for name in parity.HASHES}
-    monkeypatch.setattr(parity, "HASHES", found)
-    assert "no transformers 4.33.2 there. Get it: pip install --target" in error()
-    for name, version in parity.OLD.items():
-        (tmp_path / "old" / f"{name}-{version}.dist-info").mkdir(parents=True)
-    args.data = str(tmp_path / "nowhere")
-    assert f"{tmp_path}/nowhere/tldr_posts/train.jsonl is not there: name the folder with --data" in error()
+    with pytest.raises(SystemExit, match="^error: .*tldr_dataset.py is of another commit"):
+        parity.check_folders(args)
 
 
 # ---- the authors' code, where it is ----------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import SHARED, script
+from conftest import SHARED
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
-from test_helpers import PAD, same, tensor
+from test_helpers import PAD
 from test_tldr_dataset import EOS, byte_level_tokenizer, naive_truncation
 from transformers import AutoTokenizer
 
@@ -224,27 +224,6 @@ def test_last_token_is_before_the_first_padding(rows):
     assert reward.last_token(torch.tensor(rows), PAD).tolist() == expected
 
 
-@given(rows=id_rows(), side=st.sampled_from(["left", "right"]), real=st.integers(0, 40), padding=st.integers(0, 40))
-def test_the_longest_row_has_room_in_a_multiple_of_16(rows, side, real, padding):
-    tokens = [[token for token in row if token != PAD] + [END] * real for row in rows]
-    columns = max(map(len, tokens)) + padding
-    rows = [
-        [PAD] * (columns - len(row)) + row if side == "left" else row + [PAD] * (columns - len(row)) for row in tokens
-    ]
-    longest = max(map(len, tokens))
-    width = next(width for width in (*range(0, columns, 16), columns) if width >= longest)
-    assert ppo.trimmed_width(torch.tensor(rows).reshape(len(rows), columns), PAD) == width
-
-
-@given(lengths=st.lists(st.integers(0, 50), min_size=1, max_size=20), size=st.integers(1, 25))
-def test_groups_of_similar_length_are_a_partition(lengths, size):
-    groups = [group.tolist() for group in ppo.similar_lengths(torch.tensor(lengths), size)]
-    assert sorted(sum(groups, [])) == list(range(len(lengths)))
-    assert all(len(group) == size for group in groups[:-1]) and 1 <= len(groups[-1]) <= size
-    ordered = [lengths[i] for group in groups for i in group]
-    assert ordered == sorted(lengths, reverse=True)
-
-
 @given(
     n=st.integers(1, 30),
     seed=st.integers(0, 2**31),
@@ -257,92 +236,6 @@ def test_data_order_is_one_stream_whatever_the_batches(n, seed, ends):
     assert sum(parts, []) == whole
     first = sft.data_order(n, seed, 0, 3 * n).tolist()
     assert all(sorted(first[i : i + n]) == list(range(n)) for i in (0, n, 2 * n))
-
-
-# ---- numbers of PPO ---------------------------------------------------------------------------------------------
-
-
-numbers = st.floats(-20, 20, allow_subnormal=False)
-
-
-def lengths_masks(lengths: list[int], width: int) -> tuple[list, list]:
-    response = [[t < n for t in range(width)] for n in lengths]
-    value = [[t < n + 1 for t in range(width)] for n in lengths]
-    return response, value
-
-
-@st.composite
-def episodes(draw):
-    """Response lengths (1 to width), width, and tables of numbers of that shape."""
-    width, rows = draw(st.integers(1, 7)), draw(st.integers(1, 4))
-    lengths = draw(st.lists(st.integers(1, width), min_size=rows, max_size=rows))
-    table = st.lists(st.lists(numbers, min_size=width, max_size=width), min_size=rows, max_size=rows)
-    return lengths, width, [draw(table) for _ in range(6)]
-
-
-@given(batch=episodes(), gamma=st.floats(0, 1), lam=st.floats(0, 1), kl_coef=st.floats(0, 2))
-def test_rewards_and_advantages_equal_a_loop_over_each_episode(batch, gamma, lam, kl_coef):
-    lengths, width, (logratio, values, scores, *_) = batch
-    masks = lengths_masks(lengths, width)
-    logratio = [
-        [x if keep else 0.0 for x, keep in zip(*row, strict=True)] for row in zip(logratio, masks[0], strict=True)
-    ]
-    values = [[x if keep else 0.0 for x, keep in zip(*row, strict=True)] for row in zip(values, masks[1], strict=True)]
-    scores = [row[0] for row in scores]
-    rewards = ppo.token_rewards(tensor(scores), tensor(logratio), torch.tensor(lengths), kl_coef)
-    advantages, returns = ppo.gae(rewards, tensor(values), gamma, lam)
-    for b, length in enumerate(lengths):
-        last = min(length, width - 1)  # where the score lies
-        expected = [-kl_coef * x for x in logratio[b]]
-        expected[last] += scores[b]
-        same(rewards[b], expected)
-        advantage = 0.0
-        for t in reversed(range(width)):
-            following = values[b][t + 1] if t + 1 < width else 0.0
-            advantage = expected[t] + gamma * following - values[b][t] + gamma * lam * advantage
-            same(advantages[b, t], advantage)
-            same(returns[b, t], advantage + values[b][t])
-        assert not advantages[b, last + 1 :].any()  # nothing comes from behind the score
-
-
-@given(batch=episodes(), shift_mean=st.booleans(), which=st.integers(0, 1))
-def test_whitened_values_have_the_moments_they_should(batch, shift_mean, which):
-    lengths, width, (values, *_) = batch
-    mask = torch.tensor(lengths_masks(lengths, width)[which])
-    found = ppo.whiten(tensor(values), mask, shift_mean=shift_mean)
-    inside, before = found[mask], tensor(values)[mask]
-    assert not found[~mask].any() and found.isfinite().all()
-    assert inside.mean().item() == pytest.approx(0.0 if shift_mean else before.mean().item(), abs=1e-6)
-    variance = before.var(unbiased=False).item()
-    assert inside.var(unbiased=False).item() == pytest.approx(variance / (variance + 1e-8), rel=1e-6, abs=1e-9)
-    assert (inside[before.argsort()].diff() >= -1e-9).all()  # in the same order
-
-
-@given(scores=st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=5), weight=st.floats(0, 2))
-def test_combined_scores_are_ordered(scores, weight):
-    combine = script("ensembles/ppo.py").combine
-    worst, mean, uwo = (combine(tensor(scores), how, weight) for how in ("wco", "mean", "uwo"))
-    assert (worst <= mean + 1e-9).all() and (uwo <= mean + 1e-9).all()
-    expected = [sum(column) / len(scores) for column in zip(*scores, strict=True)]
-    same(mean, expected)
-    spread = [
-        sum((x - m) ** 2 for x in c) / len(scores) for c, m in zip(zip(*scores, strict=True), expected, strict=True)
-    ]
-    same(uwo, [m - weight * v for m, v in zip(expected, spread, strict=True)])
-    assert torch.equal(worst, tensor([min(column) for column in zip(*scores, strict=True)]))
-
-
-@given(
-    logits=st.lists(st.lists(st.floats(-60, 60), min_size=4, max_size=4), min_size=1, max_size=3),
-    temperature=st.floats(0.01, 3),
-)
-def test_log_probabilities_sum_to_one_and_match_the_entropy(logits, temperature):
-    table = torch.tensor([logits])  # (1, R, V) in float32
-    every = [ppo.token_logprobs(table, torch.full(table.shape[:2], token), temperature) for token in range(4)]
-    total = torch.stack(every).exp().sum(0)
-    torch.testing.assert_close(total, torch.ones_like(total), rtol=0, atol=1e-5)
-    entropy = -(torch.stack(every).exp() * torch.stack(every)).sum(0)
-    torch.testing.assert_close(ppo.token_entropy(table, temperature), entropy, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "process"), [(sft_rows, "process_sft_row"), (pairs, "process_preference_row")])

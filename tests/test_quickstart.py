@@ -28,11 +28,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE, EXTRA = {"person", "event", "object"}, {"age", "feeling", "question"}
-# the world as posts.py describes it: shares of the posts (and of the pretraining documents) with so many facts, of the
-# core facts that a reference summary tells, of the authors who tell an extra one with so much chance, of the references
-# and near-perfect summaries with a flaw
+# the world as posts.py describes it: shares of the posts (and of the pretraining documents) with so many facts, and of
+# the near-perfect summaries with a flaw
 POST_FACTS, DOCUMENT_FACTS = {4: 1 / 6, 5: 2 / 6, 6: 3 / 6}, {4: 1 / 4, 5: 2 / 4, 6: 1 / 4}
-TOLD_CORE, AUTHORS, FLAWED = 0.9, {0.8: 0.25, 0.1: 0.75}, 0.1
+FLAWED = 0.1
 SPLITS = ("train", "validation", "test")
 MEDIUM = {"num_train": 2000, "num_validation": 300, "num_test": 300, "num_comparisons": 2000}
 MEDIUM |= {"num_validation_comparisons": 400, "num_cnndm_comparisons": 300, "num_pretraining": 400}
@@ -128,19 +127,9 @@ def test_bytes_depend_on_the_seed_and_not_on_the_process(tmp_path):
     assert not {name for name in same if name.endswith((".jsonl", "tokenizer.json"))}
 
 
-def test_post_schema_and_splits(raw, all_posts):
-    assert [len(read_jsonl(raw / f"posts/{split}.jsonl")) for split in SPLITS] == [2000, 300, 300]
-    for row in all_posts:
-        assert list(row) == ["id", "subreddit", "title", "post", "summary"]
-        assert all(isinstance(value, str) and value and value == value.strip() for value in row.values())
-        assert row["post"].count("\n") == 2
-        assert "{" not in row["title"] + row["post"] + row["summary"]
-        assert row["subreddit"] in posts.SUBREDDITS
-    assert len({row["id"] for row in all_posts}) == len(all_posts)
-
-
 def test_no_post_is_in_two_splits(all_posts, tmp_path, monkeypatch):
-    assert len({row["post"] for row in all_posts}) == len(all_posts)
+    assert len(all_posts) == 2600 == len({row["post"] for row in all_posts}) == len({row["id"] for row in all_posts})
+    assert not any("{" in row["title"] + row["post"] + row["summary"] for row in all_posts)  # templates are filled
     # in a world of 40 texts, of which the splits need 30
     facts = {"person": "boss", "age": "30", "event": "hid", "object": "tent"}
     monkeypatch.setattr(posts, "draw_facts", lambda *_: facts)
@@ -260,47 +249,6 @@ def test_pretraining_documents_restate_their_own_post(raw, all_posts):
         assert close([number == n for number in numbers], share)
 
 
-# ---- errors ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"num_test": 0}, "--num-test is 0; it must be 1 or more"),
-        ({"label_noise": 1.5}, "--label-noise is 1.5"),
-    ],
-)
-def test_posts_errors_leave_nothing_behind(tmp_path, change, words):
-    with pytest.raises(SystemExit, match="^error: ") as error:
-        posts.main(posts.Args(output_dir=str(tmp_path / "raw"), **(SMALL | change)))
-    assert words in str(error.value)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_existing_folders_are_left_alone(raw, tmp_path):
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "note").write_text("keep")
-    calls = [
-        lambda: posts.main(posts.Args(output_dir=str(folder), **SMALL)),
-        lambda: nano.main(nano.Args(output_dir=str(folder), tokenizer=str(raw / "tokenizer"))),
-        lambda: pretrain.main(pretrain.Args(output_dir=str(folder), documents=str(raw))),
-    ]
-    for call in calls:
-        with pytest.raises(SystemExit, match="^error: .* exists; remove it .* or name another --output-dir"):
-            call()
-    assert files(tmp_path) == {"mine/note": b"keep"}
-
-
-def test_leftovers_of_a_killed_run_do_not_get_in(raw, tmp_path):
-    for name in ("raw", "nano"):
-        (tmp_path / f"{name}.tmp/posts").mkdir(parents=True)
-        (tmp_path / f"{name}.tmp/posts/stray").write_text("broken")
-    posts.main(posts.Args(output_dir=str(tmp_path / "raw"), **SMALL))
-    make_nano(tmp_path / "nano", raw / "tokenizer")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["nano", "raw"] and not list(tmp_path.rglob("stray"))
-
-
 # ---- nano -----------------------------------------------------------------------------------------------------------
 
 
@@ -309,54 +257,8 @@ def make_nano(folder: Path, tokenizer: Path, **kwargs) -> Path:
     return folder
 
 
-def padded(raw: Path) -> int:
-    """The vocabulary of a model for the tokenizer: its tokens and one more, up to a multiple of 64."""
-    size = len(AutoTokenizer.from_pretrained(raw / "tokenizer")) + 1
-    while size % 64:
-        size += 1
-    return size
-
-
 # 12 h^2 + 13 h a layer and 2 h for the last norm: h = 64, 96, 128 and 2, 4, 4 layers
 PARAMETERS = {"xs": 100_096, "s": 447_552, "m": 793_344}
-
-
-@pytest.mark.parametrize("size", PARAMETERS)
-def test_sizes_and_shapes_are_those_of_pythia(raw, tmp_path, capsys, size):
-    folder = make_nano(tmp_path / "nano", raw / "tokenizer", size=size)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    inner, total = nano.count_parameters(model)
-    assert inner == PARAMETERS[size]
-    assert total == inner + 2 * padded(raw) * model.config.hidden_size  # untied: input and output embeddings
-    assert model.config.hidden_size == 32 * model.config.num_attention_heads
-    assert f"{inner:,} parameters without embeddings" in capsys.readouterr().out
-    config = model.config  # Pythia's choices
-    assert (config.model_type, config.hidden_act, config.use_parallel_residual) == ("gpt_neox", "gelu", True)
-    assert config.rope_parameters["partial_rotary_factor"] == 0.25
-    assert config.attention_dropout == config.hidden_dropout == 0
-    assert config.max_position_embeddings == 2048 and config.intermediate_size == 4 * config.hidden_size
-    assert config.bos_token_id == config.eos_token_id == 0 and config.pad_token_id is None
-
-
-@pytest.mark.parametrize("architecture", ["gpt_neox", "gpt2", "llama", "qwen3"])
-def test_folder_loads_and_runs_in_float32(raw, tmp_path, architecture):
-    folder = make_nano(tmp_path / "nano", raw / "tokenizer", architecture=architecture)
-    with safe_open(folder / "model.safetensors", "pt") as weights:
-        assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"F32"}
-    config = json.loads((folder / "config.json").read_text())
-    assert config["model_type"] == architecture and config["dtype"] == "float32"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    original = AutoTokenizer.from_pretrained(raw / "tokenizer")
-    assert tokenizer.pad_token is None and tokenizer.get_vocab() == original.get_vocab()
-    # like the real GPT-2, that one has no room for [PAD]; the others have
-    assert config["vocab_size"] == (len(tokenizer) if architecture == "gpt2" else padded(raw))
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    inner, _ = nano.count_parameters(model)
-    assert 85_000 < inner < 105_000
-    ids = tokenizer("My sister broke my bike.", return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        logits = model(ids).logits
-    assert logits.shape == (*ids.shape, config["vocab_size"]) and logits.isfinite().all()
 
 
 def test_weights_follow_the_seed(raw, tmp_path):
@@ -367,12 +269,6 @@ def test_weights_follow_the_seed(raw, tmp_path):
     assert weights[0] == weights[1] != weights[2]
 
 
-def test_a_missing_tokenizer_is_one_clear_error(tmp_path):
-    with pytest.raises(SystemExit, match="^error: --tokenizer .*/nowhere is neither") as error:
-        make_nano(tmp_path / "nano", tmp_path / "nowhere")
-    assert "\n" not in str(error.value) and list(tmp_path.iterdir()) == []
-
-
 # ---- pretrain -------------------------------------------------------------------------------------------------------
 
 
@@ -380,11 +276,6 @@ def test_a_missing_tokenizer_is_one_clear_error(tmp_path):
 def base(raw, tmp_path_factory) -> Path:
     """A model of size xs with random weights for the tokenizer of `raw`."""
     return make_nano(tmp_path_factory.mktemp("base") / "nano-xs", raw / "tokenizer")
-
-
-@pytest.fixture(scope="module")
-def model(base):
-    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 
 
 def random_documents(lengths: list[int], seed: int = 0) -> list[torch.Tensor]:
@@ -423,27 +314,10 @@ def own_loss(model, documents: list[torch.Tensor]) -> tuple[float, int, list[tor
     return total, count, hits
 
 
-def test_document_loss_is_a_mean_over_tokens_that_padding_does_not_change(model):
-    documents = random_documents([9, 30, 2, 17])
-    with torch.no_grad():  # some guesses of a random model must be right, to see them
-        documents[1][5] = model(documents[1][None, :5]).logits[0, -1].argmax()
-    total, count, own_hits = own_loss(model, documents)
-    loss, hits, targets = pretrain.document_loss(model, documents)
-    assert loss.item() == pytest.approx(total / count, rel=1e-5) and loss.requires_grad
-    assert hits.shape == targets.shape == (4, 29) and own_hits[1][4]
-    for document, hit, target, own in zip(documents, hits, targets, own_hits, strict=True):
-        n = len(document) - 1
-        assert target[:n].equal(document[1:]) and (target[n:] == -100).all()
-        assert hit[:n].equal(own) and not hit[n:].any()
-
-
 def test_pretraining_is_the_documented_loop(raw, base, tmp_path):
-    (tmp_path / "nano.tmp").mkdir()
-    (tmp_path / "nano.tmp/stray").write_text("broken")  # of a killed run
     folder = tmp_path / "nano"
     settings = {"steps": 3, "batch_size": 8, "held_out": 40, "eval_every": 2, "learning_rate": 0.2, "seed": 5}
     pretrain.main(pretrain.Args(model=str(base), documents=str(raw), output_dir=str(folder), **settings))
-    assert [path.name for path in tmp_path.iterdir()] == ["nano"] and "stray" not in files(folder)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
     texts = [row["text"] for row in read_jsonl(raw / "pretraining.jsonl")]
     documents = [torch.tensor([*ids, 0]) for ids in tokenizer(texts)["input_ids"]]
@@ -463,28 +337,8 @@ def test_pretraining_is_the_documented_loop(raw, base, tmp_path):
             losses = []
     found = [{key: float(value) for key, value in row.items()} for row in read_csv(folder / "pretraining.csv")]
     assert found == [pytest.approx(line, rel=1e-5) for line in lines]
-    with safe_open(folder / "model.safetensors", "pt") as weights:
-        assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}
-    assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
     written = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
     assert all(written[name].equal(weight.to(torch.bfloat16)) for name, weight in model.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"steps": 0}, "--steps is 0; it must be 1 or more"),
-        ({"held_out": 393}, "has 400 documents; --held-out and one batch need 401"),
-        ({"documents": "nowhere"}, "nowhere/pretraining.jsonl is missing; write it with posts.py --num-pretraining"),
-        ({"model": "nowhere"}, "--model nowhere holds no config.json; make the model with quickstart/nano.py"),
-    ],
-)
-def test_pretrain_errors_leave_nothing_behind(raw, base, tmp_path, change, words):
-    arguments = {"model": str(base), "documents": str(raw), "batch_size": 8, "output_dir": str(tmp_path / "nano")}
-    with pytest.raises(SystemExit, match="^error: ") as error:
-        pretrain.main(pretrain.Args(**(arguments | change)))
-    assert words in str(error.value)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("size", PARAMETERS)
@@ -513,11 +367,51 @@ def test_the_bases_of_the_repository_can_copy(raw, size):
     assert found["copying_accuracy"] > 0.9
 
 
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "change", "named"),
+    [
+        (posts, {"num_test": 0}, "--num-test"),
+        (posts, {"label_noise": 1.5}, "--label-noise"),
+        (posts, {"output_dir": "{there}"}, "exists"),
+        (nano, {"tokenizer": "/nowhere"}, "--tokenizer /nowhere"),
+        (nano, {"output_dir": "{there}"}, "exists"),
+        (pretrain, {"steps": 0}, "--steps"),
+        (pretrain, {"held_out": 393}, "--held-out"),
+        (pretrain, {"documents": "/nowhere"}, "/nowhere/pretraining.jsonl"),
+        (pretrain, {"model": "/nowhere"}, "--model /nowhere"),
+        (pretrain, {"output_dir": "{there}"}, "exists"),
+    ],
+)
+def test_bad_input_is_one_message_and_leaves_nothing_behind(raw, base, tmp_path, module, change, named):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/note").write_text("keep")
+    common = {posts: SMALL, nano: {"tokenizer": str(raw / "tokenizer")}}
+    common[pretrain] = {"model": str(base), "documents": str(raw), "batch_size": 8}
+    if "output_dir" in change:
+        change = {"output_dir": str(tmp_path / "mine")}
+    with pytest.raises(SystemExit, match="^error: ") as error:
+        module.main(module.Args(**{"output_dir": str(tmp_path / "new")} | common[module] | change))
+    assert named in str(error.value) and "\n" not in str(error.value)
+    assert files(tmp_path) == {"mine/note": b"keep"}
+
+
+def test_leftovers_of_a_killed_run_do_not_get_in(raw, tmp_path):
+    for name in ("raw", "nano"):
+        (tmp_path / f"{name}.tmp/posts").mkdir(parents=True)
+        (tmp_path / f"{name}.tmp/posts/stray").write_text("broken")
+    posts.main(posts.Args(output_dir=str(tmp_path / "raw"), **SMALL))
+    make_nano(tmp_path / "nano", raw / "tokenizer")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["nano", "raw"] and not list(tmp_path.rglob("stray"))
+
+
 # ---- run.sh: the commands that it gives, recorded by a stand-in for python -------------------------------------------
 
 STAND_IN = """#!{python}
 import json, pathlib, sys
-args = ["ruff"] * sys.argv[0].endswith("ruff") + sys.argv[1:]
+args = sys.argv[1:]
 with open("{log}", "a") as log:
     log.write(json.dumps(args) + "\\n")
 if "{dies}" in args:
@@ -534,38 +428,36 @@ if args[0] == "eval/samples.py" or "--output-dir" in args:  # what a finished co
 
 
 class Clone:
-    """A copy of the shell scripts with a virtual environment whose python only records how it is called."""
+    """A copy of run.sh with a virtual environment whose python only records how it is called."""
 
     def __init__(self, folder: Path):
         self.root, self.log = folder / "clone", folder / "log"
-        for name in ("quickstart/run.sh", "quickstart/setup.sh", "tests/run.sh", "tests/requirements.txt", ".ci/run"):
-            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / "quickstart").mkdir(parents=True)
+        for name in ("quickstart/run.sh", "quickstart/setup.sh", "requirements.txt"):
             shutil.copy(ROOT / name, self.root / name)
-        shutil.copy(ROOT / "requirements.txt", self.root)
         self.venv = folder / "venv"
         (self.venv / "bin").mkdir(parents=True)
         self.stand_in()
 
     def stand_in(self, dies: str = "nothing"):
-        """Python and ruff record how they are called; python fails at the command that has `dies` in it."""
-        for name in ("python", "ruff"):
-            path = self.venv / "bin" / name
-            path.write_text(STAND_IN.format(python=sys.executable, log=self.log, dies=dies))
-            path.chmod(0o755)
+        """Python records how it is called and fails at the command that has `dies` in it."""
+        path = self.venv / "bin" / "python"
+        path.write_text(STAND_IN.format(python=sys.executable, log=self.log, dies=dies))
+        path.chmod(0o755)
 
-    def run(self, script: str, *args: str):
-        """(finished process, the argument lists that python and ruff got), started from another folder."""
+    def run(self, *args: str):
+        """(finished process, the argument lists that python got), started from another folder."""
         self.log.write_text("")
         environment = os.environ | {"VIRTUAL_ENV": str(self.venv)}
-        command = ["bash", str(self.root / script), *args]
+        command = ["bash", str(self.root / "quickstart/run.sh"), *args]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=self.root.parent)
         return done, [json.loads(line) for line in self.log.read_text().splitlines()]
 
-    def quickstart(self, *args: str) -> tuple[list[list[str]], str]:
-        """The calls of a run.sh that has to succeed, without the installation, and what it printed."""
-        done, calls = self.run("quickstart/run.sh", *args)
+    def quickstart(self, *args: str) -> list[list[str]]:
+        """The calls of a run that has to succeed, without the installation."""
+        done, calls = self.run(*args)
         assert done.returncode == 0, done.stderr
-        return [call for call in calls if call[:2] != ["-m", "pip"]], done.stdout
+        return [call for call in calls if call[:2] != ["-m", "pip"]]
 
 
 DATA, SAMPLES, REPORT = ["quickstart/posts.py", "tldr_dataset.py"], "eval/samples.py", "quickstart/report.py"
@@ -580,7 +472,7 @@ def names(calls: list[list[str]]) -> list[str]:
 def test_a_runs_folders_and_seeds(tmp_path):
     """All commands work in the folders of their world (posts-N), size and seed, and posts.py alone has the world's
     seed. (That each finds what the one before has made: fast_work, below.)"""
-    calls, _ = Clone(tmp_path).quickstart("--size", "m", "--seed", "3", "--posts-seed", "2")
+    calls = Clone(tmp_path).quickstart("--size", "m", "--seed", "3", "--posts-seed", "2")
     text = " ".join(sum(calls, []))
     assert names(calls) == SCRIPTS
     assert set(re.findall(r"(?:data|runs)/quickstart/([\w-]+)", text)) == {"posts-2"}
@@ -589,93 +481,31 @@ def test_a_runs_folders_and_seeds(tmp_path):
         assert call[call.index("--seed") + 1] == ("2" if call[0] == "quickstart/posts.py" else "3"), call
 
 
-def test_run_makes_data_once_and_installs_once(tmp_path):
-    clone = Clone(tmp_path)
-    done, calls = clone.run("quickstart/run.sh")
-    assert done.returncode == 0, done.stderr
-    assert calls[0][:3] == ["-m", "pip", "install"] and calls[0][-2:] == ["-r", "requirements.txt"]
-    assert names(calls[1:]) == SCRIPTS
-    assert "removing" not in done.stdout and done.stdout.endswith(" s] done\n")
-    assert not {"--num-train", "--num-validation"} & set(calls[1])  # the sizes that posts.py has by default
-
-    kept = clone.root / "runs/quickstart/posts-1/sft/other/1/model"
-    kept.mkdir(parents=True)
-    done, calls = clone.run("quickstart/run.sh")
-    assert done.returncode == 0, done.stderr
-    assert names(calls) == SCRIPTS[2:]
-    for stage in STAGES:
-        assert f"removing runs/quickstart/posts-1/{stage}/nano-s/1 " in done.stdout
-    assert kept.exists()
-
-    (clone.root / "requirements.txt").write_text("torch\n")  # other requirements are installed
-    _, calls = clone.run("quickstart/run.sh")
-    assert calls[0][:3] == ["-m", "pip", "install"]
-
-
-def test_continue_keeps_finished_stages(tmp_path):
+def test_continue_runs_what_is_not_finished_and_what_was_made_from_it(tmp_path):
+    """A command that fails ends the run, and --continue goes on there; the data are made once."""
     clone = Clone(tmp_path)
     runs = clone.root / "runs/quickstart/posts-1"
-    assert names(clone.quickstart("--continue")[0]) == SCRIPTS  # nothing to keep yet
-    calls, printed = clone.quickstart("--continue")
-    assert names(calls) == [REPORT] and "removing" not in printed
-    for stage in STAGES:
-        assert f"keeping runs/quickstart/posts-1/{stage}/nano-s/1, " in printed
-
-    (runs / "ppo/nano-s/1/eval/rouge.csv").unlink()  # killed before its evaluation
-    (runs / "dpo/nano-s/1/eval/rouge.csv").unlink()  # and in the midst of it
-    calls, printed = clone.quickstart("--continue")
-    assert names(calls) == ["ppo.py", SAMPLES, "dpo.py", SAMPLES, REPORT]
-    assert "removing runs/quickstart/posts-1/ppo/nano-s/1 " in printed and "keeping runs" in printed
-
-    shutil.rmtree(runs / "dpo/nano-s/1")
-    assert names(clone.quickstart("--continue")[0]) == ["dpo.py", SAMPLES, REPORT]
-    (runs / "reward/nano-s/1/eval/accuracy.csv").unlink()  # and what was made from it
-    assert names(clone.quickstart("--continue")[0]) == SCRIPTS[SCRIPTS.index("reward.py") :]
-    assert names(clone.quickstart("--continue", "--seed", "2")[0]) == SCRIPTS[2:]  # another run is not finished
-    assert names(clone.quickstart()[0]) == SCRIPTS[2:]  # without the flag everything runs again
-
-
-def test_run_refuses_bad_arguments(tmp_path):
-    clone = Clone(tmp_path)
-    for args, words in (
-        (["--size", "xl"], "--size is xl, not xs, s or m; "),
-        (["--seed", "1", "--posts-seed"], "--posts-seed needs a value; "),
-        (["--seed", "../.."], "--seed is ../.., not a whole number; "),
-        (["--fast", "xs"], "unknown argument xs; "),
-    ):
-        done, calls = clone.run("quickstart/run.sh", *args)
-        assert done.returncode == 1 and calls == [] and done.stdout == ""
-        assert done.stderr.startswith(f"error: {words}usage: bash quickstart/run.sh [--size xs|s|m] ")
-        assert not (clone.root / "data").exists() and not (clone.root / "runs").exists()
-
-
-@pytest.mark.parametrize("script", ["tldr_dataset.py", REPORT])
-def test_a_failing_command_ends_the_run_and_continue_goes_on_there(tmp_path, script):
-    clone = Clone(tmp_path)
-    report = clone.root / "runs/quickstart/posts-1/report/nano-s/1/table.csv"
-    report.parent.mkdir(parents=True)
-    report.write_text("of a run before")
-    clone.stand_in(dies=script)
-    done, calls = clone.run("quickstart/run.sh")
-    assert done.returncode == 3 and names(calls[1:]) == SCRIPTS[: SCRIPTS.index(script) + 1]
-    assert "done" not in done.stdout and report.exists() == (script == "tldr_dataset.py")  # it is still up to date
+    clone.stand_in(dies="dpo.py")
+    done, calls = clone.run("--continue")
+    assert done.returncode == 3 and names(calls)[-1] == "dpo.py"
     clone.stand_in()
-    assert names(clone.quickstart("--continue")[0]) == SCRIPTS[SCRIPTS.index(script) :]  # where it stopped
+    assert names(clone.quickstart("--continue")) == ["dpo.py", SAMPLES, REPORT]
+    assert names(clone.quickstart("--continue")) == [REPORT]
+    for stage in ("ppo", "dpo"):  # killed before the evaluation
+        (runs / stage / "nano-s/1/eval/rouge.csv").unlink()
+    assert names(clone.quickstart("--continue")) == ["ppo.py", SAMPLES, "dpo.py", SAMPLES, REPORT]
+    (runs / "reward/nano-s/1/eval/accuracy.csv").unlink()
+    assert names(clone.quickstart("--continue")) == SCRIPTS[SCRIPTS.index("reward.py") :]
+    assert names(clone.quickstart("--continue", "--seed", "2")) == SCRIPTS[2:]  # another run is not finished
+    assert names(clone.quickstart()) == SCRIPTS[2:]  # without the flag everything runs again
 
 
-@pytest.mark.parametrize("script", ["tests/run.sh", ".ci/run"])
-def test_test_command(tmp_path, script):
-    """The linter gets the repository's own files alone: a user's are not looked at."""
+@pytest.mark.parametrize("arguments", ["--size xl", "--seed 1 --posts-seed", "--seed ../..", "--fast xs"])
+def test_run_refuses_bad_arguments(tmp_path, arguments):
     clone = Clone(tmp_path)
-    for name in ("ours.py", "theirs.py"):
-        (clone.root / name).write_text("")
-    subprocess.run("git init -q . && git add ours.py", shell=True, cwd=clone.root, check=True)
-    done, calls = clone.run(script, "-k", "some test")
-    assert done.returncode == 0, done.stderr
-    assert calls[0][:3] == ["-m", "pip", "install"] and calls[0][-1] == "tests/requirements.txt"
-    assert calls[1:3] == [["ruff", "check", "ours.py"], ["ruff", "format", "--check", "ours.py"]]
-    assert calls[3] == ["-m", "pytest", "-n", "2", "--dist", "loadfile", "tests", "-k", "some test"]
-    assert [call[0] for call in clone.run(script)[1]] == ["ruff", "ruff", "-m"]  # nothing to install again
+    done, calls = clone.run(*arguments.split())
+    assert done.returncode == 1 and calls == [] and done.stderr.startswith("error: ")
+    assert arguments.split()[-1] in done.stderr and not (clone.root / "runs").exists()
 
 
 # ---- the quickstart itself ------------------------------------------------------------------------------------------
@@ -701,7 +531,7 @@ def run_here(command: list[str], **changes):
 def fast_work(tmp_path_factory):
     """The folder in which the commands of `bash quickstart/run.sh --fast` have run, one after another, with fewer posts
     to judge by and a short DPO. The tests that ask for it run in it."""
-    calls, _ = Clone(tmp_path_factory.mktemp("clone")).quickstart("--fast")
+    calls = Clone(tmp_path_factory.mktemp("clone")).quickstart("--fast")
     assert names(calls) == SCRIPTS
     work = tmp_path_factory.mktemp("work")
     for path in ("quickstart", "eval", "variants", *(f"{stage}.py" for stage in ("tldr_dataset", *STAGES))):
@@ -735,33 +565,11 @@ def test_fast_run_learns(fast_work):
     assert table["near_perfect", "win_rate"] > 0.85 and table["reference", "win_rate"] == 0.5
 
 
-VARIANTS = [f"variants/{name}.py" for name in ("rloo", "grpo", "online_dpo", "ppo_function", "simpo")]
-
-
-def bash_commands(text: str) -> list[list[str]]:
-    """The words of every command in a text, one a line or wrapped, without comments."""
-    lines = text.replace("\\\n", " ").splitlines()
-    return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
-
-
-def test_the_first_commands_of_the_scripts_run(fast_work):
-    """As they stand in the docstrings, in this order, for two updates each."""
-    for script in ("sft.py", "reward.py", "ppo.py", "dpo.py", *VARIANTS):
-        source = (ROOT / script).read_text()
-        [python, *command] = bash_commands(source[source.index("    python ") :].partition("\n\n")[0])[0]
-        assert (python, command[0]) == ("python", script)
-        args = run_here(command, updates=2)
-        assert args.output_dir == f"runs/{Path(script).stem}/nano-xs/44413"
-        assert read_jsonl(Path(args.output_dir, "metrics.jsonl"))[-1]["update"] == 2
-        assert Path(args.output_dir, "model/config.json").exists()
-
-
 def test_the_ablation_of_the_readme_runs(fast_work):
-    """Its commands and its edit as the page shows them, for two updates. The edit does what it says."""
+    """Its edit and its command as the page shows them, for one update. The edit does what it says."""
     readme = (ROOT / "README.md").read_text()
     section = readme[readme.index("## Make an ablation") :]
-    before, edit, after = re.findall(r"^```(?:bash|diff)\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[:3]
-    assert bash_commands(before)[-1] == ["cp", "ppo.py", "ppo_short.py"]
+    _, edit, after = re.findall(r"^```(?:bash|diff)\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[:3]
     source = (ROOT / "ppo.py").read_text()
     for hunk in re.split(r"^@@.*\n", edit, flags=re.MULTILINE):
         lines = hunk.splitlines(keepends=True)
@@ -769,15 +577,11 @@ def test_the_ablation_of_the_readme_runs(fast_work):
         assert source.count(old) == 1, old
         source = source.replace(old, "".join(line[1:] for line in lines if line[0] in " +"))
     Path("ppo_short.py").write_text(source)
-    diff, train, *evaluate = bash_commands(after)
-    assert diff == ["git", "diff", "--no-index", "ppo.py", "ppo_short.py"] and train[:2] == ["python", "ppo_short.py"]
-    args = run_here(train[1:], updates=2)
-    first = read_jsonl(Path(args.output_dir, "metrics.jsonl"))[0]
-    plain = run_here(["ppo.py", *train[2:-1], "runs/plain"], updates=2)
-    [without, _] = read_jsonl(Path(plain.output_dir, "metrics.jsonl"))
+    [train] = [shlex.split(line) for line in after.replace("\\\n", " ").splitlines() if "python ppo_short.py" in line]
+    args, plain = (
+        run_here([script, *train[2:-1], f"runs/{script}"], updates=1) for script in ("ppo_short.py", "ppo.py")
+    )
+    [first], [without] = (read_jsonl(Path(x.output_dir, "metrics.jsonl")) for x in (args, plain))
     shorter = without["objective/score"] - 0.01 * without["response/length"]  # the first samples are the same
     assert first["objective/score"] == pytest.approx(shorter, abs=1e-5)
-    for command in evaluate:
-        run_here(command[1:])
     assert json.loads(Path(args.output_dir, "args.json").read_text())["stage"] == "ppo_short"
-    assert sorted(path.name for path in Path(args.output_dir, "eval").glob("*.csv"))[-1].startswith("samples")

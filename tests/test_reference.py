@@ -1,12 +1,10 @@
-"""dpo.py's log-probabilities of whole splits, the reference's and the policy's: of each pair, in the data's order."""
+"""dpo.py beside the reference: the evaluation of another policy, and differences of rounding."""
 
 import json
-from types import SimpleNamespace
 
 import pandas
 import pytest
 import torch
-from accelerate import Accelerator
 from conftest import make_talker
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM
@@ -31,16 +29,6 @@ def plain_logprobs(model, data, pad: int) -> torch.Tensor:
             places = [t for t, x in enumerate(row[f"query_{side}_token_response_label"]) if x != pad]
             found.append(sum(logprobs[t - 1, tokens[t]].item() for t in places))
     return torch.tensor(found).reshape(-1, 2)
-
-
-def test_logprobs_of_a_split_are_those_of_plain_rows_in_the_order_of_the_data(world):
-    tokenizer = dpo.load_tokenizer(str(world.model))
-    data = load_from_disk(str(world.preference_dataset))["validation"].with_format("torch")
-    args = SimpleNamespace(forward_batch_size=2)  # 24 pairs: 16 and 8, each sorted by length in groups of 2
-    model = dpo.load_policy(str(world.model), tokenizer).eval()
-    found = dpo.split_logprobs(Accelerator(), model, data, args, tokenizer.pad_token_id, "x")
-    expected = plain_logprobs(model.double(), data, tokenizer.pad_token_id)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_another_policy_is_evaluated_as_it_is(world, tmp_path):

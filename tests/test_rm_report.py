@@ -1,6 +1,5 @@
 """eval/rm_report.py against numbers worked out by hand."""
 
-import math
 from pathlib import Path
 
 import numpy
@@ -32,29 +31,6 @@ def make_runs(root: Path):
     write_csv(root / "dpo" / "xs" / "1" / "eval" / "pairs_validation.csv", pairs([1, 1, -1, -1]))
 
 
-def test_calibration_by_hand():
-    log3 = math.log(3)  # a chance of 3 in 4
-    differences = numpy.array([log3, log3, -log3, log3, 0.0, 0.0, -1e-9, 1e-9])
-    rows, error = rm_report.calibration(differences, 2)
-    low, high = rows
-    assert (low["pairs"], high["pairs"]) == (4, 4)
-    assert low["accuracy"] == pytest.approx(1 / 4) and low["chance"] == pytest.approx(0.5)  # 0 is no hit
-    assert high["accuracy"] == pytest.approx(3 / 4) and high["chance"] == pytest.approx(3 / 4)
-    assert high["difference"] == pytest.approx(log3)
-    assert error == pytest.approx((4 * 0.25 + 4 * 0) / 8)
-    rows, error = rm_report.calibration(differences, 1)
-    assert error == pytest.approx(abs(4 / 8 - (0.5 * 4 + 0.75 * 4) / 8)) and rows[0]["pairs"] == 8
-    assert sum(row["pairs"] for row in rm_report.calibration(differences, 3)[0]) == 8
-
-
-def test_a_calibrated_model_has_no_error():
-    generator = numpy.random.default_rng(1)
-    size = generator.exponential(1.0, 200_000)
-    hits = generator.random(200_000) < 1 / (1 + numpy.exp(-size))
-    assert rm_report.calibration(numpy.where(hits, size, -size), 10)[1] < 0.005
-    assert rm_report.calibration(3 * numpy.where(hits, size, -size), 10)[1] > 0.1  # three times too sure
-
-
 def test_the_tables(tmp_path, capsys):
     make_runs(tmp_path)
     output = tmp_path / "out" / "rm"
@@ -81,23 +57,6 @@ def test_the_tables(tmp_path, capsys):
     assert pooled.split("|")[3].strip() == f"{both:.3f}" and abs(both - numpy.mean(each)) > 0.01
 
 
-def test_agreement_with_a_judge(tmp_path):
-    make_runs(tmp_path)
-    # the judge prefers chosen in row 0 and 1, rejected in 3; row 2 is a tie, and one answer was none
-    judged = [{"id": 0, "win": 1.0}, {"id": 1, "win": 1.0}, {"id": 2, "win": 0.5}, {"id": 3, "win": 0.0}, {"id": 2}]
-    write_csv(tmp_path / "judged.csv", judged)
-    output = tmp_path / "rm"
-    args = rm_report.Args(("xs", "s"), (1, 2), str(tmp_path), judged=str(tmp_path / "judged.csv"), output=str(output))
-    rm_report.main(args)
-    rows = pandas.read_csv(f"{output}_agreement.csv").to_dict("records")
-    found = {(row["model"], row["seed"]): (row["pairs"], row["agreement"]) for row in rows}
-    expected = {("xs", 1): (3, 2 / 3), ("xs", 2): (3, 1.0), ("s", 1): (3, 2 / 3), ("s", 2): (3, 1.0)}
-    assert found == {key: (n, pytest.approx(share)) for key, (n, share) in expected.items()}
-    write_csv(tmp_path / "judged.csv", [{"id": 9, "win": 1.0}])
-    with pytest.raises(SystemExit, match="rows up to 9, but the split of .* has 4 pairs"):
-        rm_report.main(args)
-
-
 def test_nothing_there_is_an_error(tmp_path):
     with pytest.raises(SystemExit, match="not one run of xs has eval/pairs_validation.csv"):
         rm_report.main(rm_report.Args(("xs",), (1,), str(tmp_path), output=str(tmp_path / "rm")))
@@ -116,13 +75,10 @@ def test_a_text_with_a_carriage_return_is_one_cell(world, tmp_path):
     assert pandas.read_csv(file)["response"].tolist() == ["old Mac\rline end"]
 
 
-def test_the_pairs_for_the_judge(world, tmp_path):
-    file, folder = tmp_path / "pairs.csv", str(world.preference_dataset)
-    rm_report.main(rm_report.Args(preference_dataset=folder, write_pairs=str(file)))
-    found, data = pandas.read_csv(file, keep_default_na=False), load_from_disk(folder)["validation"]
-    assert list(found.columns) == ["id", "query", "response", "reference"] and found["id"].tolist() == [
-        *range(len(data))
-    ]
-    for row, stored in zip(found.to_dict("records"), data, strict=True):
-        assert row["query"] == stored["query"] and f" {row['response']}<|endoftext|>" == stored["chosen"]
-        assert f" {row['reference']}<|endoftext|>" == stored["rejected"]
+def test_a_judgement_of_a_row_that_is_not_there_is_an_error(tmp_path):
+    """The agreement itself, and the pairs for the judge: test_details.py."""
+    make_runs(tmp_path)
+    write_csv(tmp_path / "judged.csv", [{"id": 9, "win": 1.0}])
+    output, judged = str(tmp_path / "rm"), str(tmp_path / "judged.csv")
+    with pytest.raises(SystemExit, match="rows up to 9, but the split of .* has 4 pairs"):
+        rm_report.main(rm_report.Args(("xs",), (1,), str(tmp_path), judged=judged, output=output))

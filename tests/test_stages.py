@@ -1,11 +1,8 @@
-"""The stages one after another on four architectures, found by their default paths: what a run folder holds, and that
+"""The stages one after another on two architectures, found by their default paths: what a run folder holds, and that
 other programs can read it. And what a user's edit relies on: state that is registered."""
 
-import ast
 import importlib.util
 import json
-import os
-import runpy
 import shutil
 import sys
 import time
@@ -15,7 +12,6 @@ from types import SimpleNamespace
 import nano
 import pandas
 import pytest
-import torch
 from accelerate.state import AcceleratorState
 from conftest import files, make_reward_model, make_talker, read_metrics, record
 from datasets import DatasetDict, load_from_disk
@@ -70,7 +66,7 @@ def take_a_day(patch, module, function: str):
     patch.setattr(module, function, longer)
 
 
-@pytest.fixture(scope="module", params=["gpt_neox", "gpt2", "llama", "qwen3"])
+@pytest.fixture(scope="module", params=["gpt2", "qwen3"])
 def chain(request, world, few, tmp_path_factory) -> SimpleNamespace:
     """.name of the architecture, .base model folder, .run[stage] run folders; two updates a stage, all models but
     the base by their default paths."""
@@ -95,12 +91,6 @@ def chain(request, world, few, tmp_path_factory) -> SimpleNamespace:
 
 
 # ---- what must hold on every architecture -----------------------------------------------------------------------
-
-
-def test_ratios_are_one_before_the_first_step(chain):
-    for line in read_metrics(chain.run["ppo"]):
-        assert line["policy/first_ratio_deviation"] == 0
-        assert line["policy/sampling_logprob_difference_max"] < 1e-4
 
 
 def test_the_time_of_an_update_is_without_its_evaluation(chain):
@@ -167,20 +157,12 @@ def test_run_folder(chain, few, stage):
     own = {"ppo": {"value_model"}, "reward": {"eval"}, "dpo": {"eval"}}
     assert names == {"model", "metrics.jsonl", "args.json", "tensorboard"} | own.get(stage, set())
     args = json.loads((folder / "args.json").read_text())
-    about = {"stage", "command", "processes", "wandb_id"}
-    assert set(args) == {*vars(STAGES[stage].Args()), *about} and args["stage"] == stage
-    assert args["seed"] == SEED and args["micro_batch_size"] == 8 and args["command"].startswith("python ")
-    assert Path(args["output_dir"]) == Path("runs") / stage / chain.name / str(SEED)
-
-    updates = [line["update"] for line in read_metrics(folder)]
-    assert updates == ([0, 1, 2] if stage in ("sft", "dpo") else [1, 2])
+    assert set(args) == {*vars(STAGES[stage].Args()), "stage", "command", "processes", "wandb_id"}
+    assert args["stage"] == stage and args["seed"] == SEED and args["micro_batch_size"] == 8
+    lines = read_metrics(folder)
+    assert [line["update"] for line in lines] == ([0, 1, 2] if stage in ("sft", "dpo") else [1, 2])
     logged = EventAccumulator(str(folder / "tensorboard")).Reload()
-    for line in read_metrics(folder):
-        for key in set(line) - {"update"}:
-            value = {event.step: event.value for event in logged.Scalars(key)}[line["update"]]
-            assert value == pytest.approx(line[key], rel=1e-6, abs=1e-30)
-    assert set(logged.Tags()["scalars"]) == {key for line in read_metrics(folder) for key in line} - {"update"}
-
+    assert set(logged.Tags()["scalars"]) == {key for line in lines for key in line} - {"update"}
     tables = TABLES.get(stage, {})
     assert {path.name for path in folder.glob("eval/*")} == set(tables)
     for name, columns in tables.items():
@@ -191,43 +173,14 @@ def test_run_folder(chain, few, stage):
             assert len(table) == len(load_from_disk(str(few.preference_dataset))[split])
 
 
-def test_a_missing_earlier_stage_is_named_with_the_command_that_makes_it(chain, monkeypatch, tmp_path):
+def test_a_missing_earlier_stage_is_named_with_the_command_that_makes_it(monkeypatch, few, tmp_path):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "tldr").symlink_to(chain.root / "data" / "tldr")
-    common = {"model": chain.name, "seed": SEED, "batch_size": 8, "total_episodes": 8}
-    for stage in ("reward", "dpo", "ppo"):
-        with pytest.raises(SystemExit) as error:
-            run(stage, **common)
-        assert str(error.value).startswith(f"error: --sft-model-path runs/sft/{chain.name}/{SEED}")
-        with pytest.raises(SystemExit, match=f"runs/sft/2.8b/{SEED}: .*: python sft.py --model 2.8b --seed {SEED}$"):
-            run(stage, **common | {"model": "2.8b"})
-    shutil.copytree(chain.run["sft"], tmp_path / "runs" / "sft" / chain.name / str(SEED))
-    with pytest.raises(SystemExit) as error:
-        run("ppo", **common)
-    assert str(error.value).startswith(f"error: --reward-model-path runs/reward/{chain.name}/{SEED}")
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["sft"]
-
-
-@torch.no_grad()
-def test_plain_transformers_scores_are_off_by_the_heads_bias(chain, world):
-    folder = str(chain.run["reward"] / "model")
-    tokenizer = reward.load_tokenizer(folder)
-    ours = ppo.load_reward_model(folder, tokenizer).eval()
-    plain = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    bias = ours.model.score.bias.item()
-    assert abs(bias) > 1e-4 and plain.config.num_labels == 1
-    texts = load_from_disk(str(world.dataset))["validation"]["query_reference_response"][:3]
-    for text in texts:
-        row = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-        score = reward.response_rewards(ours, row, tokenizer.pad_token_id).item()
-        assert score - plain(row).logits.item() == pytest.approx(bias, abs=1e-5)
-    padded = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
-    scores = reward.response_rewards(ours, padded.input_ids, tokenizer.pad_token_id)
-    table = pandas.read_csv(chain.run["reward"] / "eval" / "reference_rewards.csv").set_index("statistic")["value"]
-    assert abs(table["mean"] + bias) <= 1e-5
-    differences = (scores - plain(**padded).logits.squeeze(1)).tolist()
-    assert differences == pytest.approx([bias] * len(differences), abs=1e-5)
+    arguments = {"preference_dataset": str(few.preference_dataset), "seed": SEED, "batch_size": 8}
+    with pytest.raises(SystemExit, match=f"^error: --sft-model-path runs/sft/nano/{SEED}"):
+        run("dpo", model="nano", **arguments)
+    with pytest.raises(SystemExit, match=f"runs/sft/2.8b/{SEED}: .*: python sft.py --model 2.8b --seed {SEED}$"):
+        run("dpo", model="2.8b", **arguments)
+    assert not list(tmp_path.iterdir())
 
 
 # ---- what an edit relies on -------------------------------------------------------------------------------------
@@ -322,21 +275,3 @@ def test_registered_state_of_an_edit_survives_a_kill(arguments, tmp_path, regist
     assert len(set(coefficients)) == 3 and resumed[:2] == whole[:2]
     assert (resumed == whole) == registered
     assert (resumed[-1]["objective/kl_coef"] == coefficients[-1]) == registered
-
-
-# ---- importing --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["tldr_dataset", *STAGES])
-def test_importing_a_script_does_nothing_and_help_works(name, monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    text = (ROOT / f"{name}.py").read_text()
-    imports = [node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {(getattr(node, "module", None) or node.names[0].name).split(".")[0] for node in imports}
-    assert {"torch", "deepspeed", "wandb"} & names <= {"torch"}  # the others cost seconds, and few runs need them
-    runpy.run_path(str(ROOT / f"{name}.py"), run_name="imported")
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
-    assert end.value.code in (0, None) and "--output-dir" in capsys.readouterr().out
-    assert os.listdir() == [] and not torch.distributed.is_initialized()

@@ -1,7 +1,6 @@
 """eval/study_runs.py: jobs side by side, what failed, what a signal ends."""
 
 import itertools
-import shlex
 import signal
 import subprocess
 import sys
@@ -42,52 +41,38 @@ def alive(number: int) -> bool:
     return state.strip()[:1] not in ("", "Z")
 
 
-def test_jobs_run_side_by_side_each_with_its_share_of_the_cores(tmp_path, monkeypatch, capsys):
+def test_jobs_run_side_by_side_each_with_its_share_of_the_cores(tmp_path, monkeypatch):
     monkeypatch.setattr(study_runs.os, "sched_getaffinity", lambda _: set(range(7)), raising=False)
     # a job waits for a second one
     wait = "for i in {1..100}; do (($(grep -c begin calls) > 1)) && break; sleep 0.1; done"
     script = f"echo begin $OMP_NUM_THREADS $PWD >>calls; {wait}; sleep 0.3; echo end >>calls"
     jobs = [job(tmp_path, "data", script)] + [job(tmp_path, name, script, name) for name in "abc"]
-    jobs[1].log.parent.mkdir()
-    jobs[1].log.write_text("from before\n")
     assert run(jobs, 2, tmp_path) == {}
     calls = lines_of(tmp_path / "calls")
     running = list(itertools.accumulate(-1 if line == "end" else 1 for line in calls))
     assert max(running) == 2 and running[-1] == 0
     assert {line for line in calls if line != "end"} == {f"begin 3 {tmp_path}"}
-    log = jobs[1].log.read_text()
-    assert log.startswith("from before\n") and shlex.join(jobs[1].command) in log
-    errors = capsys.readouterr().err
-    assert errors.count("finished after") == 4
-    assert "4/4 runs" in errors  # with the one that was finished before, without the data
 
 
-def test_what_is_left_its_commands_and_its_cost(tmp_path, monkeypatch, capsys):
+def test_what_is_left_and_its_cost(tmp_path, monkeypatch):
     monkeypatch.setattr(study_runs.os, "sched_getaffinity", lambda _: set(range(7)), raising=False)
-    jobs = [job(tmp_path, name, "echo 'a b'", name, 90) for name in "abc"]
+    jobs = [job(tmp_path, name, "true", name, 90) for name in "abc"]
     (tmp_path / "b").touch()
     left = study_runs.left_of(jobs)
     assert left == [jobs[0], jobs[2]]
     assert study_runs.left_of([job(tmp_path, "data", "true")])  # data are looked at by their own script
-    assert study_runs.minutes(left, 2) == 1.5
-    assert study_runs.minutes(left, 100) == pytest.approx(3 / 7)
-    study_runs.print_commands(left, 2)
-    printed = capsys.readouterr().out.splitlines()
-    assert printed == [f"OMP_NUM_THREADS=3 {shlex.join(each.command)}" for each in left]
+    assert study_runs.minutes(left, 2) == 1.5 and study_runs.minutes(left, 100) == pytest.approx(3 / 7)
 
 
 def test_a_failing_job_stops_no_other(tmp_path):
-    jobs = [job(tmp_path, "a", 'seq -f "line %g" 50; exit 3', "a"), job(tmp_path, "b", "true", "b")]
-    jobs += [job(tmp_path, "c", "exit 0", "c"), job(tmp_path, "d", "true", "d")]
+    jobs = [job(tmp_path, "a", "exit 3", "a"), job(tmp_path, "b", "true", "b")]
+    jobs += [job(tmp_path, "c", "exit 0", "c"), job(tmp_path, "d", "true", "d")]  # c leaves no result
     failures = run(jobs, 1, tmp_path)
     assert list(failures) == ["a", "c"] and (tmp_path / "b").exists() and (tmp_path / "d").exists()
-    tail = [line.strip() for line in failures["a"].splitlines()[1:]]
-    assert "exit code 3" in failures["a"] and tail == [f"line {i}" for i in range(43, 51)]
-    assert f"no {tmp_path}/c" in failures["c"]
+    assert "exit code 3" in failures["a"] and f"no {tmp_path}/c" in failures["c"]
     study_runs.fail_of({})
-    with pytest.raises(SystemExit, match="^error: step: a, c failed") as error:
+    with pytest.raises(SystemExit, match="^error: step: a, c failed"):
         study_runs.fail_of(failures, "step: ")
-    assert str(error.value).endswith(f"{failures['a']}\n{failures['c']}")
 
 
 STUDY = f"""
@@ -127,9 +112,6 @@ def test_a_process_that_ignores_sigterm_is_killed(tmp_path):
     script = f"trap '' TERM; sleep 300 & echo $! >{tmp_path}/child; wait; wait"
     process = subprocess.Popen(["bash", "-c", script], start_new_session=True)
     wait_for(lambda: lines_of(tmp_path / "child"))
-    begin = time.monotonic()
     study_runs.end_groups([process], patience=0.5)
-    assert 0.5 < time.monotonic() - begin < 5
-    wait_for(lambda: not alive(process.pid) and not alive(int(lines_of(tmp_path / "child")[0])), 5)
-    process.wait()
-    assert process.returncode == -signal.SIGKILL
+    wait_for(lambda: not alive(int(lines_of(tmp_path / "child")[0])), 5)
+    assert process.wait() == -signal.SIGKILL

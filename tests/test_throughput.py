@@ -96,24 +96,17 @@ json.dump({found!r} | {{"arguments": settings}}, open(settings["output"], "w"))
 
 
 def test_scaling_counts_by_item(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        throughput, "ours", lambda args, work: {"seconds": 0.25 * args.batch_size, "peak": args.updates}
-    )
+    monkeypatch.setattr(throughput, "ours", lambda args, work: {"seconds": 0.25 * args.batch_size, "peak": 1})
     throughput.scaling(args(batch_size=8, updates=2, output_dir=str(tmp_path)), tmp_path)
     rows = read_csv(tmp_path / "throughput_scaling.csv")
-    assert [(row["batch"], row["updates"]) for row in rows] == [(str(b), str(u)) for b, u in SIZES]
-    assert [row["peak GiB"] for row in rows] == [f"{u}.00" for _, u in SIZES]
+    assert [(row["batch"], row["updates"]) for row in rows] == [("4", "2"), ("8", "2"), ("16", "2"), ("8", "6")]
     assert {row["ms an item"] for row in rows} == {"250"}
 
 
 def test_a_run_s_peak_and_its_failure(tmp_path):
-    peak = throughput.run([sys.executable, "-c", "x = b'x' * (3 << 30); print(1)"], tmp_path / "log")
-    assert 3 < peak < 3.1 and (tmp_path / "log").read_text() == "1\n"
-    (tmp_path / "script.py").write_text("import sys; print(sys.argv[1:], __name__)")
-    command = [sys.executable, "-c", throughput.WITH_PEAK, tmp_path / "script.py", "--flag"]
-    assert throughput.run(command, tmp_path / "log") == 0  # of a GPU that is not there
-    assert (tmp_path / "log").read_text().startswith("['--flag'] __main__\npeak of the GPU's memory: ")
-    with pytest.raises(SystemExit, match=r"(?s)^error: .* -c 'import nothing'\n.*No module named 'nothing'"):
+    peak = throughput.run([sys.executable, "-c", "x = b'x' * (1 << 30); print(1)"], tmp_path / "log")
+    assert 1 < peak < 1.1 and (tmp_path / "log").read_text() == "1\n"
+    with pytest.raises(SystemExit, match=r"(?s)^error: .*No module named 'nothing'"):
         throughput.run([sys.executable, "-c", "import nothing"], tmp_path / "log")
 
 
@@ -156,11 +149,6 @@ def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch):
     queries = load_from_disk(tmp_path / "work/cpu/sft")["train"]["query_token"]
     lengths = [throughput.real_length(ids, 300) for ids in queries]
     assert 200 < sum(lengths) / len(lengths) < 512  # stretched to the length of real posts
-
-    without_warmup = args(**common | {"updates": 1, "warmup": 0})
-    whole = throughput.ours(without_warmup, tmp_path / "work/cpu")  # timed from 0 on
-    only = json.loads((tmp_path / "work/cpu/runs/sft/metrics.jsonl").read_text().splitlines()[-1])
-    assert only["update"] == 1 and whole["seconds"] == only["time/total"] and whole["loss"] == only["loss/train"]
 
     with pytest.raises(SystemExit, match="trl-1.16.0/bin/python is missing"):
         throughput.main(args(**common, peer="trl", peers=str(tmp_path), output_dir=str(tmp_path / "out")))

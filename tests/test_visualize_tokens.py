@@ -1,19 +1,18 @@
 """eval/visualize_tokens.py against hand counts, rows without padding, and what its page says."""
 
-import html
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import nano
 import pandas
-import posts
 import pytest
 import torch
 import visualize_tokens
-from conftest import make_reward_model, record
+from conftest import give_other_tokenizer, make_reward_model, record
 from datasets import load_from_disk
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
@@ -128,9 +127,6 @@ def test_the_pieces_of_a_text(world):
     assert len(pieces) == len(tokens) and "".join(pieces) == text and "" in pieces
     alone = [tokenizer.decode([token]) for token in tokens]
     assert any("\ufffd" in piece for piece in alone)  # what is avoided
-    assert [a for a, b in zip(pieces, alone, strict=True) if "\ufffd" not in b] == [
-        b for b in alone if "\ufffd" not in b
-    ]
     cut = visualize_tokens.pieces(tokenizer, tokenizer.encode("\U0001f642")[:2])
     assert cut == ["", "\ufffd"]  # where the response ends within a character
 
@@ -203,37 +199,22 @@ def test_every_number_is_that_of_a_single_row(made, written):
     assert order == [(made.data[i]["id"], name) for i in range(5) for name in MODELS]
 
 
-def test_the_tables_say_what_the_tokens_say(made, tmp_path):
-    """All 7 counted responses, of which the page shows as many."""
-    visualize_tokens.main(visualize_tokens.Args(**made.args | {"rows": 7}, output=str(tmp_path / "x")))
-    tokens = pandas.read_csv(tmp_path / "x_tokens.csv", keep_default_na=False)
-    tokens = tokens[tokens["rank"] != ""].astype({"rank": int})
+def test_the_table_of_positions_says_what_the_tokens_say(made, tmp_path):
+    """All 7 counted responses, of which the page shows as many. One aligned model is enough, and what then has no
+    number is empty."""
+    given = made.args | {"rows": 7, "reward_model": None, "sft": None, "dpo": None}
+    given["ppo"] = str(made.folders["ppo"])  # a checkpoint folder: nothing beside it
+    visualize_tokens.main(visualize_tokens.Args(**given, output=str(tmp_path / "x")))
+    tokens = pandas.read_csv(tmp_path / "x_tokens.csv", keep_default_na=False).astype({"rank": int})
+    assert set(tokens[visualize_tokens.NUMBERS].to_numpy().flatten()) == {""}
     positions = pandas.read_csv(tmp_path / "x_positions.csv")
-    cells = [line.strip("| ").split(" | ") for line in (tmp_path / "x.md").read_text().splitlines() if line[:1] == "|"]
-    for name in MODELS:
+    for name in ("base", "ppo", "reference"):
         responses = [rows for _, rows in tokens[tokens["model"] == name].groupby("id", sort=False)]
         ranks = [rows["rank"].tolist() for rows in responses]
         eos = [rows["token_id"].iloc[-1] == made.tokenizer.eos_token_id for rows in responses]
         expected = pandas.DataFrame(visualize_tokens.position_shares(ranks, eos))
         found = positions[positions["model"] == name].reset_index(drop=True)
         pandas.testing.assert_frame_equal(found[expected.columns], expected, check_dtype=False, rtol=1e-5)
-        scores = pandas.Series([float(rows["reward_logit"].iloc[-1]) for rows in responses])  # at EOS
-        (line,) = [row for row in cells if row[:2] == [name, "7"]]
-        expected = [sum(map(len, ranks)) / 7, sum(eos) / 7, scores.mean(), scores.std()]
-        assert [float(x) for x in line[2:]] == pytest.approx(expected, rel=1e-3)
-        (line,) = [row for row in cells if row[0] == name and "/" in row[1]]
-        shares = visualize_tokens.place_shares(ranks, eos).values()
-        assert line[1:] == [share for share in shares if share]
-
-
-def test_without_reward_model_sft_and_value_model(made, tmp_path):
-    """One aligned model is enough; what then has no number is empty."""
-    given = made.args | {"reward_model": None, "sft": None, "dpo": None, "rows": 1, "counted": 1}
-    given["ppo"] = str(made.folders["ppo"])  # a checkpoint folder: nothing beside it
-    visualize_tokens.main(visualize_tokens.Args(**given, output=str(tmp_path / "x")))
-    tokens = pandas.read_csv(tmp_path / "x_tokens.csv", keep_default_na=False)
-    assert list(dict.fromkeys(tokens["model"])) == ["base", "ppo", "reference"] and "" not in set(tokens["rank"])
-    assert set(tokens[visualize_tokens.NUMBERS].to_numpy().flatten()) == {""}
 
 
 def test_a_run_without_a_penalty_keeps_every_score(made, written, tmp_path):
@@ -268,69 +249,43 @@ def test_every_position_sees_a_key(made, tmp_path, monkeypatch):
 # ---- the page ----------------------------------------------------------------------------------------------------
 
 
-def spans(page: str) -> list[tuple[str, str, str, str]]:
-    """(model, kind, title, text) of the coloured responses."""
-    found = []
-    for model, row in re.findall(r'<tr data-model="(\w+)">(.*?)</tr>', page, re.DOTALL):
-        for kind, title, text in re.findall(r'<span class="token (\w+)" title="([^"]*)">([^<]*)</span>', row):
-            found.append((model, kind, html.unescape(title), html.unescape(text)))
-    return found
-
-
 def test_the_page_escapes_texts_and_loads_nothing(written):
     evil = '</td></table>"><script>alert("1")</script><img src=x onerror=alert(1)>&amp;\''
     row = {"position": 0, "token_id": 5, "token": evil, "rank": 2, "kind": "marginal"}
     row |= dict.fromkeys(visualize_tokens.NUMBERS, 0.5)
     page = visualize_tokens.page(evil, {evil: [{evil: evil}]}, [(evil, evil, {"ppo": ("0.5", [row])})])
-    assert not re.search(r"https?://|url\(|@import", written.page)
-    assert not re.search(r"<(script|img|link|iframe)", re.sub(r"&lt;.*?&gt;", "", page + written.page))
-    # title, heading, the heading, head and cell of the table, id, query and token
-    assert html.unescape(re.sub(r"<[^>]*>", "", page)).count(evil) == 8
-
-
-def test_the_tokens_on_the_page(written):
-    """In their order, each in the class of its kind, with its numbers in the tooltip."""
-    wanted = written.tokens[written.tokens["rank"] != ""]
-    for name in MODELS:
-        rows = wanted[wanted["model"] == name].to_dict("records")
-        found = [span for span in spans(written.page) if span[0] == name]
-        for row, (_, kind, title, text) in zip(rows, found, strict=True):
-            assert (kind, text) == (row["kind"], row["token"].replace("\n", "↵") or "◌")
-            assert f"rank {row['rank']} in the base model" in title
-            for number in visualize_tokens.NUMBERS:
-                assert row[number] == "" or f"{number} {float(row[number]):.3f}" in title
+    assert "<script" not in page and "<img" not in page and "&lt;script" in page
+    assert not re.search(r"https?://|url\(|@import|<(script|img|link|iframe)", written.page)
+    kinds = re.findall(r'<span class="token (\w+)" title', written.page)
+    assert Counter(kinds) == Counter(written.tokens["kind"][written.tokens["rank"] != ""])
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"ppo": "{root}/nowhere"}, "--ppo {root}/nowhere: no checkpoint there"),
+        ({"ppo": "{root}/nowhere"}, "--ppo {root}/nowhere"),
         ({"dataset": "{root}/empty"}, "--dataset {root}/empty"),
         ({"sft": None, "ppo": None, "dpo": None}, "--sft, --ppo and --dpo"),
-        ({"reward_model": "{root}/other"}, "--reward-model {root}/other has another vocabulary than --sft {root}/sft"),
+        ({"reward_model": "{root}/other"}, "--reward-model {root}/other"),
         ({"split": "nothing"}, "--split nothing"),
         ({"counted": 17}, "--counted 17"),
-        ({"rows": 8}, "--rows 8 and --counted 7"),
-        ({"ppo": "{root}/torn"}, "torn/args.json cannot be read"),
-        ({"output": "{root}/sft/config.json/x"}, "--output {root}/sft/config.json/x"),
+        ({"rows": 8}, "--rows 8"),
+        ({"ppo": "{root}/torn"}, "torn/args.json"),
     ],
 )
-def test_bad_input_is_one_message(made, tmp_path, changes, message):
+def test_bad_input_is_one_message(made, world, tmp_path, changes, named):
     root = made.root
     (root / "empty").mkdir(exist_ok=True)
     if not (root / "other").exists():  # the same weights with another tokenizer
-        shutil.copytree(root / "sft", root / "other")
-        posts.train_tokenizer(list(made.data["query"])[:10], 300).save_pretrained(root / "other")
+        give_other_tokenizer(world, Path(shutil.copytree(root / "sft", root / "other")))
         shutil.copytree(root / "ppo", root / "torn")
         (root / "torn" / "args.json").write_text('{"kl_coef": ')
     changes = {k: v.format(root=root) if isinstance(v, str) else v for k, v in changes.items()}
-    before = sorted(root.rglob("*"))
     with pytest.raises(SystemExit) as error:
-        visualize_tokens.main(visualize_tokens.Args(**{**made.args, "output": str(tmp_path / "x"), **changes}))
+        visualize_tokens.main(visualize_tokens.Args(**made.args | {"output": str(tmp_path / "x")} | changes))
     text = str(error.value)
-    assert text.startswith("error: ") and "\n" not in text
-    assert message.format(root=root) in text, text
-    assert not [*tmp_path.iterdir()] and sorted(root.rglob("*")) == before
+    assert text.startswith("error: ") and "\n" not in text and named.format(root=root) in text
+    assert not [*tmp_path.iterdir()]
