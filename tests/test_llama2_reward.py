@@ -207,7 +207,7 @@ def test_a_bad_safety_coefficient_leaves_nothing_behind(world, graded, coef):
 def test_what_reads_no_weights_refuses_halved_ties_alone(world, graded, monkeypatch, module):
     monkeypatch.setattr(module, "begin_run", lambda *_: module.fail("far enough"))
     graded.data.map(lambda row: {"weight": 1.0}).save_to_disk(graded.root / f"whole_{module.__name__}")
-    for folder, message in ((graded.folder, "pairs of other weights than 1 are for llama2"), (None, "far enough")):
+    for folder, message in ((graded.folder, "pairs with weights other than 1 need llama2"), (None, "far enough")):
         args = {"model": "nano", "sft_model_path": str(world.model), "output_dir": str(graded.root / "refused")}
         args |= {"preference_dataset": str(folder or graded.root / f"whole_{module.__name__}"), "batch_size": BATCH}
         args |= {"dataset": str(world.dataset)} if module is reward else {}
