@@ -11,20 +11,21 @@ Paper scale:    accelerate launch --config_file benchmark/accelerate/zero2.yaml 
 Samples, ROUGE: python eval/samples.py runs/dpo/nano-xs/44413
 No training:    python dpo.py --policy-path runs/dpo/nano-xs/44413 --total-episodes 0 --run-eval --output-dir runs/again
 
-Starts from the SFT model of the same name and seed, which stays as the reference. The run folder (default
+Training starts from the SFT model with the same name and seed, which is also the reference. The run folder (default
 runs/dpo/{model}/{seed}) holds model/ (a plain transformers checkpoint), metrics.jsonl, args.json, TensorBoard files,
-eval/ (table 5 for the implicit reward) and, with --save-every, checkpoints/. The file goes from the algorithm outwards:
-arguments, loss, log-probabilities of a pair, main, forward passes, padding, models, evaluation, plumbing.
+eval/ (table 5 for the implicit reward) and, with --save-every, checkpoints/. The file starts with the algorithm:
+arguments, loss, a pair's log-probabilities and main. Helpers follow, and plumbing comes last.
 
-Shapes: n rows of a split, b pairs at hand, Q width of the queries, C and R widths of the chosen and rejected responses,
-T width of a row of query and both, V vocabulary.
+Shapes: n is the number of rows of a split, b the number of pairs in a function's input, Q the width of the queries, C
+and R the widths of the chosen and rejected responses, T the width of a row of query and both, and V the vocabulary
+size.
 
-Deviations from the paper and its code, each on purpose:
-- a pair is one row `query + chosen + rejected` in which `rejected` does not see `chosen` and its positions restart
-  after the query: the same log-probabilities for nearly half the work. The authors run two rows.
-- an epoch shows every pair once; the authors' released runs shuffled differently on every rank, and showed 65.8 %.
-- the rows left over after the last whole batch are not trained on, as in reward.py, whose data order this is.
-- samples (eval/samples.py) have up to 53 tokens as those of the other stages; the authors' DPO samples had up to 128.
+The script deviates from the paper and the authors' code on purpose:
+- A pair is one row `query + chosen + rejected`, in which `rejected` does not see `chosen` and its positions restart
+  after the query. This gives the same log-probabilities for nearly half the work. The authors run two rows.
+- An epoch shows every pair once. The authors' released runs shuffled differently on every rank, so they showed 65.8 %.
+- The rows left over after the last whole batch are not trained on, as in reward.py, whose data order this script uses.
+- Samples (eval/samples.py) have up to 53 tokens, as in the other stages. The authors' DPO samples had up to 128.
 """
 
 import json
@@ -72,51 +73,54 @@ PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
 @dataclass
 class Args:
     model: str = "1b"
-    """name of the run: 1b, 2.8b, 6.9b or any other; the weights come from --sft-model-path"""
+    """name of the run, which fills {model} in the paths: 1b, 2.8b, 6.9b or any other; weights come from
+    --sft-model-path"""
     seed: int = 44413
-    """seed of the data order (paper: 44413, 55513, 66613, 77713)"""
+    """seed of the data order (the paper uses 44413, 55513, 66613 and 77713)"""
     sft_model_path: str = "runs/sft/{model}/{seed}"
-    """SFT model, the reference: run folder, checkpoint folder or Hub id[@revision]"""
+    """SFT model, which is the reference: run folder, checkpoint folder or Hub id[@revision]"""
     policy_path: str | None = None
-    """where the policy starts, if not as the SFT model; --total-episodes 0 --run-eval evaluates it as it is"""
+    """policy to start from, if not the SFT model; with --total-episodes 0 --run-eval, it is evaluated without
+    training"""
     preference_dataset: str = "data/tldr/preference" if Path("data/tldr/preference").exists() else PREFERENCE_DATASET
-    """preference data: folder or Hub id[@revision]"""
+    """pre-tokenised preference data: folder or Hub id[@revision]"""
     output_dir: str = "runs/dpo/{model}/{seed}"
-    """run folder"""
+    """run folder to write, which must not hold a run yet (unless you pass --resume)"""
 
     beta: float = 0.05
-    """scale of the implicit reward, the strength of the KL penalty it stands for (table 6)"""
+    """scale of the implicit reward and strength of the implied KL penalty (table 6)"""
     loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
-    """DPO's loss (equation 4), or the squared loss of IPO (Azar et al., 2023)"""
+    """sigmoid: DPO's loss (equation 4); ipo: the squared loss of IPO (Azar et al., 2023)"""
     label_smoothing: float = 0.0
-    """share of labels believed to be flipped (conservative DPO); 0 in the paper; sigmoid loss only"""
+    """assumed share of flipped labels (conservative DPO); 0 in the paper; only for --loss-type sigmoid"""
     num_train_epochs: float = 1
     """passes over the train split (table 6)"""
     total_episodes: int | None = None
-    """pairs to train on; default num_train_epochs passes (table 6: 92,858)"""
+    """number of pairs to train on; default: num_train_epochs passes (table 6: 92,858)"""
     batch_size: int = 64
     """pairs per optimiser step over all devices (table 6)"""
     learning_rate: float = 3e-6
-    """peak learning rate, cosine to 0 over the run (table 6)"""
+    """peak learning rate; decays to 0 over the run by a cosine (table 6)"""
     max_grad_norm: float = 0.0
-    """gradient norm to clip at; 0: no clipping (paper)"""
+    """clip gradients to this global norm; 0: no clipping (as in the paper)"""
 
     eval_every: int = 0
-    """updates between validation accuracies; 0: after the last update only"""
+    """compute the validation accuracy every so many updates; 0: only after the last update"""
     run_eval: bool = False
     """after training, write table 5 for the implicit reward of every validation split (figure 8)"""
     micro_batch_size: int | None = None
-    """pairs per device and forward/backward pass: memory and speed, and rounding; default: what fits 80 GB, or 8"""
+    """pairs per device and forward/backward pass; changes memory, speed and rounding only; default: what fits on 80 GB,
+    or 8"""
     forward_batch_size: int | None = None
     """pairs per device in passes without gradient; default: four micro-batches"""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
+    """autocast type, while weights stay in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
     save_every: int = 0
-    """updates between checkpoints for --resume; 0: none"""
+    """write a checkpoint for --resume every so many updates; 0: never"""
     resume: bool = False
-    """continue the run in output_dir from its newest checkpoint"""
+    """continue the run in --output-dir from its newest checkpoint"""
     track: bool = False
-    """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+    """also log to Weights & Biases (set WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment)"""
 
 
 # ==== the algorithm ===============================================================================
@@ -207,7 +211,10 @@ def main(args: Args):
         args.total_episodes = int(args.num_train_epochs * len(train))
     num_updates = args.total_episodes // args.batch_size
     if (num_updates == 0 and args.total_episodes) or args.batch_size % world:
-        fail(f"--batch-size {args.batch_size}: use a multiple of {world} processes, up to {args.total_episodes} pairs")
+        fail(
+            f"--batch-size {args.batch_size} must be at most the {args.total_episodes} pairs to train on, and a "
+            f"multiple of the {world} processes"
+        )
 
     # ---- reference log-probabilities, once: of all pairs to train on or to evaluate --------------
     reference_start = time.time()

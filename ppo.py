@@ -10,31 +10,34 @@ N processes:    torchrun --nproc_per_node 8 ppo.py --model 1b --seed 44413
 Paper scale:    accelerate launch --config_file benchmark/accelerate/zero2.yaml ppo.py --model 6.9b --seed 44413
 Samples, ROUGE: python eval/samples.py runs/ppo/nano-xs/44413 --reward-model-path runs/reward/nano-xs/44413
 
-Starts from the SFT model (policy and reference) and the reward model (reward and value) of the same name and seed. The
-run folder (default runs/ppo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), value_model/,
-metrics.jsonl, args.json, TensorBoard files and, with --save-every, checkpoints/.
+Training starts from the SFT model (policy and reference) and the reward model (reward and value model) with the same
+name and seed. The run folder (default runs/ppo/{model}/{seed}) holds model/ (the policy, a plain transformers
+checkpoint), value_model/, metrics.jsonl, args.json, TensorBoard files and, with --save-every, checkpoints/.
 
-The file goes from the algorithm outwards: arguments, losses, main, rollout, forward passes, sampling, padding, models,
-evaluation, plumbing. Another paper is another file: `git diff --no-index ppo.py ensembles/ppo.py`.
+The file starts with the algorithm: arguments, losses and main. The helpers that main calls follow, in this order:
+rollout, forward passes, sampling, padding, models and evaluation. Plumbing comes last. Each further paper gets its own
+copy of a script; `git diff --no-index ppo.py ensembles/ppo.py` shows what one changes.
 
-Shapes: B episodes of an update, b rows at hand, Q width of the queries, R response length, W width of a micro-batch's
-responses, T of query and response together, V vocabulary, D of a hidden state. A batch is a dict of tensors:
+Shapes: B is the number of episodes of an update, b the number of rows in a function's input, Q the width of the
+queries, R the response length, W the width of a micro-batch's responses, T the width of query and response together, V
+the vocabulary size and D the size of a hidden state. A batch is a dict of tensors:
 
     queries (B, Q) left-padded; responses (B, R) right-padded; lengths, row_lengths and raw_scores (B,)
     response_mask (B, R) through EOS: logprobs, ref_logprobs, entropy and advantages are 0 outside of it
     value_mask (B, R) through one past EOS, where the score lies: values are 0 outside of it
 
-Details: README, "The 25 details". Deviations from the paper (P) and the authors' code (C), each on purpose:
-- P: the score is added one position past EOS, as in C and OpenAI's code; the text of figure 9 says at EOS.
-- C: whitening and loss means are over the whole batch; C takes them per device and micro-batch, so that its objective
-  changes with the hardware. The policy loss is divided by the number of response tokens (through EOS), the value loss
-  by that of value positions (through one past EOS).
-- C: sampling is Gumbel-max with noise keyed by (seed, update, episode, position), not multinomial; a row stops at its
-  EOS, which equals sampling on and truncating. [PAD] and ids beyond the tokenizer have probability 0 in sampling and in
-  every log-probability.
-- C: old log-probabilities come from a forward pass over the finished response, not from the generation's scores.
-- C: the value head's bias holds Detail 15's shift (apart in C) and is decayed.
-- P: validation samples are drawn at temperature 0.01, and all weights decayed, as in C.
+docs/details.md lists the paper's Details. The script deviates from the paper and the authors' code on purpose:
+- The score is added one position past EOS, as in the authors' code and in OpenAI's. The text of figure 9 says at EOS.
+- Whitening and loss means are taken over the whole batch. The authors take them per device and micro-batch, so their
+  objective changes with the hardware.
+- The policy loss is divided by the number of response tokens (through EOS), and the value loss by the number of value
+  positions (through one past EOS).
+- Sampling is Gumbel-max with noise keyed by (seed, update, episode, position), not multinomial. A row stops at its EOS,
+  which equals sampling on and truncating. [PAD] and ids beyond the tokenizer have probability 0, both in sampling and
+  in every log-probability.
+- Old log-probabilities come from a forward pass over the finished response, not from the scores of generation.
+- Here the value head's bias holds Detail 15's shift and is decayed. The authors' code keeps the shift separately.
+- Validation samples are drawn at temperature 0.01, and weight decay applies to all weights, as in the authors' code.
 """
 
 import hashlib
@@ -89,36 +92,37 @@ DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_170
 @dataclass
 class Args:
     model: str = "1b"
-    """name of the run, its default paths and (1b, 2.8b, 6.9b) memory flags; weights come from the two paths below"""
+    """name of the run, which fills {model} in the paths; 1b, 2.8b and 6.9b also set the micro-batch, sample batch and
+    offload defaults"""
     seed: int = 44413
-    """seed of the query order and the sampling noise (paper: 44413, 55513, 66613, 77713)"""
+    """seed of the query order and the sampling noise (the paper uses 44413, 55513, 66613 and 77713)"""
     sft_model_path: str = "runs/sft/{model}/{seed}"
-    """policy and reference: run folder, checkpoint folder or Hub id[@revision]"""
+    """SFT model for policy and reference: run folder, checkpoint folder or Hub id[@revision]"""
     reward_model_path: str = "runs/reward/{model}/{seed}"
-    """reward model, which also starts the value model"""
+    """reward model, which also initialises the value model: run folder, checkpoint folder or Hub id[@revision]"""
     dataset: str = "data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET
     """SFT data, whose posts are the queries: folder or Hub id[@revision]"""
     output_dir: str = "runs/ppo/{model}/{seed}"
-    """run folder"""
+    """run folder to write, which must not hold a run yet (unless you pass --resume)"""
 
     total_episodes: int = 1_000_000
-    """responses sampled in all (table 7)"""
+    """total number of responses to sample (table 7)"""
     batch_size: int = 512
     """episodes per update over all devices (table 7)"""
     num_ppo_epochs: int = 4
     """passes over the batch per update (table 7, K)"""
     num_mini_batches: int = 1
-    """optimiser steps per pass (table 7, N_mb)"""
+    """optimiser steps per pass over the batch (table 7, N_mb)"""
     learning_rate: float = 3e-6
-    """learning rate of the first update, linear to 0 (table 7)"""
+    """learning rate of the first update; decays linearly to 0 (table 7)"""
     max_grad_norm: float = 0.0
-    """gradient norm to clip at; 0: no clipping (paper)"""
+    """clip gradients to this global norm; 0: no clipping (as in the paper)"""
     response_length: int = 53
-    """tokens sampled at most (Detail 23)"""
+    """maximum number of tokens to sample per response (Detail 23)"""
     temperature: float = 0.7
-    """sampling temperature; every log-probability is taken at it (table 7)"""
+    """sampling temperature; all log-probabilities are computed at it (table 7)"""
     penalty_reward_value: float | None = -1.0
-    """score of a response without EOS (Detail 23); None: the one that it has"""
+    """score that replaces a response's score if it has no EOS (Detail 23); None: keep its score"""
     kl_coef: float = 0.05
     """beta, the weight of the KL penalty in the reward (table 7)"""
     whiten_rewards: bool = False
@@ -128,34 +132,36 @@ class Args:
     lam: float = 0.95
     """lambda of generalised advantage estimation (table 7)"""
     cliprange: float = 0.2
-    """clipping of the policy ratio (table 7)"""
+    """clip the policy ratio to 1 ± this (table 7)"""
     cliprange_value: float = 0.2
-    """clipping of the value around its old value (table 7)"""
+    """clip the value to its old value ± this (table 7)"""
     vf_coef: float = 0.1
     """weight of the value loss (table 7, c_1)"""
 
     sample_every: int = 50
-    """updates between printed tables of samples; 0: none"""
+    """print a table of samples every so many updates; 0: never"""
     eval_every: int = 0
-    """updates between validation scores on a fixed batch; 0: after the last update only"""
+    """score a fixed validation batch every so many updates; 0: only after the last update"""
     eval_rows: int = 64
-    """validation posts in that batch"""
+    """number of validation posts in that batch"""
     micro_batch_size: int | None = None
-    """episodes per device and forward/backward pass: memory and speed, and rounding; default: what fits 80 GB, or 8"""
+    """episodes per device and forward/backward pass; changes memory, speed and rounding only; default: what fits on 80
+    GB, or 8"""
     forward_batch_size: int = 32
     """episodes per device that a reward model scores at a time"""
     sample_batch_size: int | None = None
-    """episodes per device sampled at a time: memory and speed, and rounding; default: what fits 80 GB, or 32"""
+    """episodes per device to sample at a time; changes memory, speed and rounding only; default: what fits on 80 GB, or
+    32"""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
+    """autocast type, while weights stay in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
     offload: bool | None = None
-    """keep reference and reward model in CPU memory except while they score; default at 6.9b"""
+    """keep reference and reward model in CPU memory except while they are used; default: only for 6.9b"""
     save_every: int = 0
-    """updates between checkpoints for --resume; 0: none"""
+    """write a checkpoint for --resume every so many updates; 0: never"""
     resume: bool = False
-    """continue the run in output_dir from its newest checkpoint"""
+    """continue the run in --output-dir from its newest checkpoint"""
     track: bool = False
-    """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+    """also log to Weights & Biases (set WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment)"""
 
 
 # ==== the algorithm ===============================================================================

@@ -10,21 +10,22 @@ One process, after `bash quickstart/run.sh --fast` and sft.py's:
 N processes:    torchrun --nproc_per_node 8 reward.py --model 1b --seed 44413 --run-eval
 Paper scale:    accelerate launch --config_file benchmark/accelerate/zero2.yaml reward.py --model 6.9b --seed 44413
 
-Starts from the SFT model of the same name and seed. The run folder holds model/ (a sequence classifier with one label,
-whose head has a bias that plain transformers ignores), metrics.jsonl, args.json, TensorBoard files, eval/ (table 5) and
-checkpoints/. The algorithm comes first, plumbing last. Another paper: `git diff --no-index reward.py llama2/reward.py`.
+Training starts from the SFT model with the same name and seed. The run folder holds model/ (a sequence classifier with
+one label, whose head has a bias that plain transformers ignores), metrics.jsonl, args.json, TensorBoard files, eval/
+(table 5) and checkpoints/. The algorithm comes first and plumbing last. Llama 2's reward model is a copy of this file;
+for the changes, run `git diff --no-index reward.py llama2/reward.py`.
 
-Shapes: n rows of a split, b pairs or rows at hand, Q width of the queries, C and R widths of the chosen and rejected
-responses, T width of a row of query and response(s).
+Shapes: n is the number of rows of a split, b the number of pairs or rows in a function's input, Q the width of the
+queries, C and R the widths of the chosen and rejected responses, and T the width of a row of query and response(s).
 
-Deviations from the paper and its code, each on purpose:
-- a pair is one row `query + chosen + rejected` in which `rejected` does not see `chosen` and its positions restart
-  after the query: the same rewards for nearly half the work. The authors run two rows.
-- the head's bias is not trained, as it is by the authors: it cancels in the loss, so that Adam would only amplify
-  rounding. Detail 15 sets it after training; the authors store that shift in the config and subtract it.
-- the head runs in float32; the authors' runs under bf16 autocast, which keeps three digits of a reward.
-- an epoch shows every pair once; the authors' released runs shuffled differently on every rank, and showed 65.8 %.
-- the rows left over after the last whole batch are not trained on (the authors trained on 92,832 of 92,858 pairs too).
+The script deviates from the paper and the authors' code on purpose:
+- A pair is one row `query + chosen + rejected`, in which `rejected` does not see `chosen` and its positions restart
+  after the query. This gives the same rewards for nearly half the work. The authors run two rows.
+- The head's bias is not trained, because it cancels in the loss and Adam would only amplify rounding; the authors train
+  it. Detail 15 sets it after training, whereas the authors store that shift in the config and subtract it.
+- The head runs in float32. The authors run it under bf16 autocast, which keeps only three digits of a reward.
+- An epoch shows every pair once. The authors' released runs shuffled differently on every rank, so they showed 65.8 %.
+- The rows left over after the last whole batch are not trained on. The authors also trained on 92,832 of 92,858 pairs.
 """
 
 import json
@@ -75,45 +76,47 @@ PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
 @dataclass
 class Args:
     model: str = "1b"
-    """name of the run: 1b, 2.8b, 6.9b or any other; the weights come from --sft-model-path"""
+    """name of the run, which fills {model} in the paths: 1b, 2.8b, 6.9b or any other; weights come from
+    --sft-model-path"""
     seed: int = 44413
-    """seed of the head and the data order (paper: 44413, 55513, 66613, 77713)"""
+    """seed of the head and the data order (the paper uses 44413, 55513, 66613 and 77713)"""
     sft_model_path: str = "runs/sft/{model}/{seed}"
-    """SFT model: run folder, checkpoint folder or Hub id[@revision]"""
+    """SFT model to start from: run folder, checkpoint folder or Hub id[@revision]"""
     dataset: str = "data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET
     """SFT data, whose reference summaries centre the rewards (Detail 15): folder or Hub id[@revision]"""
     preference_dataset: str = "data/tldr/preference" if Path("data/tldr/preference").exists() else PREFERENCE_DATASET
-    """preference data: folder or Hub id[@revision]"""
+    """pre-tokenised preference data: folder or Hub id[@revision]"""
     output_dir: str = "runs/reward/{model}/{seed}"
-    """run folder"""
+    """run folder to write, which must not hold a run yet (unless you pass --resume)"""
 
     num_train_epochs: float = 1
     """passes over the train split (table 4)"""
     total_episodes: int | None = None
-    """pairs to train on; default num_train_epochs passes (table 4: 92,858)"""
+    """number of pairs to train on; default: num_train_epochs passes (table 4: 92,858)"""
     batch_size: int = 64
     """pairs per optimiser step over all devices (table 4)"""
     learning_rate: float = 3e-6
-    """peak learning rate, cosine to 0 over the run (table 4)"""
+    """peak learning rate; decays to 0 over the run by a cosine (table 4)"""
     max_grad_norm: float = 0.0
-    """gradient norm to clip at; 0: no clipping (paper)"""
+    """clip gradients to this global norm; 0: no clipping (as in the paper)"""
 
     eval_every: int = 0
-    """updates between validation accuracies; 0: after the last update only"""
+    """compute the validation accuracy every so many updates; 0: only after the last update"""
     run_eval: bool = False
     """after training, write table 5: accuracy per batch, confidence, split and policy pair of every validation split"""
     micro_batch_size: int | None = None
-    """pairs per device and forward/backward pass: memory and speed, and rounding; default: what fits 80 GB, or 8"""
+    """pairs per device and forward/backward pass; changes memory, speed and rounding only; default: what fits on 80 GB,
+    or 8"""
     forward_batch_size: int | None = None
     """pairs or rows per device in passes without gradient (evaluation, centring); default: four micro-batches"""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
+    """autocast type, while weights stay in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
     save_every: int = 0
-    """updates between checkpoints for --resume; 0: none"""
+    """write a checkpoint for --resume every so many updates; 0: never"""
     resume: bool = False
-    """continue the run in output_dir from its newest checkpoint"""
+    """continue the run in --output-dir from its newest checkpoint"""
     track: bool = False
-    """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+    """also log to Weights & Biases (set WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment)"""
 
 
 # ==== the algorithm ===============================================================================
@@ -181,7 +184,10 @@ def main(args: Args):
         args.total_episodes = int(args.num_train_epochs * len(train))
     num_updates = args.total_episodes // args.batch_size
     if num_updates == 0 or args.batch_size % world:
-        fail(f"--batch-size {args.batch_size}: use a multiple of {world} processes, up to {args.total_episodes} pairs")
+        fail(
+            f"--batch-size {args.batch_size} must be at most the {args.total_episodes} pairs to train on, and a "
+            f"multiple of the {world} processes"
+        )
     reward_model = new_reward_model(sft_folder, tokenizer)
     compared = [train] + [data[split] for split in data if split == "validation" or args.run_eval]
     check_pairs(reward_model.model.to(accelerator.device), sft_folder, compared, pad_id)

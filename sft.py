@@ -11,14 +11,14 @@ Paper scale:    accelerate launch --config_file benchmark/accelerate/zero2.yaml 
 Samples, ROUGE: python eval/samples.py runs/sft/nano-xs/44413
 
 The run folder (default runs/sft/{model}/{seed}) holds model/ (a plain transformers checkpoint), metrics.jsonl,
-args.json, TensorBoard files and, with --save-every, checkpoints/. The file goes from the algorithm outwards: arguments,
-loss, main, padding, models, evaluation, plumbing.
-Shapes: b rows at hand, T width of the tokens, V vocabulary.
+args.json, TensorBoard files and, with --save-every, checkpoints/. The file starts with the algorithm: arguments, loss
+and main. Helpers follow, and plumbing comes last. Shapes: b is the number of rows in a function's input, T the width of
+the tokens and V the vocabulary size.
 
-Deviations from the authors' code, each on purpose (README, "The 25 details", says what a Detail is):
-- the loss is a mean over the target tokens of the whole batch, whatever devices share it; the released runs had one row
-  a micro-batch, so a mean of row means (cosine of the two gradients: 0.9995).
-- the rows left over after the last whole batch are not trained on (116,722 = 911 x 128 + 114); the count is logged.
+The script deviates from the authors' code on purpose in two points (docs/details.md lists the paper's Details):
+- The loss is a mean over the target tokens of the whole batch, however devices share it. The authors' released runs had
+  one row per micro-batch, so their loss is a mean of row means. The two gradients have a cosine of 0.9995.
+- The rows left over after the last whole batch are not trained on (116,722 = 911 x 128 + 114). Their number is printed.
 """
 
 import json
@@ -60,39 +60,41 @@ TOKEN_COLUMNS = ["query_reference_response_token", "query_reference_response_tok
 @dataclass
 class Args:
     model: str = "1b"
-    """base model: 1b, 2.8b, 6.9b (Pythia deduped), a Hub id (`id@revision` allowed) or a local folder"""
+    """base model: 1b, 2.8b or 6.9b (Pythia deduped), a Hub id (`id@revision` allowed) or a local folder"""
     seed: int = 44413
-    """seed of the data order (paper: 44413, 55513, 66613, 77713)"""
+    """seed of the data order (the paper uses 44413, 55513, 66613 and 77713)"""
     dataset: str = "data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET
-    """pre-tokenised SFT data: folder of one DatasetDict or Hub id[@revision]"""
+    """pre-tokenised SFT data: folder of a DatasetDict (see tldr_dataset.py) or Hub id[@revision]"""
     output_dir: str = "runs/sft/{model}/{seed}"
-    """run folder"""
+    """run folder to write, which must not hold a run yet (unless you pass --resume)"""
 
     loss_on: Literal["query_response", "response"] = "query_response"
-    """tokens in the loss: query and response without padding (the paper's code), or the response alone"""
+    """which tokens count in the loss: all of query and response (the authors' code), or only the response; never
+    padding"""
     num_train_epochs: float = 1
     """passes over the train split (table 3)"""
     total_episodes: int | None = None
-    """rows to train on; default num_train_epochs passes (table 3: 116,722)"""
+    """number of rows to train on; default: num_train_epochs passes (table 3: 116,722)"""
     batch_size: int = 128
     """rows per optimiser step over all devices (table 3)"""
     learning_rate: float = 3e-6
-    """peak learning rate, cosine to 0 over the run (table 3)"""
+    """peak learning rate; decays to 0 over the run by a cosine (table 3)"""
     max_grad_norm: float = 0.0
-    """gradient norm to clip at; 0: no clipping (paper)"""
+    """clip gradients to this global norm; 0: no clipping (as in the paper)"""
 
     eval_every: int = 0
-    """updates between validation losses; 0: before the first update and after the last only"""
+    """compute the validation loss every so many updates; 0: only before the first and after the last update"""
     micro_batch_size: int | None = None
-    """rows per device and forward/backward pass: memory and speed, and rounding; default: what fits 80 GB, or 8"""
+    """rows per device and forward/backward pass; changes memory, speed and rounding only; default: what fits on 80 GB,
+    or 8"""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
+    """autocast type, while weights stay in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
     save_every: int = 0
-    """updates between checkpoints for --resume; 0: none"""
+    """write a checkpoint for --resume every so many updates; 0: never"""
     resume: bool = False
-    """continue the run in output_dir from its newest checkpoint"""
+    """continue the run in --output-dir from its newest checkpoint"""
     track: bool = False
-    """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+    """also log to Weights & Biases (set WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment)"""
 
 
 # ==== the algorithm ===============================================================================
@@ -158,7 +160,10 @@ def main(args: Args):
         args.total_episodes = int(args.num_train_epochs * len(train))
     num_updates = args.total_episodes // args.batch_size
     if num_updates == 0 or args.batch_size % world:
-        fail(f"--batch-size {args.batch_size}: use a multiple of {world} processes, up to {args.total_episodes} rows")
+        fail(
+            f"--batch-size {args.batch_size} must be at most the {args.total_episodes} rows to train on, and a "
+            f"multiple of the {world} processes"
+        )
     policy = load_policy(base_folder, tokenizer)
     check_positions(policy, base_folder, [train, data["validation"]], "query_reference_response_token", pad_id)
     model, optimizer = prepare(accelerator, policy, args)

@@ -1,40 +1,43 @@
-"""PPO against several reward models, a copy of ../ppo.py: their mean, worst case or uncertainty-weighted score as in
-"Reward Model Ensembles Help Mitigate Overoptimization", or Llama 2's safety gate. A gold reward looks on.
+"""PPO against several reward models, a copy of ../ppo.py. The score is their mean, worst case or uncertainty-weighted
+mean (uwo) as in "Reward Model Ensembles Help Mitigate Overoptimization", or Llama 2's safety gate. An optional gold
+reward scores the policy without affecting the training.
 
 One process:    python ensembles/ppo.py --model nano-xs --reward-model-paths runs/reward/nano-xs/{1,2,3} \
                     --reward-combination uwo --uwo-lambda 0.1 --gold quickstart/truth.py:score
 Paper scale:    bash ensembles/run.sh --dry-run
 
-Starts from the SFT model (policy, reference, value) of the same name and seed. The run folder (default
-runs/ppo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), value_model/, metrics.jsonl,
-args.json, members.json (mean and standard deviation of each reward model), TensorBoard files, with --gold
-gold_samples.csv and, with --save-every, checkpoints/.
+Training starts from the SFT model (policy, reference and value model) with the same name and seed. The run folder
+(default runs/ppo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), value_model/,
+metrics.jsonl, args.json, members.json (mean and standard deviation of each reward model), TensorBoard files, with
+--gold gold_samples.csv and, with --save-every, checkpoints/.
 
-The file goes from the algorithm outwards: arguments, losses, main, rollout, forward passes, sampling, padding, models,
-evaluation, plumbing. What differs from the first paper's: `git diff --no-index ppo.py ensembles/ppo.py`.
+The file starts with the algorithm: arguments, losses and main. The helpers that main calls follow, in this order:
+rollout, forward passes, sampling, padding, models and evaluation. Plumbing comes last. To see what differs from ppo.py,
+run `git diff --no-index ppo.py ensembles/ppo.py`.
 
-Shapes: B episodes of an update, b rows at hand, Q width of the queries, R response length, W width of a micro-batch's
-responses, T of query and response together, V vocabulary, D of a hidden state, k reward models. A batch is a dict
-of tensors:
+Shapes: B is the number of episodes of an update, b the number of rows in a function's input, Q the width of the
+queries, R the response length, W the width of a micro-batch's responses, T the width of query and response together, V
+the vocabulary size, D the size of a hidden state and k the number of reward models. A batch is a dict of tensors:
 
     queries (B, Q) left-padded; responses (B, R) right-padded; lengths and row_lengths (B,); member_scores (B, k)
     response_mask (B, R) through EOS: logprobs, ref_logprobs, entropy and advantages are 0 outside of it
     value_mask (B, R) through one past EOS, where the score lies: values are 0 outside of it
 
-Details: README, "The 25 details". Deviations from the paper (P) and the authors' code (C), each on purpose:
-- P: the score is added one position past EOS, as in C and OpenAI's code; the text of figure 9 says at EOS.
-- C: whitening and loss means are over the whole batch; C takes them per device and micro-batch, so that its objective
-  changes with the hardware. The policy loss is divided by the number of response tokens (through EOS), the value loss
-  by that of value positions (through one past EOS).
-- C: sampling is Gumbel-max with noise keyed by (seed, update, episode, position), not multinomial; a row stops at its
-  EOS, which equals sampling on and truncating. [PAD] and ids beyond the tokenizer have probability 0 in sampling and in
-  every log-probability.
-- C: old log-probabilities come from a forward pass over the finished response, not from the generation's scores.
-- C: the value head's bias holds Detail 15's shift (apart in C) and is decayed.
-- P: validation samples are drawn at temperature 0.01, and all weights decayed, as in C.
-- the ensemble paper's batches of 32 out of 256 rollouts (table 3) are --batch-size 256 --num-mini-batches 8; --gold
-  samples as training does, and not with table 4's top-p 0.9.
-- uwo's variance is over k models, as in equation 5; the ensemble paper's code divides by k - 1 in PPO.
+docs/details.md lists the paper's Details. The script deviates from the paper and the authors' code on purpose:
+- The score is added one position past EOS, as in the authors' code and in OpenAI's. The text of figure 9 says at EOS.
+- Whitening and loss means are taken over the whole batch. The authors take them per device and micro-batch, so their
+  objective changes with the hardware.
+- The policy loss is divided by the number of response tokens (through EOS), and the value loss by the number of value
+  positions (through one past EOS).
+- Sampling is Gumbel-max with noise keyed by (seed, update, episode, position), not multinomial. A row stops at its EOS,
+  which equals sampling on and truncating. [PAD] and ids beyond the tokenizer have probability 0, both in sampling and
+  in every log-probability.
+- Old log-probabilities come from a forward pass over the finished response, not from the scores of generation.
+- Here the value head's bias holds Detail 15's shift and is decayed. The authors' code keeps the shift separately.
+- Validation samples are drawn at temperature 0.01, and weight decay applies to all weights, as in the authors' code.
+- For the ensemble paper's batches of 32 out of 256 rollouts (table 3), set --batch-size 256 --num-mini-batches 8.
+  --gold samples as training does, and not with table 4's top-p of 0.9.
+- uwo's variance is over k models, as in equation 5. The ensemble paper's code divides by k - 1 in PPO.
 """
 
 import csv
@@ -94,60 +97,62 @@ DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_170
 @dataclass
 class Args:
     model: str = "1b"
-    """name of the run, its default paths and (1b, 2.8b, 6.9b) memory flags; weights come from the two paths below"""
+    """name of the run, which fills {model} in the paths; 1b, 2.8b and 6.9b also set the micro-batch, sample batch and
+    offload defaults"""
     seed: int = 44413
-    """seed of the query order and the sampling noise (paper: 44413, 55513, 66613, 77713)"""
+    """seed of the query order and the sampling noise (the paper uses 44413, 55513, 66613 and 77713)"""
     sft_model_path: str = "runs/sft/{model}/{seed}"
-    """policy and reference: run folder, checkpoint folder or Hub id[@revision]"""
+    """SFT model for policy and reference: run folder, checkpoint folder or Hub id[@revision]"""
     reward_model_paths: list[str] | None = None
-    """one or more reward models; needed"""
+    """one or more reward models (required): run folders, checkpoint folders or Hub ids[@revision]"""
     reward_combination: Literal["mean", "wco", "uwo", "safety_gate"] = "mean"
-    """how several rewards become one score: mean, worst case, or mean minus uwo_lambda times variance; safety_gate, of
-    a helpfulness and a safety model: safety's where it finds little of it or the post's column `tag` says safety, else
-    helpfulness's, whitened over the batch (Llama 2)"""
+    """how the rewards become one score: mean, worst case (wco), mean minus uwo_lambda times variance (uwo), or Llama
+    2's safety_gate. That one takes a helpfulness and a safety model: it uses the safety score if that is low or the
+    post's column `tag` says safety, the helpfulness score otherwise, and whitens the result over the batch"""
     uwo_lambda: float | None = None
-    """weight of the variance in uwo, at least 0; has no default"""
+    """weight of the variance in uwo, at least 0; required with uwo, which has no default"""
     standardise_members: bool = True
-    """of each reward model (score - mean) / standard deviation, both over samples of the SFT policy and measured before
-    the first update (as the ensemble paper's authors say they did): a KL coefficient then means the same whatever is
-    trained against; not for safety_gate"""
+    """standardise each reward model to (score - mean) / standard deviation, measured on samples of the SFT policy
+    before the first update (as the authors of the ensemble paper say they did), so that a KL coefficient means the same
+    for any reward; not for safety_gate"""
     standardise_posts: int = 256
-    """so many training posts, the first ones, have a sample for that"""
+    """number of training posts to sample for that; the first ones are used"""
     value_start: Literal["sft", "reward"] = "sft"
-    """what the value model starts from: the SFT model with a head of zeros (the ensemble paper's code has a new head on
-    the policy's trunk), or the first reward model (Detail 22), with whose blind spots it begins"""
+    """what the value model starts from: the SFT model with a head of zeros (the ensemble paper's code puts a new head
+    on the policy's trunk), or the first reward model (Detail 22), whose blind spots it inherits"""
     gold: str | None = None
-    """reward model (folder or Hub id[@revision]) or path.py:function of (post, summary) that scores samples of
-    --eval-rows fixed validation posts; changes nothing in the training"""
+    """gold reward that scores samples of --eval-rows fixed validation posts without affecting the training: a reward
+    model (folder or Hub id[@revision]) or path.py:function of (post, summary)"""
     gold_every: int = 10
-    """updates between gold scores, beside those before the first and after the last update; 0: those alone"""
+    """compute gold scores every so many updates, besides before the first and after the last; 0: only then"""
     dataset: str = "data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET
     """SFT data, whose posts are the queries: folder or Hub id[@revision]"""
     output_dir: str = "runs/ppo/{model}/{seed}"
-    """run folder"""
+    """run folder to write, which must not hold a run yet (unless you pass --resume)"""
 
     total_episodes: int = 1_000_000
-    """responses sampled in all (table 7)"""
+    """total number of responses to sample (table 7)"""
     batch_size: int = 512
     """episodes per update over all devices (table 7)"""
     num_ppo_epochs: int = 4
     """passes over the batch per update (table 7, K)"""
     num_mini_batches: int = 1
-    """optimiser steps per pass (table 7, N_mb)"""
+    """optimiser steps per pass over the batch (table 7, N_mb)"""
     learning_rate: float = 3e-6
     """learning rate of the first update (table 7)"""
     lr_schedule: Literal["linear", "cosine"] = "linear"
-    """how it falls, to reach final_learning_rate one update after the last (table 7: linear)"""
+    """shape of the decay, which reaches final_learning_rate one update after the last (table 7: linear)"""
     final_learning_rate: float = 0.0
-    """where the schedule ends (ensemble paper, table 3: cosine from 1e-6 to 1e-7)"""
+    """learning rate at the end of the schedule (ensemble paper, table 3: cosine from 1e-6 to 1e-7)"""
     max_grad_norm: float = 0.0
-    """gradient norm to clip at; 0: no clipping (paper)"""
+    """clip gradients to this global norm; 0: no clipping (as in the paper)"""
     response_length: int = 53
-    """tokens sampled at most (Detail 23)"""
+    """maximum number of tokens to sample per response (Detail 23)"""
     temperature: float = 0.7
-    """sampling temperature; every log-probability is taken at it (table 7)"""
+    """sampling temperature; all log-probabilities are computed at it (table 7)"""
     penalty_reward_value: float | None = -1.0
-    """score of a response without EOS (Detail 23); None: what the reward models say, as in the ensemble paper"""
+    """score that replaces a response's score if it has no EOS (Detail 23); None: keep its score, as in the ensemble
+    paper"""
     kl_coef: float = 0.05
     """beta, the weight of the KL penalty in the reward (table 7)"""
     whiten_rewards: bool = False
@@ -157,44 +162,47 @@ class Args:
     lam: float = 0.95
     """lambda of generalised advantage estimation (table 7)"""
     cliprange: float = 0.2
-    """clipping of the policy ratio (table 7)"""
+    """clip the policy ratio to 1 ± this (table 7)"""
     cliprange_value: float = 0.2
-    """clipping of the value around its old value (table 7)"""
+    """clip the value to its old value ± this (table 7)"""
     vf_coef: float = 0.1
     """weight of the value loss (table 7, c_1)"""
 
     sample_every: int = 50
-    """updates between printed tables of samples; 0: none"""
+    """print a table of samples every so many updates; 0: never"""
     eval_every: int = 0
-    """updates between validation scores on a fixed batch; 0: after the last update only"""
+    """score a fixed validation batch every so many updates; 0: only after the last update"""
     eval_rows: int = 64
-    """validation posts in that batch"""
+    """number of validation posts in that batch"""
     micro_batch_size: int | None = None
-    """episodes per device and forward/backward pass: memory and speed, and rounding; default: what fits 80 GB, or 8"""
+    """episodes per device and forward/backward pass; changes memory, speed and rounding only; default: what fits on 80
+    GB, or 8"""
     forward_batch_size: int = 32
     """episodes per device that a reward model scores at a time"""
     sample_batch_size: int | None = None
-    """episodes per device sampled at a time: memory and speed, and rounding; default: what fits 80 GB, or 32"""
+    """episodes per device to sample at a time; changes memory, speed and rounding only; default: what fits on 80 GB, or
+    32"""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
+    """autocast type, while weights stay in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
     offload: bool | None = None
-    """keep reference and reward models in CPU memory except while they score; default at 6.9b"""
+    """keep reference and reward models in CPU memory except while they are used; default: only for 6.9b"""
     save_every: int = 0
-    """updates between checkpoints for --resume; 0: none"""
+    """write a checkpoint for --resume every so many updates; 0: never"""
     resume: bool = False
-    """continue the run in output_dir from its newest checkpoint"""
+    """continue the run in --output-dir from its newest checkpoint"""
     track: bool = False
-    """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+    """also log to Weights & Biases (set WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment)"""
 
 
 # ==== the algorithm ===============================================================================
 
 
 def combine(scores: torch.Tensor, method: str = "mean", uwo_lambda: float | None = None, safety=None) -> torch.Tensor:
-    """Scores of k reward models (k, b) -> one score (b,): mean, worst case (wco), or mean - lambda x variance (uwo; the
-    variance over k, not k - 1). Reward model ensembles, equations 3 to 5. safety_gate, of the scores of helpfulness and
-    safety: safety's where its sigmoid is below 0.15, or the prompt's tag says so (`safety`, (b,) bool), helpfulness's
-    elsewhere. Llama 2, section 3.2.3, whose logit of the sigmoid is the score itself."""
+    """Combine the scores of k reward models (k, b) into one score (b,): the mean, the worst case (wco), or mean -
+    lambda x variance (uwo), with the variance over k, not k - 1 (Reward model ensembles, equations 3 to 5). safety_gate
+    takes helpfulness and safety scores. It uses the safety score where its sigmoid is below 0.15 or the prompt's tag
+    says safety (`safety`, (b,) bool), and the helpfulness score elsewhere (Llama 2, section 3.2.3, where the logit of
+    the sigmoid is the score itself)."""
     if method == "wco":
         return scores.min(0).values
     if method == "safety_gate":
@@ -207,7 +215,7 @@ def combine(scores: torch.Tensor, method: str = "mean", uwo_lambda: float | None
 
 
 def scheduled(args, done: float) -> float:
-    """The learning rate after this share (0 to 1) of the updates."""
+    """Return the learning rate after this share (0 to 1) of the updates."""
     remaining = 1 - done  # linear (table 7)
     if args.lr_schedule == "cosine":
         remaining = 0.5 * (1 + cos(pi * done))
@@ -557,21 +565,21 @@ def reward_scores(accelerator: Accelerator, reward_model, batch: dict, pad_id: i
 
 
 def member_scores(accelerator: Accelerator, reward_models, batch: dict, pad_id: int, args) -> torch.Tensor:
-    """The scores (b, k) of all reward models."""
+    """Return the scores (b, k) of all reward models."""
     scores = [reward_scores(accelerator, reward_model, batch, pad_id, args) for reward_model in reward_models]
     return torch.stack(scores, 1)
 
 
 def safety_tags(posts: dict) -> torch.Tensor:
-    """Of which posts the column `tag` says safety: (b,) bool."""
+    """Return which posts have `safety` in their column `tag`, (b,) bool."""
     tags = posts.get("tag", [None] * len(posts["query_token"]))
     return torch.tensor([tag == "safety" for tag in tags])
 
 
 def check_scores(scores: torch.Tensor, names: list[str], where: list[str]):
-    """An error that names the first of the scores (b, k) that is not finite by its model (k,) and its row (b,)."""
+    """End with an error if one of the scores (b, k) is not finite, naming its model (k,) and its row (b,)."""
     for row, k in (~scores.isfinite()).nonzero().tolist():
-        fail(f"{where[row]}: the score of {names[k]} is {scores[row, k].item()}; mend that model or leave it out")
+        fail(f"{where[row]}: the score of {names[k]} is {scores[row, k].item()}; fix that model or leave it out")
 
 
 @contextmanager
@@ -890,7 +898,7 @@ def new_reward_model(path: str, tokenizer) -> RewardModel:
 
 
 def standardise(model, mean: float, sd: float):
-    """Make a reward model say (score - mean) / sd: its head w, b becomes w / sd, (b - mean) / sd."""
+    """Make a reward model return (score - mean) / sd, by changing its head from w, b to w / sd, (b - mean) / sd."""
     head = model.model.score
     with torch.no_grad():
         head.weight.div_(sd)
@@ -971,43 +979,43 @@ def fill_sizes(args, world: int) -> int:
 
 
 def check_combination(args):
-    """An error where --reward-combination does not go with the other arguments."""
+    """End with an error if --reward-combination does not fit the other arguments."""
     if (args.reward_combination == "uwo") != (args.uwo_lambda is not None) or (args.uwo_lambda or 0) < 0:
         fail("--reward-combination uwo needs --uwo-lambda of at least 0 (the paper's PPO: 0.1); nothing else takes it")
     if args.reward_combination == "safety_gate" and args.standardise_members:
         fail("--reward-combination safety_gate needs --no-standardise-members: its threshold is a probability")
     if args.standardise_members and args.standardise_posts < 2:
-        fail(f"--standardise-posts {args.standardise_posts}: a standard deviation needs 2 or more")
+        fail(f"--standardise-posts {args.standardise_posts}: a standard deviation needs 2 or more posts")
     if not args.reward_model_paths or (args.reward_combination == "safety_gate" and len(args.reward_model_paths) != 2):
-        fail("--reward-model-paths needs one or more; safety_gate needs two, helpfulness, then safety")
+        fail("--reward-model-paths needs one or more paths; safety_gate needs two, helpfulness, then safety")
 
 
 def check_tokenizer(path: str, tokenizer, args):
-    """An error where a reward model has another tokenizer than the policy."""
+    """End with an error if a reward model has another tokenizer than the policy."""
     if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
-        fail(f"{path}: a reward model of another tokenizer than {args.sft_model_path}")
+        fail(f"{path}: this reward model has another tokenizer than {args.sft_model_path}")
 
 
 def load_gold(accelerator: Accelerator, posts, reward_folders: list[str], tokenizer, args):
-    """What --gold names: a frozen reward model, a function of (post, summary) that has a score for every post, or
-    None."""
+    """Return what --gold names: a frozen reward model, a function of (post, summary) that has scored every post once,
+    or None."""
     if args.gold is None:
         return None
     if re.fullmatch(r".+\.py:\w+", args.gold):
         function = load_function("--gold", args.gold)
-        with or_fail(f"--gold {args.gold}: a post has no score"):  # told now, not in the run
+        with or_fail(f"--gold {args.gold}: the function fails for a post"):  # fail now, not during the run
             for post in posts["query"]:
                 float(function(post, ""))
         return function
     path = checkpoint_folder("--gold", args.gold)
     check_tokenizer(path, tokenizer, args)
     if Path(path).resolve() in [Path(folder).resolve() for folder in reward_folders]:
-        accelerator.print(f"warning: --gold {args.gold} is also trained against, as one of --reward-model-paths")
+        accelerator.print(f"warning: --gold {args.gold} is also one of --reward-model-paths, so it is trained against")
     return frozen_model(accelerator, load_reward_model(path, tokenizer), args.offload)
 
 
 def load_function(flag: str, value: str):
-    """The function that a flag's value path.py:function names."""
+    """Return the function that a flag's value path.py:function names."""
     path, _, name = value.rpartition(":")
     with or_fail(f"{flag} {value}: no function there"):
         spec = importlib.util.spec_from_file_location("named_function", path)
@@ -1031,8 +1039,8 @@ def check_head(policy, path: str):
 
 @torch.no_grad()
 def combined_score(accelerator: Accelerator, policy, reward_models, data, tokenizer, args) -> float:
-    """Mean combined score of a summary sampled to each post of `data`, at temperature 0.01, with no penalty for no
-    EOS."""
+    """Return the mean combined score of one summary per post of `data`, sampled at temperature 0.01, without penalty
+    for no EOS."""
     pad_id = tokenizer.pad_token_id
     rank = accelerator.process_index
     world = accelerator.num_processes
@@ -1050,8 +1058,8 @@ def combined_score(accelerator: Accelerator, policy, reward_models, data, tokeni
 
 
 def kept_scales(args) -> dict | None:
-    """What member_scales measured for the checkpoints that --resume continues from; None where there are none: then the
-    run begins anew, and what an earlier one has left says nothing of it."""
+    """Return what member_scales measured for the checkpoints that --resume continues from, or None if there are none.
+    In that case the run starts anew, and scales left by an earlier run do not apply to it."""
     kept = Path(args.output_dir, "members.json")
     if kept.exists() and list(kept.parent.glob("checkpoints/update_??????")):
         scales = json.loads(kept.read_text())
@@ -1062,9 +1070,9 @@ def kept_scales(args) -> dict | None:
 
 @torch.no_grad()
 def member_scales(accelerator: Accelerator, policy, reward_models, data, tokenizer, args) -> dict:
-    """{path of a reward model: mean and standard deviation (/ n) of its scores of a sample of the SFT policy to each of
-    the first --standardise-posts posts}, drawn as in training with noise of its own. An error where one says the same
-    of all."""
+    """Return {path of a reward model: mean and standard deviation (/ n)} of its scores of one SFT sample to each of the
+    first --standardise-posts posts, drawn as in training but with their own noise. Ends with an error if a model gives
+    all samples the same score."""
     pad_id = tokenizer.pad_token_id
     data = data.take(min(args.standardise_posts, len(data)))
     scores = []
@@ -1082,15 +1090,15 @@ def member_scales(accelerator: Accelerator, policy, reward_models, data, tokeniz
         mean = scores[:, k].mean().item()
         sd = scores[:, k].std(unbiased=False).item()
         if sd < 1e-6 * max(1, abs(mean)):
-            fail(f"{path} scores all samples {mean:.4g}: it cannot be standardised; mend that model or leave it out")
+            fail(f"{path} scores all samples {mean:.4g}: it cannot be standardised; fix that model or leave it out")
         scales[path] = {"mean": mean, "sd": sd}
     return scales
 
 
 def gold_samples(accelerator, model, ref_policy, reward_models, gold, posts, tokenizer, banned, args):
-    """A response to each of the first --eval-rows posts, sampled as in training with noise of its own, the same at
-    every update. Returns their texts and (n, 2 + k + 1): KL to the reference, length in tokens, the reward models'
-    scores, and that of `gold`, a reward model or a function of (post, summary)."""
+    """Sample a response to each of the first --eval-rows posts as in training, with noise that is the same at every
+    update. Returns the texts and numbers (n, 2 + k + 1): KL to the reference, length in tokens, the reward models'
+    scores, and the score of `gold`, a reward model or a function of (post, summary)."""
     pad_id = tokenizer.pad_token_id
     samples = []
     for index, rows in shares(accelerator, posts, len(posts), "gold"):  # there may be more processes than posts
@@ -1105,7 +1113,7 @@ def gold_samples(accelerator, model, ref_policy, reward_models, gold, posts, tok
         if isinstance(gold, nn.Module):
             gold_scores = reward_scores(accelerator, gold, batch, pad_id, args)
         else:
-            with or_fail(f"--gold {args.gold}: no score"):
+            with or_fail(f"--gold {args.gold}: no score for a sample"):
                 values = [float(gold(post, text)) for post, text in zip(rows["query"], texts, strict=True)]
                 gold_scores = torch.tensor(values, device=accelerator.device)
         members = member_scores(accelerator, reward_models, batch, pad_id, args)
@@ -1116,8 +1124,8 @@ def gold_samples(accelerator, model, ref_policy, reward_models, gold, posts, tok
 
 
 def gold_metrics(accelerator, model, ref_policy, reward_models, gold, posts, tokenizer, banned, args, update) -> dict:
-    """How far the policy is from the reference and what that is worth. Returns the metrics gold/..., means over the
-    posts, and leaves gold_samples in the run folder's gold_samples.csv, in place of those before."""
+    """Return the metrics gold/..., means over the posts: how far the policy is from the reference, and what it scores
+    there. Writes gold_samples to the run folder's gold_samples.csv, in place of earlier ones."""
     texts, numbers = gold_samples(accelerator, model, ref_policy, reward_models, gold, posts, tokenizer, banned, args)
     kl = numbers[:, 0]
     members = numbers[:, 2:-1]
@@ -1130,7 +1138,7 @@ def gold_metrics(accelerator, model, ref_policy, reward_models, gold, posts, tok
     table.insert(1, "response", texts)
     with writing(accelerator, Path(args.output_dir, "gold_samples.csv")) as partial:
         if accelerator.is_main_process:
-            table.to_csv(partial, index=False, quoting=csv.QUOTE_NONNUMERIC)  # a text may hold a carriage return
+            table.to_csv(partial, index=False, quoting=csv.QUOTE_NONNUMERIC)  # texts can contain \r
     proxy = combine(members.T, args.reward_combination, args.uwo_lambda, safety_tags(posts[:]))
     return {
         "gold/score": score.mean(),

@@ -1,26 +1,27 @@
-"""Reward model with Llama 2's margins, weights of pairs and safety labels, a copy of ../reward.py ("Llama 2: Open
+"""Reward model with Llama 2's margins, pair weights and safety labels, a copy of ../reward.py ("Llama 2: Open
 Foundation and Fine-Tuned Chat Models", sections 3.2.1 and 3.2.2, tables 27 to 29).
 
 One process:    python llama2/reward.py --model helpful --sft-model-path runs/sft/base/1 --dataset data/llama2/sft \
                     --preference-dataset data/llama2/preference --margin small --run-eval
 N processes:    torchrun --nproc_per_node 8 llama2/reward.py --model helpful ... --margin small --run-eval
 
-Starts from the SFT model of the same name and seed. The run folder holds model/ (a sequence classifier with one label,
-whose head has a bias that plain transformers ignores), metrics.jsonl, args.json, TensorBoard files, eval/ (table 5) and
-checkpoints/. The algorithm comes first, plumbing last. What differs: `git diff --no-index reward.py llama2/reward.py`.
+Training starts from the SFT model with the same name and seed. The run folder holds model/ (a sequence classifier with
+one label, whose head has a bias that plain transformers ignores), metrics.jsonl, args.json, TensorBoard files, eval/
+(table 5) and checkpoints/. The algorithm comes first and plumbing last. To see what differs from reward.py, run
+`git diff --no-index reward.py llama2/reward.py`.
 
-Shapes: n rows of a split, b pairs or rows at hand, Q width of the queries, C and R widths of the chosen and rejected
-responses, T width of a row of query and response(s).
+Shapes: n is the number of rows of a split, b the number of pairs or rows in a function's input, Q the width of the
+queries, C and R the widths of the chosen and rejected responses, and T the width of a row of query and response(s).
 
-Deviations from the paper and its code, each on purpose:
-- a pair is one row `query + chosen + rejected` in which `rejected` does not see `chosen` and its positions restart
-  after the query: the same rewards for nearly half the work. The authors run two rows.
-- the head's bias is not trained, as it is by the authors: it cancels in the loss, so that Adam would only amplify
-  rounding. Detail 15 sets it after training; the authors store that shift in the config and subtract it.
-  --safety-coef trains it.
-- the head runs in float32; the authors' runs under bf16 autocast, which keeps three digits of a reward.
-- an epoch shows every pair once; the authors' released runs shuffled differently on every rank, and showed 65.8 %.
-- the rows left over after the last whole batch are not trained on (the authors trained on 92,832 of 92,858 pairs too).
+The script deviates from the paper and the authors' code on purpose:
+- A pair is one row `query + chosen + rejected`, in which `rejected` does not see `chosen` and its positions restart
+  after the query. This gives the same rewards for nearly half the work. The authors run two rows.
+- The head's bias is not trained, because it cancels in the loss and Adam would only amplify rounding; the authors train
+  it. Detail 15 sets it after training, whereas the authors store that shift in the config and subtract it.
+  --safety-coef does train it.
+- The head runs in float32. The authors run it under bf16 autocast, which keeps only three digits of a reward.
+- An epoch shows every pair once. The authors' released runs shuffled differently on every rank, so they showed 65.8 %.
+- The rows left over after the last whole batch are not trained on. The authors also trained on 92,832 of 92,858 pairs.
 """
 
 import json
@@ -79,64 +80,67 @@ SAFETY = {(True, False): "chosen alone safe", (True, True): "both safe", (False,
 @dataclass
 class Args:
     model: str = "1b"
-    """name of the run: 1b, 2.8b, 6.9b or any other; the weights come from --sft-model-path"""
+    """name of the run, which fills {model} in the paths: 1b, 2.8b, 6.9b or any other; weights come from
+    --sft-model-path"""
     seed: int = 44413
-    """seed of the head and the data order (paper: 44413, 55513, 66613, 77713)"""
+    """seed of the head and the data order (the paper uses 44413, 55513, 66613 and 77713)"""
     sft_model_path: str = "runs/sft/{model}/{seed}"
-    """SFT model: run folder, checkpoint folder or Hub id[@revision]"""
+    """SFT model to start from: run folder, checkpoint folder or Hub id[@revision]"""
     dataset: str = "data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET
     """SFT data, whose reference summaries centre the rewards (Detail 15): folder or Hub id[@revision]"""
     preference_dataset: str = "data/tldr/preference" if Path("data/tldr/preference").exists() else PREFERENCE_DATASET
-    """preference data: folder or Hub id[@revision]"""
+    """pre-tokenised preference data: folder or Hub id[@revision]"""
     output_dir: str = "runs/reward/{model}/{seed}"
-    """run folder"""
+    """run folder to write, which must not hold a run yet (unless you pass --resume)"""
 
     num_train_epochs: float = 1
     """passes over the train split (table 4)"""
     total_episodes: int | None = None
-    """pairs to train on; default num_train_epochs passes (table 4: 92,858)"""
+    """number of pairs to train on; default: num_train_epochs passes (table 4: 92,858)"""
     batch_size: int = 64
     """pairs per optimiser step over all devices (table 4)"""
     learning_rate: float = 3e-6
-    """peak learning rate, cosine to 0 over the run (table 4)"""
+    """peak learning rate; decays to 0 over the run by a cosine (table 4)"""
     max_grad_norm: float = 0.0
-    """gradient norm to clip at; 0: no clipping (paper)"""
+    """clip gradients to this global norm; 0: no clipping (as in the paper)"""
     margin: Literal["none", "small", "large", "column"] = "none"
-    """Llama 2's margin of a pair in the loss (equation 2): 1, 2/3, 1/3, 0 (small) or 3, 2, 1, 0 (large) by its grade,
-    or the number in its column `margin`"""
+    """Llama 2's margin of a pair in the loss (equation 2), by its grade: 1, 2/3, 1/3, 0 (small) or 3, 2, 1, 0 (large);
+    column: the number in its column `margin`"""
     safety_coef: float = 0.0
-    """weight of Llama 2's auxiliary loss, which has the sigmoid of a reward say whether a response labelled safe or
-    unsafe is safe; above 0 the head's bias is trained, and the rewards are not centred"""
+    """weight of Llama 2's auxiliary loss, which trains the sigmoid of a reward to predict whether a labelled response
+    is safe; above 0, the head's bias is trained and the rewards are not centred"""
 
     eval_every: int = 0
-    """updates between validation accuracies; 0: after the last update only"""
+    """compute the validation accuracy every so many updates; 0: only after the last update"""
     run_eval: bool = False
     """after training, write table 5: accuracy per batch, confidence, split and policy pair of every validation split"""
     micro_batch_size: int | None = None
-    """pairs per device and forward/backward pass: memory and speed, and rounding; default: what fits 80 GB, or 8"""
+    """pairs per device and forward/backward pass; changes memory, speed and rounding only; default: what fits on 80 GB,
+    or 8"""
     forward_batch_size: int | None = None
     """pairs or rows per device in passes without gradient (evaluation, centring); default: four micro-batches"""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
+    """autocast type, while weights stay in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
     save_every: int = 0
-    """updates between checkpoints for --resume; 0: none"""
+    """write a checkpoint for --resume every so many updates; 0: never"""
     resume: bool = False
-    """continue the run in output_dir from its newest checkpoint"""
+    """continue the run in --output-dir from its newest checkpoint"""
     track: bool = False
-    """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+    """also log to Weights & Biases (set WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment)"""
 
 
 # ==== the algorithm ===============================================================================
 
 
 def margin_loss(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor) -> torch.Tensor:
-    """Equation 2 per pair: -log sigmoid(chosen - rejected - margin). Rewards and margins (b,) -> (b,)."""
+    """Return the loss per pair (b,), -log sigmoid(chosen - rejected - margin) (equation 2), from rewards and margins
+    (b,)."""
     return -F.logsigmoid(chosen - rejected - margin)
 
 
 def safety_loss(rewards: torch.Tensor, safe: torch.Tensor) -> torch.Tensor:
-    """Llama 2's auxiliary loss per response (table 29): the binary cross-entropy of sigmoid(reward) as the probability
-    that it is safe; 0 where nobody said. rewards (b,), safe (b,) of 1, 0 and nan -> (b,)."""
+    """Return Llama 2's auxiliary loss per response (b,) (table 29): the binary cross-entropy of sigmoid(reward) as the
+    probability that it is safe, or 0 without a label. rewards (b,); safe (b,) is 1, 0 or nan."""
     known = ~safe.isnan()
     loss = F.binary_cross_entropy_with_logits(rewards.float(), safe.nan_to_num(), reduction="none")
     return loss.masked_fill(~known, 0.0)
@@ -161,7 +165,8 @@ def pair_rewards(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.T
 
 
 def pair_margins(path: str, data, margin: str) -> torch.Tensor:
-    """Margin (n,) of every pair: 0, by its grade, or its column `margin`. An error where there is none that is."""
+    """Return the margin (n,) of every pair: 0, the one of its grade, or its column `margin`. Ends with an error if one
+    is not a number from 0."""
     if margin == "none":
         return torch.zeros(len(data))
     if margin == "column":
@@ -174,13 +179,13 @@ def pair_margins(path: str, data, margin: str) -> torch.Tensor:
     margins = torch.tensor(margins, dtype=torch.float32)
     is_margin = margins.isfinite() & (margins >= 0)
     for i in (~is_margin).nonzero().flatten().tolist():
-        fail(f"--margin {margin}: {path}, train, row {i}: margin {margins[i].item()} is no number from 0")
+        fail(f"--margin {margin}: {path}, train, row {i}: margin {margins[i].item()} is not a number from 0")
     return margins
 
 
 def pair_grades(path: str, data, margin: str) -> list[str]:
-    """Grade (n,) of every pair: its column `grade`, or that of its confidence. An error where there is neither, where
-    a grade has no margin, and where no pair has one."""
+    """Return the grade (n,) of every pair: its column `grade`, or the grade of its confidence. Ends with an error if
+    the data have neither, if a grade has no margin, or if no pair has a grade."""
     if "grade" in data.column_names:
         grades = data.with_format(None)["grade"][:]
     elif "extra" in data.column_names:
@@ -190,15 +195,15 @@ def pair_grades(path: str, data, margin: str) -> list[str]:
     for i, grade in enumerate(grades):
         if grade not in MARGINS[margin]:
             known = ", ".join(MARGINS[margin])
-            fail(f"--margin {margin}: {path}, train, row {i}: grade {grade!r} is none of {known}")
+            fail(f"--margin {margin}: {path}, train, row {i}: grade {grade!r} is not one of {known}")
     if set(grades) == {"none"}:
         fail(f"--margin {margin}: no pair of {path} has a grade, so that no margin would be above 0")
     return grades
 
 
 def confidence_grade(confidence: int | None) -> str:
-    """Llama 2's grade of TL;DR's confidence, one scale from 1 (surely the first) to 9 (surely the second): by its
-    distance to 5, 4 significantly, 3 better, 2 slightly, less negligibly; none where it is unknown."""
+    """Return Llama 2's grade for a confidence of TL;DR, which runs from 1 (surely the first) to 9 (surely the second).
+    A distance to 5 of 4 is significantly, 3 better, 2 slightly, less negligibly; an unknown confidence is none."""
     if confidence is None:
         return "none"
     distance = abs(int(confidence) - 5)
@@ -206,15 +211,16 @@ def confidence_grade(confidence: int | None) -> str:
 
 
 def pair_weights(data) -> torch.Tensor:
-    """Weight (n,) of every pair, 1 where there is no such column. A tie that is there in both orders weighs 0.5 in each
-    (llama2/preference_dataset.py)."""
+    """Return the weight (n,) of every pair, or 1 if there is no such column. A tie stored in both orders has weight 0.5
+    in each (llama2/preference_dataset.py)."""
     if "weight" not in data.column_names:
         return torch.ones(len(data))
     return torch.tensor(data.with_format(None)["weight"][:], dtype=torch.float32)
 
 
 def safety_labels(data) -> torch.Tensor:
-    """Are chosen and rejected safe: (n, 2) of 1, 0 and nan, where nobody said or there is no such column."""
+    """Return whether chosen and rejected are safe, (n, 2) of 1, 0 and nan. It is nan if there is no label or no such
+    column."""
     sides = [f"{side}_safe" for side in ("chosen", "rejected")]
     if not set(sides) <= set(data.column_names):
         return torch.full((len(data), 2), torch.nan)
@@ -257,30 +263,33 @@ def main(args: Args):
     terms = {"margin": pair_margins(args.preference_dataset, data["train"], args.margin)}  # (n,)
     terms["weight"] = pair_weights(data["train"])  # (n,)
     terms["safe"] = safety_labels(data["train"])  # (n, 2)
-    for split in data:  # without pairs whose chosen response is unsafe and the other safe (Llama 2, section 3.2.1)
+    for split in data:  # drop pairs whose chosen response is unsafe and the other safe (Llama 2, section 3.2.1)
         is_wrong = (safety_labels(data[split]) == torch.tensor([0.0, 1.0])).all(1)
         if split == "train":
             terms = {key: value[~is_wrong] for key, value in terms.items()}
         if is_wrong.any():
-            accelerator.print(f"{split}: {is_wrong.sum()} pairs left out, whose chosen response alone is unsafe")
+            accelerator.print(f"{split}: {is_wrong.sum()} pairs left out, because only the chosen response is unsafe")
             data[split] = data[split].select((~is_wrong).nonzero().flatten().tolist())
     if args.safety_coef < 0 or (args.safety_coef and terms["safe"].isnan().all()):
-        fail(f"--safety-coef {args.safety_coef}: it is at least 0, and needs chosen_safe and rejected_safe in the data")
+        fail(f"--safety-coef {args.safety_coef}: use at least 0, and data with chosen_safe and rejected_safe")
     ties = int((terms["weight"] != 1).sum())
     if ties:
         count = f"{ties} of the {len(terms['weight']):,} train pairs"
-        accelerator.print(f"{count} have another weight than 1 (a tie has 0.5 twice)")
+        accelerator.print(f"{count} have a weight other than 1 (a tie is stored twice, with 0.5 each)")
     train = data.pop("train").select_columns(PAIR_COLUMNS)  # all other splits are for validation
     if args.total_episodes is None:
         args.total_episodes = int(args.num_train_epochs * len(train))
     num_updates = args.total_episodes // args.batch_size
     if num_updates == 0 or args.batch_size % world:
-        fail(f"--batch-size {args.batch_size}: use a multiple of {world} processes, up to {args.total_episodes} pairs")
+        fail(
+            f"--batch-size {args.batch_size} must be at most the {args.total_episodes} pairs to train on, and a "
+            f"multiple of the {world} processes"
+        )
     reward_model = new_reward_model(sft_folder, tokenizer)
     compared = [train] + [data[split] for split in data if split == "validation" or args.run_eval]
     check_pairs(reward_model.model.to(accelerator.device), sft_folder, compared, pad_id)
     check_positions(reward_model.model, sft_folder, [references], "query_reference_response_token", pad_id)
-    reward_model.model.score.bias.requires_grad_(args.safety_coef > 0)  # else it cancels; set by Detail 15 below
+    reward_model.model.score.bias.requires_grad_(args.safety_coef > 0)  # else it cancels, and Detail 15 sets it
     model, optimizer = prepare(accelerator, reward_model, args)
     # register state of your own here: accelerator.register_for_checkpointing(it). --resume restores its tensors on the
     # CPU, so move them to the device yourself.

@@ -179,7 +179,7 @@ def test_tables_by_grade_and_safety(world, graded, capsys):
     printed = capsys.readouterr().out
     for split, rows in graded.data.items():
         count = sum(SAFE[i % 6] == (False, True) for i in range(len(rows)))
-        assert count and f"{split}: {count} pairs left out, whose chosen response alone is unsafe" in printed
+        assert count and f"{split}: {count} pairs left out, because only the chosen response is unsafe" in printed
     ties = sum(row["weight"] != 1 for row in graded.train)
     assert f"{ties} of the {len(graded.train)} train pairs have another weight than 1" in printed
     table = pandas.read_csv(found.folder / "eval" / "accuracy.csv").set_index(["data", "group", "value"])
@@ -198,7 +198,7 @@ def test_tables_by_grade_and_safety(world, graded, capsys):
 def test_a_bad_safety_coefficient_leaves_nothing_behind(world, graded, coef):
     """Above 0 it needs labels, and the plain pairs have none."""
     data = {"preference_dataset": str(world.preference_dataset if coef > 0 else graded.folder)}
-    with pytest.raises(SystemExit, match=f"--safety-coef {coef}: it is at least 0, and needs chosen_safe and rej"):
+    with pytest.raises(SystemExit, match=f"--safety-coef {coef}: use at least 0, and data with chosen_safe and rej"):
         run(world, graded, "bad", **data, safety_coef=coef)
     assert not (graded.root / "bad").exists()
 

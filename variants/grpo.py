@@ -1,5 +1,5 @@
 """GRPO (Shao et al. 2024, "DeepSeekMath", section 4.1) and, by flags, Dr. GRPO (Liu et al. 2025), DAPO's loss (Yu et
-al. 2025) and GSPO (Zheng et al. 2025): a copy of ../ppo.py without value model. What differs:
+al. 2025) and GSPO (Zheng et al. 2025), a copy of ../ppo.py without value model. To see what differs, run
 `git diff --no-index ppo.py variants/grpo.py`.
 
 One process, after `bash quickstart/run.sh --fast` and the first commands of sft.py and reward.py:
@@ -12,44 +12,46 @@ Dr. GRPO:       ... --no-scale-by-std --length-norm constant --kl-coef 0
 DAPO's loss:    ... --length-norm tokens --cliprange-high 0.28 --kl-coef 0
 GSPO:           ... --ratio response --cliprange 3e-4 --cliprange-high 4e-4 --num-mini-batches 4
 
-Each prompt has --samples-per-prompt k responses. The advantage of all tokens of a response is its score minus the mean
-of its prompt's k scores, divided by their standard deviation. The loss of a token is the clipped surrogate + beta x an
-estimate of the KL to the reference from d = log pi - log pi_ref of that token:
+Each prompt gets --samples-per-prompt k responses. All tokens of a response have the same advantage: its score minus the
+mean of its prompt's k scores, divided by their standard deviation. The loss of a token is the clipped surrogate plus
+beta times an estimate of the KL to the reference, computed from that token's d = log pi - log pi_ref:
 
     k3        e^-d - 1 + d, as published: its value is unbiased, its gradient is that of the forward KL(pi_ref || pi)
     k2        d^2 / 2: the gradient of KL(pi || pi_ref)
     k3_ratio  pi / pi_old x k3: value and gradient of KL(pi || pi_ref), with old samples, too
 
-Each gradient is for the states that were sampled: no form of this loss sees that an earlier token changes the later
-states. The KL in ppo.py's and rloo.py's return does.
+Each of these gradients only covers the states that were sampled. No form of this loss accounts for the effect of an
+earlier token on later states, as the KL in the return of ppo.py and rloo.py does.
 
-The metric loss/policy starts at about 0, which is no fault: before an update's first step every ratio is 1 and the
-advantages of a prompt add to 0, so with the default flags only beta x the KL is left. The gradient is not 0. Follow
+The metric loss/policy starts at about 0, which is expected. Before an update's first step every ratio is 1 and the
+advantages of a prompt sum to 0, so with the default flags only beta x KL is left. The gradient is not 0. Follow
 objective/score and objective/kl instead.
 
-Starts from the SFT model (policy and reference) and the reward model of the same name and seed. The run folder (default
-runs/grpo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), metrics.jsonl, args.json,
-TensorBoard files and, with --save-every, checkpoints/.
+Training starts from the SFT model (policy and reference) and the reward model with the same name and seed. The run
+folder (default runs/grpo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), metrics.jsonl,
+args.json, TensorBoard files and, with --save-every, checkpoints/.
 
-Shapes: B episodes of an update, b rows at hand, Q width of the queries, R response length, W width of a micro-batch's
-responses, T of query and response together, V vocabulary, D of a hidden state. A batch is a dict of tensors:
+Shapes: B is the number of episodes of an update, b the number of rows in a function's input, Q the width of the
+queries, R the response length, W the width of a micro-batch's responses, T the width of query and response together, V
+the vocabulary size and D the size of a hidden state. A batch is a dict of tensors:
 
     queries (B, Q) left-padded; responses (B, R) right-padded; lengths, row_lengths and raw_scores (B,)
-    token_weights (B,): what each token of a response counts in its mini-batch's loss
+    token_weights (B,): the weight of each token of a response in its mini-batch's loss
     response_mask (B, R) through EOS: logprobs, ref_logprobs, entropy and advantages are 0 outside of it
 
-A prompt's k episodes follow each other. Deviations from others, each on purpose:
-- Standard deviations are unbiased (ddof 1, as TRL's and OpenRLHF's), with 1e-4 added. Groups are centred in float64: k
-  equal scores give exactly 0, where float32 leaves a residue that a small epsilon blows up.
-- Every normaliser is a count of the whole mini-batch or a constant, whatever the processes and micro-batches.
-- `constant` divides by --response-length, not by the longest response of a batch.
-- k3's d is log pi - log pi_ref with pi on top: the other way round its value is chi^2 - KL.
-- `tokens` divides by the tokens of the whole mini-batch, so a prompt with longer responses counts more. DAPO's equation
-  8 divides by the tokens of a prompt's group and takes the mean over prompts.
-- The learning rate is linear to 0, as in ppo.py; DeepSeekMath names 1e-6 and no schedule.
-- A response without EOS has score -1 (Detail 23) and is trained on; DAPO's filter leaves it out.
-- Total episodes and batch size count responses, k to a prompt.
-- Sampling, padding, temperature and old log-probabilities are ppo.py's.
+A prompt's k episodes are consecutive. The script deviates from other implementations on purpose:
+- Standard deviations are unbiased (ddof 1, as in TRL and OpenRLHF), plus 1e-4. Groups are centred in float64, so that k
+  equal scores give exactly 0. In float32, a small epsilon would blow up the rounding error.
+- Every normaliser is a constant or a count over the whole mini-batch, so it does not depend on processes or
+  micro-batches.
+- `--length-norm constant` divides by --response-length, not by the longest response of a batch.
+- k3 uses d = log pi - log pi_ref with pi on top. The other way round, its expected value is chi^2 - KL.
+- `--length-norm tokens` divides by the tokens of the whole mini-batch, so a prompt with longer responses counts more.
+  DAPO's equation 8 divides by the tokens of a prompt's group and averages over prompts.
+- The learning rate decays linearly to 0, as in ppo.py. DeepSeekMath gives 1e-6 and no schedule.
+- A response without EOS gets score -1 (Detail 23) and is trained on. DAPO's filter leaves it out.
+- Total episodes and batch size count responses, of which each prompt has k.
+- Sampling, padding, temperature and old log-probabilities are the same as in ppo.py.
 """
 
 import hashlib
@@ -104,84 +106,88 @@ DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_170
 @dataclass
 class Args:
     model: str = "1b"
-    """name of the run, its default paths and (1b, 2.8b, 6.9b) memory flags; weights come from the two paths below"""
+    """name of the run, which fills {model} in the paths; 1b, 2.8b and 6.9b also set the micro-batch, sample batch and
+    offload defaults"""
     seed: int = 44413
-    """seed of the query order and the sampling noise (paper: 44413, 55513, 66613, 77713)"""
+    """seed of the query order and the sampling noise (the paper uses 44413, 55513, 66613 and 77713)"""
     sft_model_path: str = "runs/sft/{model}/{seed}"
-    """policy and reference: run folder, checkpoint folder or Hub id[@revision]"""
+    """SFT model for policy and reference: run folder, checkpoint folder or Hub id[@revision]"""
     reward_model_path: str = "runs/reward/{model}/{seed}"
-    """reward model"""
+    """reward model: run folder, checkpoint folder or Hub id[@revision]"""
     dataset: str = "data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET
     """SFT data, whose posts are the queries: folder or Hub id[@revision]"""
     output_dir: str = "runs/grpo/{model}/{seed}"
-    """run folder"""
+    """run folder to write, which must not hold a run yet (unless you pass --resume)"""
 
     total_episodes: int = 1_000_000
-    """responses sampled in all (table 7)"""
+    """total number of responses to sample (table 7)"""
     batch_size: int = 512
     """episodes per update over all devices (table 7)"""
     samples_per_prompt: int = 4
-    """k, responses to each prompt (as rloo.py; DeepSeekMath: 64)"""
+    """k, the number of responses to each prompt (as in rloo.py; DeepSeekMath uses 64)"""
     num_ppo_epochs: int = 1
     """passes over the batch per update (DeepSeekMath, section 4.2: a single update)"""
     num_mini_batches: int = 1
-    """optimiser steps per pass (table 7, N_mb)"""
+    """optimiser steps per pass over the batch (table 7, N_mb)"""
     learning_rate: float = 1e-6
-    """learning rate of the first update, linear to 0 as in ppo.py (1e-6: DeepSeekMath, section 4.2)"""
+    """learning rate of the first update; decays linearly to 0 as in ppo.py (DeepSeekMath, section 4.2: 1e-6)"""
     max_grad_norm: float = 0.0
-    """gradient norm to clip at; 0: no clipping (paper)"""
+    """clip gradients to this global norm; 0: no clipping (as in the paper)"""
     response_length: int = 53
-    """tokens sampled at most (Detail 23)"""
+    """maximum number of tokens to sample per response (Detail 23)"""
     temperature: float = 0.7
-    """sampling temperature; every log-probability is taken at it (table 7)"""
+    """sampling temperature; all log-probabilities are computed at it (table 7)"""
     penalty_reward_value: float | None = -1.0
-    """score of a response without EOS (Detail 23); None: the one that it has"""
+    """score that replaces a response's score if it has no EOS (Detail 23); None: keep its score"""
     scale_by_std: bool = True
-    """divide a group's advantages by its standard deviation; Dr. GRPO does not"""
+    """divide a group's advantages by its standard deviation (Dr. GRPO does not)"""
     length_norm: Literal["response", "tokens", "constant"] = "response"
-    """loss: a mean over each response, then over responses (DeepSeekMath); over all tokens of the mini-batch (DAPO, but
-    there of a prompt's group); a sum over each response / --response-length, then a mean over responses (Dr. GRPO)"""
+    """how token losses are averaged. response: over each response, then over responses (DeepSeekMath); tokens: over all
+    tokens of the mini-batch (DAPO does this per prompt); constant: summed over each response, divided by
+    --response-length and averaged over responses (Dr. GRPO)"""
     kl_estimator: Literal["k3", "k2", "k3_ratio"] = "k3"
-    """estimate of the KL in the loss (k3: DeepSeekMath, equation 4)"""
+    """estimator of the KL in the loss (k3: DeepSeekMath, equation 4)"""
     kl_coef: float = 0.04
     """beta, the weight of the KL in the loss (DeepSeekMath, section 4.2)"""
     cliprange: float = 0.2
-    """clipping of the policy ratio from below (table 7)"""
+    """clip the policy ratio from below at 1 - this (table 7)"""
     cliprange_high: float | None = None
-    """and from above (DAPO: 0.28); default: --cliprange"""
+    """clip the policy ratio from above at 1 + this (DAPO: 0.28); default: the same as --cliprange"""
     ratio: Literal["token", "response"] = "token"
-    """probability ratio of the surrogate: each token's own, or the geometric mean over a response's tokens (GSPO)"""
+    """probability ratio in the surrogate: one per token, or the geometric mean over a response's tokens (GSPO)"""
 
     sample_every: int = 50
-    """updates between printed tables of samples; 0: none"""
+    """print a table of samples every so many updates; 0: never"""
     eval_every: int = 0
-    """updates between validation scores on a fixed batch; 0: after the last update only"""
+    """score a fixed validation batch every so many updates; 0: only after the last update"""
     eval_rows: int = 64
-    """validation posts in that batch"""
+    """number of validation posts in that batch"""
     micro_batch_size: int | None = None
-    """episodes per device and forward/backward pass: memory and speed, and rounding; default: what fits 80 GB, or 8"""
+    """episodes per device and forward/backward pass; changes memory, speed and rounding only; default: what fits on 80
+    GB, or 8"""
     forward_batch_size: int = 32
     """episodes per device that a reward model scores at a time"""
     sample_batch_size: int | None = None
-    """episodes per device sampled at a time: memory and speed, and rounding; default: what fits 80 GB, or 32"""
+    """episodes per device to sample at a time; changes memory, speed and rounding only; default: what fits on 80 GB, or
+    32"""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
+    """autocast type, while weights stay in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
     offload: bool | None = None
-    """keep reference and reward model in CPU memory except while they score; default at 6.9b"""
+    """keep reference and reward model in CPU memory except while they are used; default: only for 6.9b"""
     save_every: int = 0
-    """updates between checkpoints for --resume; 0: none"""
+    """write a checkpoint for --resume every so many updates; 0: never"""
     resume: bool = False
-    """continue the run in output_dir from its newest checkpoint"""
+    """continue the run in --output-dir from its newest checkpoint"""
     track: bool = False
-    """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+    """also log to Weights & Biases (set WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment)"""
 
 
 # ==== the algorithm ===============================================================================
 
 
 def group_advantages(scores: torch.Tensor, k: int, scale_by_std: bool) -> torch.Tensor:
-    """Advantages (B,) of scores (B,) in groups of k that follow each other: (score - mean) / (standard deviation +
-    1e-4), with ddof 1 and in float64, so that equal scores give exactly 0; without the division if not scale_by_std."""
+    """Return advantages (B,) of scores (B,) in groups of k consecutive ones: (score - mean) / (standard deviation +
+    1e-4), without the division if not scale_by_std. Uses ddof 1 and float64, so that equal scores give exactly 0."""
     groups = scores.double().view(-1, k)
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_by_std:
@@ -190,7 +196,8 @@ def group_advantages(scores: torch.Tensor, k: int, scale_by_std: bool) -> torch.
 
 
 def weigh_tokens(lengths: torch.Tensor, length_norm: str, response_length: int) -> torch.Tensor:
-    """What a token of each of a mini-batch's responses counts in its loss (n,), from their lengths (n,) in tokens."""
+    """Return the weight (n,) of each token of a mini-batch's responses in the loss, from their lengths (n,) in
+    tokens."""
     if length_norm == "response":
         return 1 / (len(lengths) * lengths)
     if length_norm == "tokens":
@@ -199,8 +206,8 @@ def weigh_tokens(lengths: torch.Tensor, length_norm: str, response_length: int) 
 
 
 def kl_estimate(d: torch.Tensor, ratio: torch.Tensor, form: str) -> torch.Tensor:
-    """An estimate (b, W), with gradient, of the KL to the reference at each token from d = log pi - log pi_ref and
-    ratio = pi / pi_old (b, W); the docstring at the top says which gradient each form has."""
+    """Return an estimate (b, W), with gradient, of the KL to the reference at each token, from d = log pi - log pi_ref
+    and ratio = pi / pi_old (b, W). The module docstring says which gradient each form has."""
     if form == "k2":
         return 0.5 * d.square()
     k3 = torch.expm1(-d) + d
@@ -208,8 +215,8 @@ def kl_estimate(d: torch.Tensor, ratio: torch.Tensor, form: str) -> torch.Tensor
 
 
 def grpo_loss(logprobs: torch.Tensor, mb: dict, args) -> tuple[torch.Tensor, dict]:
-    """The loss, weighted by token_weights, and sums over tokens for the log. logprobs (b, W) with gradient; of the
-    micro-batch logprobs (the old ones), ref_logprobs, advantages and response_mask (b, W), token_weights (b,)."""
+    """Return the loss weighted by token_weights, and sums over tokens to log. logprobs (b, W) has a gradient. The
+    micro-batch holds the old logprobs, ref_logprobs, advantages and response_mask (b, W), and token_weights (b,)."""
     mask = mb["response_mask"]
     logratio = (logprobs - mb["logprobs"]).masked_fill(~mask, 0.0)  # before exp, because it is huge at a [PAD]
     ratio = logratio.exp()
@@ -264,7 +271,7 @@ def main(args: Args):
         args.cliprange_high = args.cliprange
     k = args.samples_per_prompt
     if k < 2 or args.batch_size % k:
-        fail(f"--batch-size {args.batch_size} must be a multiple of --samples-per-prompt {k}, which is 2 or more")
+        fail(f"--batch-size {args.batch_size} must be a multiple of --samples-per-prompt {k}, which must be 2 or more")
 
     sft_folder = checkpoint_folder("--sft-model-path", args.sft_model_path)
     reward_folder = checkpoint_folder("--reward-model-path", args.reward_model_path)
@@ -335,7 +342,7 @@ def main(args: Args):
         logs = defaultdict(float)  # means over a mini-batch, summed over the optimiser steps
         grad_norms = []
         deviations = []
-        batch["token_weights"] = torch.zeros_like(scores)  # of the mini-batch at hand
+        batch["token_weights"] = torch.zeros_like(scores)  # those of the current mini-batch
         for epoch in range(args.num_ppo_epochs):
             for mini_batch in mini_batches(args, update, epoch, device):
                 lengths = batch["lengths"][mini_batch]

@@ -1,5 +1,6 @@
 """Online DPO with the reward model as the judge (Guo et al. 2024, "Direct Language Model Alignment from Online AI
-Feedback"): a copy of ../ppo.py without value model. What differs: `git diff --no-index ppo.py variants/online_dpo.py`.
+Feedback"), a copy of ../ppo.py without value model. To see what differs, run `git diff --no-index ppo.py
+variants/online_dpo.py`.
 
 One process, after `bash quickstart/run.sh --fast` and the first commands of sft.py and reward.py:
 
@@ -8,40 +9,43 @@ One process, after `bash quickstart/run.sh --fast` and the first commands of sft
 
 N processes:    torchrun --nproc_per_node 8 variants/online_dpo.py --model 1b --seed 44413
 
-Each prompt has --samples-per-prompt k responses, two by default. Its pair is the one that the reward model scores
-highest against the one that it scores lowest. The loss is DPO's, a mean over the pairs of the whole mini-batch that are
-no ties. A tied pair (two responses without EOS, say) has weight 0 and is counted; where all are tied there is no step.
+Each prompt gets --samples-per-prompt k responses, two by default. The response with the highest score and the one with
+the lowest form its pair. The loss is DPO's, averaged over the untied pairs of the whole mini-batch. A tied pair (for
+example, two responses without EOS) is counted and has weight 0. If all pairs are tied, the step is skipped.
 
---labels decides where training ends, because every update samples new pairs from the policy:
+--labels decides where training converges, because every update samples new pairs from the policy:
 
     hard  the response with the larger score is always the chosen one, as published. DPO's loss never stops widening the
-          margin, so the policy goes to the response of the highest score alone, whatever beta is: beta sets the pace.
+          margin, so the policy converges to the highest-scoring response. Beta only changes the pace.
           (IPO's loss aims at a margin of 1 / (2 beta) in every pair.)
     soft  the expected loss under Bradley-Terry labels: with p = sigma(score of chosen - score of rejected), p times the
           loss plus (1 - p) times the loss of the flipped pair. It settles at the policy that maximises score - beta KL,
           pi_ref x exp(score / beta), normalised.
 
-Iterated exactly over five responses in tests/test_variants.py, the KL to the reference goes to 1.897 with hard labels,
-which is -log pi_ref of the best response, and to 0.859 with soft ones, which is that of the optimum.
+tests/test_variants.py iterates both exactly over five responses. The KL to the reference converges to 1.897 with hard
+labels, which is -log pi_ref of the best response, and to 0.859 with soft labels, which is the KL of the optimum.
 
-Starts from the SFT model (policy and reference) and the reward model of the same name and seed. The run folder (default
-runs/online_dpo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), metrics.jsonl, args.json,
-TensorBoard files and, with --save-every, checkpoints/.
+Training starts from the SFT model (policy and reference) and the reward model with the same name and seed. The run
+folder (default runs/online_dpo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint),
+metrics.jsonl, args.json, TensorBoard files and, with --save-every, checkpoints/.
 
-Shapes: B episodes of an update, b rows at hand, Q width of the queries, R response length, W width of a micro-batch's
-responses, T of query and response together, V vocabulary, D of a hidden state. A batch is a dict of tensors:
+Shapes: B is the number of episodes of an update, b the number of rows in a function's input, Q the width of the
+queries, R the response length, W the width of a micro-batch's responses, T the width of query and response together, V
+the vocabulary size and D the size of a hidden state. A batch is a dict of tensors:
 
     queries (B, Q) left-padded; responses (B, R) right-padded; lengths, row_lengths and raw_scores (B,)
     response_mask (B, R) through EOS: logprobs, ref_logprobs and entropy are 0 outside of it
 
-A prompt's k episodes follow each other. Deviations from others, each on purpose:
-- Policy and reference are both taken at the sampling temperature; TRL samples at 0.9 and takes both at 1.
-- The reward model reads the sampled ids, EOS included; TRL decodes them without EOS and tokenises again.
-- -1 takes the place of the score of a response without EOS (Detail 23) before the pair is chosen.
-- Ties are left out; others take the response that comes first as the better one.
-- A pair is never split over processes or micro-batches: the batch size is a multiple of k x mini-batches x processes.
-- Total episodes and batch size count responses, k to a prompt.
-- Sampling and padding are ppo.py's.
+A prompt's k episodes are consecutive. The script deviates from other implementations on purpose:
+- The log-probabilities of policy and reference are both taken at the sampling temperature. TRL samples at 0.9 and takes
+  both at 1.
+- The reward model reads the sampled ids, including EOS. TRL decodes them without EOS and tokenises the text again.
+- A response without EOS gets score -1 (Detail 23) before the pair is chosen.
+- Ties are left out. Other implementations take the first response as the better one.
+- A pair is never split over processes or micro-batches, so the batch size must be a multiple of k x mini-batches x
+  processes.
+- Total episodes and batch size count responses, of which each prompt has k.
+- Sampling and padding are the same as in ppo.py.
 """
 
 import hashlib
@@ -96,76 +100,81 @@ DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_170
 @dataclass
 class Args:
     model: str = "1b"
-    """name of the run, its default paths and (1b, 2.8b, 6.9b) memory flags; weights come from the two paths below"""
+    """name of the run, which fills {model} in the paths; 1b, 2.8b and 6.9b also set the micro-batch, sample batch and
+    offload defaults"""
     seed: int = 44413
-    """seed of the query order and the sampling noise (paper: 44413, 55513, 66613, 77713)"""
+    """seed of the query order and the sampling noise (the paper uses 44413, 55513, 66613 and 77713)"""
     sft_model_path: str = "runs/sft/{model}/{seed}"
-    """policy and reference: run folder, checkpoint folder or Hub id[@revision]"""
+    """SFT model for policy and reference: run folder, checkpoint folder or Hub id[@revision]"""
     reward_model_path: str = "runs/reward/{model}/{seed}"
-    """reward model"""
+    """reward model: run folder, checkpoint folder or Hub id[@revision]"""
     dataset: str = "data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET
     """SFT data, whose posts are the queries: folder or Hub id[@revision]"""
     output_dir: str = "runs/online_dpo/{model}/{seed}"
-    """run folder"""
+    """run folder to write, which must not hold a run yet (unless you pass --resume)"""
 
     total_episodes: int = 1_000_000
-    """responses sampled in all (table 7)"""
+    """total number of responses to sample (table 7)"""
     batch_size: int = 512
     """episodes per update over all devices (table 7)"""
     samples_per_prompt: int = 2
-    """k, responses to each prompt, of which best and worst are a pair (Guo et al. 2024)"""
+    """k, the number of responses to each prompt; the best and the worst form a pair (Guo et al. 2024)"""
     num_ppo_epochs: int = 1
-    """passes over the batch per update (one: on-policy throughout)"""
+    """passes over the batch per update; with one pass and one mini-batch, training is on-policy"""
     num_mini_batches: int = 1
-    """optimiser steps per pass (table 7, N_mb)"""
+    """optimiser steps per pass over the batch (table 7, N_mb)"""
     learning_rate: float = 3e-6
-    """learning rate of the first update, linear to 0 (async_rlhf's online DPO on TL;DR, as PPO's)"""
+    """learning rate of the first update; decays linearly to 0 (async_rlhf's value for online DPO on TL;DR, the same as
+    PPO's)"""
     max_grad_norm: float = 0.0
-    """gradient norm to clip at; 0: no clipping (paper)"""
+    """clip gradients to this global norm; 0: no clipping (as in the paper)"""
     response_length: int = 53
-    """tokens sampled at most (Detail 23)"""
+    """maximum number of tokens to sample per response (Detail 23)"""
     temperature: float = 0.7
-    """sampling temperature; every log-probability is taken at it (table 7)"""
+    """sampling temperature; all log-probabilities are computed at it (table 7)"""
     penalty_reward_value: float | None = -1.0
-    """score of a response without EOS (Detail 23); None: the one that it has"""
+    """score that replaces a response's score if it has no EOS (Detail 23); None: keep its score"""
     beta: float = 0.1
-    """scale of the implicit reward; with soft labels the weight of the KL (0.1: async_rlhf's online DPO on TL;DR)"""
+    """scale of the implicit reward; with soft labels, also the weight of the KL (async_rlhf's online DPO on TL;DR:
+    0.1)"""
     labels: Literal["hard", "soft"] = "hard"
-    """hard: the larger score is chosen (Guo et al. 2024), which ends at the best response alone; soft: Bradley-Terry
-    probabilities of the two scores, which end at the optimum of score - beta KL"""
+    """hard: the response with the larger score is chosen (Guo et al. 2024), which converges to the best response alone;
+    soft: Bradley-Terry probabilities of the two scores, which converge to the optimum of score - beta KL"""
     loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
-    """DPO's loss, or the squared loss of IPO (both in Guo et al. 2024)"""
+    """sigmoid: DPO's loss; ipo: the squared loss of IPO (both in Guo et al. 2024)"""
 
     sample_every: int = 50
-    """updates between printed tables of samples; 0: none"""
+    """print a table of samples every so many updates; 0: never"""
     eval_every: int = 0
-    """updates between validation scores on a fixed batch; 0: after the last update only"""
+    """score a fixed validation batch every so many updates; 0: only after the last update"""
     eval_rows: int = 64
-    """validation posts in that batch"""
+    """number of validation posts in that batch"""
     micro_batch_size: int | None = None
-    """episodes per device and forward/backward pass: memory and speed, and rounding; default: what fits 80 GB, or 8"""
+    """episodes per device and forward/backward pass; changes memory, speed and rounding only; default: what fits on 80
+    GB, or 8"""
     forward_batch_size: int = 32
     """episodes per device that a reward model scores at a time"""
     sample_batch_size: int | None = None
-    """episodes per device sampled at a time: memory and speed, and rounding; default: what fits 80 GB, or 32"""
+    """episodes per device to sample at a time; changes memory, speed and rounding only; default: what fits on 80 GB, or
+    32"""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
+    """autocast type, while weights stay in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
     offload: bool | None = None
-    """keep reference and reward model in CPU memory except while they score; default at 6.9b"""
+    """keep reference and reward model in CPU memory except while they are used; default: only for 6.9b"""
     save_every: int = 0
-    """updates between checkpoints for --resume; 0: none"""
+    """write a checkpoint for --resume every so many updates; 0: never"""
     resume: bool = False
-    """continue the run in output_dir from its newest checkpoint"""
+    """continue the run in --output-dir from its newest checkpoint"""
     track: bool = False
-    """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+    """also log to Weights & Biases (set WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment)"""
 
 
 # ==== the algorithm ===============================================================================
 
 
 def best_and_worst(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each prompt's k responses, which follow each other, the rows (P, 2) of the one with the highest and of the one
-    with the lowest of scores (B,), and whether they differ (P,): a tie is no preference."""
+    """Return the rows (P, 2) of the highest- and the lowest-scoring of each prompt's k consecutive responses, from
+    scores (B,), and whether their scores differ (P,). A tie is no preference."""
     groups = scores.view(-1, k)
     first_rows = torch.arange(0, len(scores), k, device=scores.device)
     pairs = torch.stack([first_rows + groups.argmax(1), first_rows + groups.argmin(1)], 1)
@@ -173,8 +182,8 @@ def best_and_worst(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Te
 
 
 def flip_probability(scores: torch.Tensor, labels: str) -> torch.Tensor:
-    """The probability (n,) that the label of a pair prefers the rejected response, from the scores (2n,) of n chosen,
-    then of the n rejected responses: sigma(rejected - chosen) for soft labels, 0 for hard ones."""
+    """Return the probability (n,) that a pair's label prefers the rejected response: sigma(rejected - chosen) for soft
+    labels, 0 for hard ones. scores (2n,) holds n chosen, then n rejected responses."""
     chosen, rejected = scores.chunk(2)
     return torch.sigmoid(rejected - chosen) if labels == "soft" else torch.zeros_like(chosen)
 
@@ -230,8 +239,8 @@ def main(args: Args):
         fail("--labels soft needs --loss-type sigmoid: IPO's loss takes no label probabilities")
     k = args.samples_per_prompt
     if k < 2 or args.batch_size % (k * args.num_mini_batches * world):
-        per_prompt = f"--samples-per-prompt {k}, which is 2 or more"
-        fail(f"--batch-size {args.batch_size} must be a multiple of {per_prompt}, x mini-batches x processes")
+        per_prompt = f"--samples-per-prompt {k} (2 or more)"
+        fail(f"--batch-size {args.batch_size} must be a multiple of {per_prompt} x mini-batches x processes")
 
     sft_folder = checkpoint_folder("--sft-model-path", args.sft_model_path)
     reward_folder = checkpoint_folder("--reward-model-path", args.reward_model_path)
@@ -306,7 +315,7 @@ def main(args: Args):
             for mini_batch in shuffled.chunk(args.num_mini_batches):
                 count = untied[mini_batch].sum()
                 if count == 0:
-                    continue  # no preference, no step
+                    continue  # all pairs are tied, so skip the step
                 own = mini_batch.chunk(world)[rank]
                 mbs = pair_batches(batch, pairs[own], untied[own] / count, args.micro_batch_size)
                 for mb in mbs:
@@ -461,9 +470,9 @@ def make_batch(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> d
 
 
 def pair_batches(batch: dict, pairs: torch.Tensor, weights: torch.Tensor, size: int) -> list[dict]:
-    """Whole pairs (p, 2) of rows of a batch, with their weights (p,), `size` rows at a time (or one pair): n chosen
-    responses, then the n rejected ones, queries (2n, Q), responses and response_mask (2n, W), scores and ref_sums
-    (2n,)."""
+    """Split pairs (p, 2) of rows of a batch, with weights (p,), into micro-batches of `size` rows (at least one pair).
+    Each has n chosen, then n rejected responses: queries (2n, Q), responses and response_mask (2n, W), scores and
+    ref_sums (2n,)."""
     mbs = []
     for group in similar_lengths(batch["row_lengths"][pairs].amax(1), max(size // 2, 1)):
         rows = pairs[group].T.flatten()

@@ -1,5 +1,5 @@
-"""RLOO, REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, "Back to Basics", section 2.3): a copy of
-../ppo.py without value model and whitening. What differs: `git diff --no-index ppo.py variants/rloo.py`.
+"""RLOO, REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, "Back to Basics", section 2.3), a copy of
+../ppo.py without value model and whitening. To see what differs, run `git diff --no-index ppo.py variants/rloo.py`.
 
 One process, after `bash quickstart/run.sh --fast` and the first commands of sft.py and reward.py:
 
@@ -8,35 +8,36 @@ One process, after `bash quickstart/run.sh --fast` and the first commands of sft
 
 N processes:    torchrun --nproc_per_node 8 variants/rloo.py --model 1b --seed 44413
 
-Each prompt has --samples-per-prompt k responses. A response is one action: its return is R = score - beta x the sum of
-log pi - log pi_ref over its tokens through EOS (k1, so that the KL has its exact gradient, that of earlier tokens'
-effect on later ones included), its advantage is R minus the mean R of the prompt's other k - 1. One epoch of one
-mini-batch is plain REINFORCE, -advantage x log pi(response), a mean over responses; with more of either the ratio
-pi(response) / pi_old(response) takes the place of log pi and is clipped.
+Each prompt gets --samples-per-prompt k responses. A response is one action. Its return R is its score minus beta times
+the sum of log pi - log pi_ref over its tokens through EOS (k1). This gives the exact gradient of the KL, including the
+effect of earlier tokens on later ones. The advantage is R minus the mean R of the prompt's other k - 1 responses. With
+one epoch of one mini-batch, the loss is plain REINFORCE, -advantage x log pi(response), averaged over responses. With
+more epochs or mini-batches, the clipped ratio pi(response) / pi_old(response) replaces log pi.
 
-Starts from the SFT model (policy and reference) and the reward model of the same name and seed. The run folder (default
-runs/rloo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), metrics.jsonl, args.json,
-TensorBoard files and, with --save-every, checkpoints/.
+Training starts from the SFT model (policy and reference) and the reward model with the same name and seed. The run
+folder (default runs/rloo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), metrics.jsonl,
+args.json, TensorBoard files and, with --save-every, checkpoints/.
 
-Shapes: B episodes of an update, b rows at hand, Q width of the queries, R response length, W width of a micro-batch's
-responses, T of query and response together, V vocabulary, D of a hidden state. A batch is a dict of tensors:
+Shapes: B is the number of episodes of an update, b the number of rows in a function's input, Q the width of the
+queries, R the response length, W the width of a micro-batch's responses, T the width of query and response together, V
+the vocabulary size and D the size of a hidden state. A batch is a dict of tensors:
 
     queries (B, Q) left-padded; responses (B, R) right-padded; lengths, row_lengths, raw_scores and advantages (B,)
     response_mask (B, R) through EOS: logprobs, ref_logprobs and entropy are 0 outside of it
 
-A prompt's k episodes follow each other. Deviations from the paper (P, settings of its Appendix C for TL;DR) and from
-others, each on purpose:
-- P: the learning rate is 3e-6 and linear to 0, as in ppo.py; the paper's is 1e-6, constant after 3 % of warm-up.
-- P: an update is one step on 512 responses; the paper makes two steps on 256 each (here --num-mini-batches 2).
-- P: with more than one step an update, the ratio to the old policy corrects for the steps before and is clipped; the
-  paper's estimator has no ratio, and the paper finds that clipping is rarely active and not needed.
-- P: beta is 0.05, as in ppo.py, not 0.03.
-- -1 takes the place of the score of a response without EOS before the baseline (Detail 23; TRL subtracts a penalty).
-- The KL is in the return before the baseline is taken; OpenRLHF takes the baseline of the scores alone.
-- Log-probabilities are summed over a response; rlhf-book takes their mean, which is another estimator.
-- Old log-probabilities come from the micro-batches of the first epoch: in bfloat16, too, every ratio begins at 1.
-- Total episodes and batch size count responses, k to a prompt.
-- Sampling, padding and temperature are ppo.py's.
+A prompt's k episodes are consecutive. The script deviates on purpose from the paper (its settings for TL;DR are in
+Appendix C) and from other implementations:
+- The learning rate is 3e-6 and decays linearly to 0, as in ppo.py. The paper's is 1e-6, constant after 3 % of warm-up.
+- An update is one step on 512 responses. The paper makes two steps on 256 each (here --num-mini-batches 2).
+- With more than one step per update, a clipped ratio to the old policy corrects for the earlier steps. The paper's
+  estimator has no ratio, because it finds that clipping is rarely active and not needed.
+- Beta is 0.05, as in ppo.py. The paper's is 0.03.
+- A response without EOS gets score -1 before the baseline is taken (Detail 23). TRL subtracts a penalty instead.
+- The KL is part of the return from which the baseline is taken. OpenRLHF takes the baseline of the scores alone.
+- Log-probabilities are summed over a response. rlhf-book takes their mean, which is a different estimator.
+- Old log-probabilities come from the micro-batches of the first epoch, so every ratio starts at 1, even in bfloat16.
+- Total episodes and batch size count responses, of which each prompt has k.
+- Sampling, padding and temperature are the same as in ppo.py.
 """
 
 import hashlib
@@ -91,81 +92,86 @@ DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_170
 @dataclass
 class Args:
     model: str = "1b"
-    """name of the run, its default paths and (1b, 2.8b, 6.9b) memory flags; weights come from the two paths below"""
+    """name of the run, which fills {model} in the paths; 1b, 2.8b and 6.9b also set the micro-batch, sample batch and
+    offload defaults"""
     seed: int = 44413
-    """seed of the query order and the sampling noise (paper: 44413, 55513, 66613, 77713)"""
+    """seed of the query order and the sampling noise (the paper uses 44413, 55513, 66613 and 77713)"""
     sft_model_path: str = "runs/sft/{model}/{seed}"
-    """policy and reference: run folder, checkpoint folder or Hub id[@revision]"""
+    """SFT model for policy and reference: run folder, checkpoint folder or Hub id[@revision]"""
     reward_model_path: str = "runs/reward/{model}/{seed}"
-    """reward model"""
+    """reward model: run folder, checkpoint folder or Hub id[@revision]"""
     dataset: str = "data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET
     """SFT data, whose posts are the queries: folder or Hub id[@revision]"""
     output_dir: str = "runs/rloo/{model}/{seed}"
-    """run folder"""
+    """run folder to write, which must not hold a run yet (unless you pass --resume)"""
 
     total_episodes: int = 1_000_000
-    """responses sampled in all (table 7)"""
+    """total number of responses to sample (table 7)"""
     batch_size: int = 512
     """episodes per update over all devices (table 7)"""
     samples_per_prompt: int = 4
-    """k, responses to each prompt (Ahmadian et al. 2024: 2 and 4)"""
+    """k, the number of responses to each prompt (Ahmadian et al. 2024 use 2 and 4)"""
     num_ppo_epochs: int = 1
-    """passes over the batch per update (one: on-policy throughout)"""
+    """passes over the batch per update; with one pass and one mini-batch, training is on-policy"""
     num_mini_batches: int = 1
-    """optimiser steps per pass (table 7, N_mb)"""
+    """optimiser steps per pass over the batch (table 7, N_mb)"""
     learning_rate: float = 3e-6
-    """learning rate of the first update, linear to 0 (async_rlhf's RLOO on TL;DR, as PPO's)"""
+    """learning rate of the first update; decays linearly to 0 (async_rlhf's value for RLOO on TL;DR, the same as
+    PPO's)"""
     max_grad_norm: float = 0.0
-    """gradient norm to clip at; 0: no clipping (paper)"""
+    """clip gradients to this global norm; 0: no clipping (as in the paper)"""
     response_length: int = 53
-    """tokens sampled at most (Detail 23)"""
+    """maximum number of tokens to sample per response (Detail 23)"""
     temperature: float = 0.7
-    """sampling temperature; every log-probability is taken at it (table 7)"""
+    """sampling temperature; all log-probabilities are computed at it (table 7)"""
     penalty_reward_value: float | None = -1.0
-    """score of a response without EOS (Detail 23); None: the one that it has"""
+    """score that replaces a response's score if it has no EOS (Detail 23); None: keep its score"""
     kl_coef: float = 0.05
-    """beta, the weight of the KL in the return (async_rlhf's RLOO on TL;DR, as PPO's)"""
+    """beta, the weight of the KL in the return (async_rlhf's value for RLOO on TL;DR, the same as PPO's)"""
     cliprange: float = 0.2
-    """clipping of a response's ratio, where there is one"""
+    """clip a response's probability ratio to 1 ± this (only used off-policy)"""
 
     sample_every: int = 50
-    """updates between printed tables of samples; 0: none"""
+    """print a table of samples every so many updates; 0: never"""
     eval_every: int = 0
-    """updates between validation scores on a fixed batch; 0: after the last update only"""
+    """score a fixed validation batch every so many updates; 0: only after the last update"""
     eval_rows: int = 64
-    """validation posts in that batch"""
+    """number of validation posts in that batch"""
     micro_batch_size: int | None = None
-    """episodes per device and forward/backward pass: memory and speed, and rounding; default: what fits 80 GB, or 8"""
+    """episodes per device and forward/backward pass; changes memory, speed and rounding only; default: what fits on 80
+    GB, or 8"""
     forward_batch_size: int = 32
     """episodes per device that a reward model scores at a time"""
     sample_batch_size: int | None = None
-    """episodes per device sampled at a time: memory and speed, and rounding; default: what fits 80 GB, or 32"""
+    """episodes per device to sample at a time; changes memory, speed and rounding only; default: what fits on 80 GB, or
+    32"""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
+    """autocast type, while weights stay in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
     offload: bool | None = None
-    """keep reference and reward model in CPU memory except while they score; default at 6.9b"""
+    """keep reference and reward model in CPU memory except while they are used; default: only for 6.9b"""
     save_every: int = 0
-    """updates between checkpoints for --resume; 0: none"""
+    """write a checkpoint for --resume every so many updates; 0: never"""
     resume: bool = False
-    """continue the run in output_dir from its newest checkpoint"""
+    """continue the run in --output-dir from its newest checkpoint"""
     track: bool = False
-    """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+    """also log to Weights & Biases (set WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment)"""
 
 
 # ==== the algorithm ===============================================================================
 
 
 def leave_one_out(returns: torch.Tensor, k: int) -> torch.Tensor:
-    """Advantages (B,) of returns (B,) in groups of k that follow each other: each minus the mean of its group's others.
-    In float64, so that equal returns give exactly 0 (Ahmadian et al. 2024, section 2.3)."""
+    """Return advantages (B,): each of the returns (B,) minus the mean of the others in its group of k consecutive ones.
+    Computed in float64, so that equal returns give exactly 0 (Ahmadian et al. 2024, section 2.3)."""
     groups = returns.double().view(-1, k)
     others = (groups.sum(1, keepdim=True) - groups) / (k - 1)
     return (groups - others).flatten().to(returns)
 
 
 def rloo_loss(logprobs: torch.Tensor, mb: dict, cliprange: float, on_policy: bool) -> tuple[torch.Tensor, dict]:
-    """The loss, summed over the responses, and sums for the log. logprobs (b, W) with gradient; of the micro-batch
-    logprobs (the old ones), response_mask (b, W) and advantages (b,). on_policy: REINFORCE; else the clipped ratio."""
+    """Return the loss summed over the responses, and sums to log. logprobs (b, W) has a gradient. The micro-batch holds
+    the old logprobs, response_mask (b, W) and advantages (b,). on_policy: plain REINFORCE; otherwise the clipped
+    ratio."""
     response_logprobs = logprobs.masked_fill(~mb["response_mask"], 0.0).sum(1)  # (b,)
     logratio = response_logprobs - mb["logprobs"].sum(1)
     ratio = logratio.exp()
@@ -214,7 +220,7 @@ def main(args: Args):
     num_updates = fill_sizes(args, world)
     k = args.samples_per_prompt
     if k < 2 or args.batch_size % k:
-        fail(f"--batch-size {args.batch_size} must be a multiple of --samples-per-prompt {k}, which is 2 or more")
+        fail(f"--batch-size {args.batch_size} must be a multiple of --samples-per-prompt {k}, which must be 2 or more")
 
     sft_folder = checkpoint_folder("--sft-model-path", args.sft_model_path)
     reward_folder = checkpoint_folder("--reward-model-path", args.reward_model_path)

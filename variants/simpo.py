@@ -1,5 +1,6 @@
 """SimPO, preference optimisation without a reference (Meng et al. 2024, "SimPO: Simple Preference Optimization with a
-Reference-Free Reward", equation 6): a copy of ../dpo.py. What differs: `git diff --no-index dpo.py variants/simpo.py`.
+Reference-Free Reward", equation 6), a copy of ../dpo.py. To see what differs, run `git diff --no-index dpo.py
+variants/simpo.py`.
 
 One process, after `bash quickstart/run.sh --fast` and sft.py's:
 
@@ -9,22 +10,24 @@ One process, after `bash quickstart/run.sh --fast` and sft.py's:
 N processes:    torchrun --nproc_per_node 8 variants/simpo.py --model 1b --seed 44413 --run-eval
 Samples, ROUGE: python eval/samples.py runs/simpo/nano-xs/44413
 
-The implicit reward is beta x the mean log-probability of a response's tokens through EOS, and the chosen one's is to be
-above the rejected one's by a margin gamma = gamma-beta-ratio x beta. Nothing holds the policy near the SFT model but
-the learning rate: watch logprobs/chosen, the mean log-probability of the chosen responses. Where it falls while the
-accuracy rises, the policy leaves what it could write.
+The implicit reward is beta times the mean log-probability of a response's tokens through EOS. The loss asks the chosen
+reward to exceed the rejected one by a margin gamma = gamma-beta-ratio x beta. Only a small learning rate keeps the
+policy near the SFT model, so watch logprobs/chosen, the mean log-probability of the chosen responses. If it falls while
+the accuracy rises, the policy is losing the ability to write such responses.
 
-Starts from the SFT model of the same name and seed. The run folder (default runs/simpo/{model}/{seed}) holds model/ (a
-plain transformers checkpoint), metrics.jsonl, args.json, TensorBoard files, eval/ (table 5 of ../dpo.py's paper for the
-implicit reward) and, with --save-every, checkpoints/.
+Training starts from the SFT model with the same name and seed. The run folder (default runs/simpo/{model}/{seed}) holds
+model/ (a plain transformers checkpoint), metrics.jsonl, args.json, TensorBoard files, eval/ (table 5 of ../dpo.py's
+paper, for the implicit reward) and, with --save-every, checkpoints/.
 
-Shapes: n rows of a split, b pairs at hand, Q width of the queries, C and R widths of the chosen and rejected responses,
-T width of a row of query and both, V vocabulary.
+Shapes: n is the number of rows of a split, b the number of pairs in a function's input, Q the width of the queries, C
+and R the widths of the chosen and rejected responses, T the width of a row of query and both, and V the vocabulary
+size.
 
-Deviations from the authors' code, each on purpose:
-- a pair is one row, an epoch shows every pair once, and what is left over is not trained on, as in dpo.py.
-- the optimiser is dpo.py's: epsilon 1e-5, weight decay 0.01, batches of 64 (theirs: 128), no warm-up (theirs: 10 %).
-- log-probabilities are sums in float32 over the tokens through EOS, divided by their number; no BOS is added.
+The script deviates from the authors' code on purpose:
+- As in dpo.py, a pair is one row, an epoch shows every pair once, and leftover pairs are not trained on.
+- The optimiser is that of dpo.py: epsilon 1e-5, weight decay 0.01, batches of 64 (theirs: 128), no warm-up (theirs: 10
+  %).
+- Mean log-probabilities are sums in float32 over the tokens through EOS, divided by their number. No BOS is added.
 """
 
 import json
@@ -72,49 +75,52 @@ PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
 @dataclass
 class Args:
     model: str = "1b"
-    """name of the run: 1b, 2.8b, 6.9b or any other; the weights come from --sft-model-path"""
+    """name of the run, which fills {model} in the paths: 1b, 2.8b, 6.9b or any other; weights come from
+    --sft-model-path"""
     seed: int = 44413
-    """seed of the data order (paper: 44413, 55513, 66613, 77713)"""
+    """seed of the data order (the paper uses 44413, 55513, 66613 and 77713)"""
     sft_model_path: str = "runs/sft/{model}/{seed}"
-    """SFT model, where the policy starts: run folder, checkpoint folder or Hub id[@revision]"""
+    """SFT model that the policy starts from: run folder, checkpoint folder or Hub id[@revision]"""
     policy_path: str | None = None
-    """where the policy starts, if not as the SFT model; --total-episodes 0 --run-eval evaluates it as it is"""
+    """policy to start from, if not the SFT model; with --total-episodes 0 --run-eval, it is evaluated without
+    training"""
     preference_dataset: str = "data/tldr/preference" if Path("data/tldr/preference").exists() else PREFERENCE_DATASET
-    """preference data: folder or Hub id[@revision]"""
+    """pre-tokenised preference data: folder or Hub id[@revision]"""
     output_dir: str = "runs/simpo/{model}/{seed}"
-    """run folder"""
+    """run folder to write, which must not hold a run yet (unless you pass --resume)"""
 
     beta: float = 2.0
-    """scale of the implicit reward (Meng et al. 2024: 2 to 10)"""
+    """scale of the implicit reward (Meng et al. 2024 use 2 to 10)"""
     gamma_beta_ratio: float = 0.5
-    """margin between chosen and rejected as a share of beta (Meng et al. 2024: 0.1 to 0.8)"""
+    """margin between chosen and rejected, as a share of beta (Meng et al. 2024 use 0.1 to 0.8)"""
     num_train_epochs: float = 1
     """passes over the train split (table 6)"""
     total_episodes: int | None = None
-    """pairs to train on; default num_train_epochs passes (table 6: 92,858)"""
+    """number of pairs to train on; default: num_train_epochs passes (table 6: 92,858)"""
     batch_size: int = 64
     """pairs per optimiser step over all devices (table 6)"""
     learning_rate: float = 1e-6
-    """peak learning rate, then cosine to 0 (Meng et al. 2024: 3e-7 to 1e-6; 1e-5 makes repetitions)"""
+    """peak learning rate; decays to 0 by a cosine (Meng et al. 2024 use 3e-7 to 1e-6; 1e-5 leads to repetitions)"""
     max_grad_norm: float = 0.0
-    """gradient norm to clip at; 0: no clipping (paper)"""
+    """clip gradients to this global norm; 0: no clipping (as in the paper)"""
 
     eval_every: int = 0
-    """updates between validation accuracies; 0: after the last update only"""
+    """compute the validation accuracy every so many updates; 0: only after the last update"""
     run_eval: bool = False
     """after training, write table 5 for the implicit reward of every validation split (figure 8)"""
     micro_batch_size: int | None = None
-    """pairs per device and forward/backward pass: memory and speed, and rounding; default: what fits 80 GB, or 8"""
+    """pairs per device and forward/backward pass; changes memory, speed and rounding only; default: what fits on 80 GB,
+    or 8"""
     forward_batch_size: int | None = None
     """pairs per device in passes without gradient; default: four micro-batches"""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
+    """autocast type, while weights stay in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
     save_every: int = 0
-    """updates between checkpoints for --resume; 0: none"""
+    """write a checkpoint for --resume every so many updates; 0: never"""
     resume: bool = False
-    """continue the run in output_dir from its newest checkpoint"""
+    """continue the run in --output-dir from its newest checkpoint"""
     track: bool = False
-    """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+    """also log to Weights & Biases (set WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment)"""
 
 
 # ==== the algorithm ===============================================================================
@@ -176,7 +182,7 @@ def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
 def main(args: Args):
     # ---- data ------------------------------------------------------------------------------------
     if args.gamma_beta_ratio < 0:
-        fail(f"--gamma-beta-ratio {args.gamma_beta_ratio}: a margin below 0 prefers the rejected response; 0 is none")
+        fail(f"--gamma-beta-ratio {args.gamma_beta_ratio}: a negative margin prefers the rejected response; use >= 0")
     fill_templates(args)
     accelerator = make_accelerator(args)
     world = accelerator.num_processes
@@ -198,7 +204,10 @@ def main(args: Args):
         args.total_episodes = int(args.num_train_epochs * len(train))
     num_updates = args.total_episodes // args.batch_size
     if (num_updates == 0 and args.total_episodes) or args.batch_size % world:
-        fail(f"--batch-size {args.batch_size}: use a multiple of {world} processes, up to {args.total_episodes} pairs")
+        fail(
+            f"--batch-size {args.batch_size} must be at most the {args.total_episodes} pairs to train on, and a "
+            f"multiple of the {world} processes"
+        )
 
     num_pairs = num_updates * args.batch_size  # 0 where the policy is only evaluated
     order = data_order(len(train), args.seed, 0, max(num_pairs, 1))[:num_pairs]  # Detail 19: as in reward.py
