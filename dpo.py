@@ -80,8 +80,7 @@ class Args:
     sft_model_path: str = "runs/sft/{model}/{seed}"
     """SFT model, which is the reference: run folder, checkpoint folder or Hub id[@revision]"""
     policy_path: str | None = None
-    """policy to start from, if not the SFT model; with --total-episodes 0 --run-eval, it is evaluated without
-    training"""
+    """policy to start from, if not the SFT model; --total-episodes 0 --run-eval evaluates it without training"""
     preference_dataset: str = "data/tldr/preference" if Path("data/tldr/preference").exists() else PREFERENCE_DATASET
     """pre-tokenised preference data: folder or Hub id[@revision]"""
     output_dir: str = "runs/dpo/{model}/{seed}"
@@ -168,8 +167,7 @@ def pair_logprobs(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.
 
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     """Return the row indices (stop - start,) at positions start..stop-1 of an endless stream over n rows, reshuffled
-    without replacement on each pass (Detail 21). They depend on seed and position only, so every process agrees on
-    every batch."""
+    without replacement on each pass (Detail 21). They depend only on (seed, position), so all processes agree."""
     passes = []
     for epoch in range(start // n, (stop - 1) // n + 1):
         shuffled = permutation(n, seed, epoch)
@@ -201,7 +199,7 @@ def main(args: Args):
     if load_tokenizer(policy_folder).get_vocab() != tokenizer.get_vocab():
         fail(f"--policy-path {policy_folder}: this model has another tokenizer than {sft_folder}")
     if args.label_smoothing and args.loss_type == "ipo":
-        fail(f"--label-smoothing {args.label_smoothing} has no effect with --loss-type ipo; leave it at 0")
+        fail(f"--label-smoothing {args.label_smoothing} has no effect on --loss-type ipo; leave it at 0")
     pad_id = tokenizer.pad_token_id
     data = load_splits("--preference-dataset", args.preference_dataset, PREFERENCE_COLUMNS, tokenizer)
     if "weight" in data["train"].column_names and data["train"].unique("weight") != [1.0]:
@@ -316,8 +314,7 @@ def main(args: Args):
 
 @torch.no_grad()
 def split_logprobs(accelerator: Accelerator, model, data, args, pad_id: int, name: str) -> torch.Tensor:
-    """Return the log-probabilities (n, 2) of chosen and rejected for every pair of a split, in order, without
-    gradient."""
+    """Return log-probabilities (n, 2) of chosen and rejected for a split's pairs, in order, without gradient."""
     found = []
     pairs = data.select_columns(PAIR_COLUMNS)
     at_once = 8 * args.forward_batch_size  # so that each forward pass gets pairs of similar length
@@ -486,8 +483,7 @@ def max_positions(model) -> int:
 
 
 def without_dropout(config):
-    """Return the config with every dropout at 0 (Detail 7). This includes attention dropout, which is not an
-    nn.Dropout."""
+    """Return the config with every dropout at 0 (Detail 7), even attention dropout, which is not an nn.Dropout."""
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, int | float):
             setattr(config, key, 0.0)
@@ -692,9 +688,8 @@ def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
 
 @contextmanager
 def writing(accelerator: Accelerator, path: Path):
-    """Yield a temporary path for the new content of `path` (a file or folder), then sync it to disk and rename it into
-    place, so that `path` is always complete or absent. On an error, partial content is deleted. Call it on every
-    process."""
+    """Yield a temporary path for the new content of `path` (file or folder), sync it to disk and rename it into place,
+    so that `path` is always complete or absent. On an error, partial content is deleted. All processes call it."""
     partial = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

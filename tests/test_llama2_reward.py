@@ -102,8 +102,8 @@ def test_margins_and_weights_of_pairs():
     [
         ("small", {"grade": ["better", "huge"]}, "here, train, row 1: grade 'huge' is none of"),
         ("small", {"grade": ["better", None]}, "here, train, row 1: grade None is none of"),
-        ("column", {"margin": [0.0, -0.5]}, "here, train, row 1: margin -0.5 is no number"),
-        ("column", {"margin": [None, 0.5]}, "here, train, row 0: margin nan is no number"),
+        ("column", {"margin": [0.0, -0.5]}, "here, train, row 1: margin -0.5 is not a number"),
+        ("column", {"margin": [None, 0.5]}, "here, train, row 0: margin nan is not a number"),
         ("column", {"grade": ["better"]}, "here has no column margin; it has"),
         ("large", {"margin": [0.5]}, "here has no column grade or extra.confidence"),
         ("large", {"grade": ["none", "none"]}, "no pair of here has a grade, so that no margin would be above 0"),
@@ -181,7 +181,7 @@ def test_tables_by_grade_and_safety(world, graded, capsys):
         count = sum(SAFE[i % 6] == (False, True) for i in range(len(rows)))
         assert count and f"{split}: {count} pairs left out, because only the chosen response is unsafe" in printed
     ties = sum(row["weight"] != 1 for row in graded.train)
-    assert f"{ties} of the {len(graded.train)} train pairs have another weight than 1" in printed
+    assert f"{ties} of the {len(graded.train)} train pairs have a weight other than 1" in printed
     table = pandas.read_csv(found.folder / "eval" / "accuracy.csv").set_index(["data", "group", "value"])
     rows = pandas.read_csv(found.folder / "eval" / "pairs_validation.csv", keep_default_na=False)
     kept = [i for i in range(len(graded.data["validation"])) if SAFE[i % 6] != (False, True)]

@@ -116,8 +116,7 @@ class Args:
     num_mini_batches: int = 1
     """optimiser steps per pass over the batch (table 7, N_mb)"""
     learning_rate: float = 3e-6
-    """learning rate of the first update; decays linearly to 0 (async_rlhf's value for RLOO on TL;DR, the same as
-    PPO's)"""
+    """learning rate of the first update; decays linearly to 0 (async_rlhf's RLOO on TL;DR; the same as PPO's)"""
     max_grad_norm: float = 0.0
     """clip gradients to this global norm; 0: no clipping (as in the paper)"""
     response_length: int = 53
@@ -170,8 +169,7 @@ def leave_one_out(returns: torch.Tensor, k: int) -> torch.Tensor:
 
 def rloo_loss(logprobs: torch.Tensor, mb: dict, cliprange: float, on_policy: bool) -> tuple[torch.Tensor, dict]:
     """Return the loss summed over the responses, and sums to log. logprobs (b, W) has a gradient. The micro-batch holds
-    the old logprobs, response_mask (b, W) and advantages (b,). on_policy: plain REINFORCE; otherwise the clipped
-    ratio."""
+    old logprobs, response_mask (b, W) and advantages (b,). on_policy: REINFORCE; otherwise the clipped ratio."""
     response_logprobs = logprobs.masked_fill(~mb["response_mask"], 0.0).sum(1)  # (b,)
     logratio = response_logprobs - mb["logprobs"].sum(1)
     ratio = logratio.exp()
@@ -192,8 +190,7 @@ def rloo_loss(logprobs: torch.Tensor, mb: dict, cliprange: float, on_policy: boo
 
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     """Return the row indices (stop - start,) at positions start..stop-1 of an endless stream over n rows, reshuffled
-    without replacement on each pass (Detail 21). They depend on seed and position only, so every process agrees on
-    every batch."""
+    without replacement on each pass (Detail 21). They depend only on (seed, position), so all processes agree."""
     passes = []
     for epoch in range(start // n, (stop - 1) // n + 1):
         shuffled = permutation(n, seed, epoch)
@@ -538,9 +535,8 @@ def noise_keys(seed: int, update: int, rows: list[int]) -> torch.Tensor:
 
 
 def mix(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return a bijective hash of the 32-bit integers x in which each bit of x changes about half of all bits. Shifts
-    and factors are those of Wellons's lowbias32; the key is xored in after each product. int32 products wrap; masks
-    make >> unsigned."""
+    """Return a bijective hash of int32 x, in which each bit changes about half of all bits. Shifts and factors are
+    those of Wellons's lowbias32; key is xored in after each product. int32 products wrap; masks make >> unsigned."""
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D ^ key
     x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32) ^ key
     return x ^ ((x >> 16) & 0xFFFF)
@@ -560,9 +556,8 @@ def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Te
 
 
 def sample_tokens(logits, keys, position, temperature: float, banned) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample a token (b,) for each row of logits (b, V) and return it with its log-probability (b,). The arg max of log
-    softmax(logits / (temperature + 1e-7)) plus keyed Gumbel noise is a sample of that softmax. `banned` (V,) ids are
-    never sampled."""
+    """Sample a token (b,) per row of logits (b, V), and return its log-probability (b,) too. The arg max of log
+    softmax(logits / (temperature + 1e-7)) plus keyed Gumbel noise samples that softmax. `banned` (V,) are excluded."""
     scaled = (logits.float() / (temperature + TEMPERATURE_EPS)).masked_fill(banned, -torch.inf)
     tokens = (scaled + gumbel_noise(keys, position, scaled.shape[1])).argmax(1)
     logprobs = scaled.gather(1, tokens[:, None]).squeeze(1) - scaled.logsumexp(1)
@@ -583,8 +578,7 @@ def banned_ids(model, tokenizer) -> torch.Tensor:
 
 
 def truncate_response(responses: torch.Tensor, eos_id: int, pad_id: int) -> torch.Tensor:
-    """Replace everything after the first EOS by [PAD] (Detail 23). Rows without EOS stay as they are. (b, R) -> (b,
-    R)."""
+    """Replace everything after the first EOS by [PAD] (Detail 23). Rows without EOS stay. (b, R) -> (b, R)."""
     is_eos = (responses == eos_id).int()
     eos_before = is_eos.cumsum(1) - is_eos
     return responses.masked_fill(eos_before > 0, pad_id)
@@ -664,8 +658,7 @@ def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
 
 
 class ScalarHead(nn.Linear):
-    """The head of a reward model, (b, T, d) -> (b, T, 1). It runs in float32 even under autocast or in a bfloat16
-    model."""
+    """A reward model's head, (b, T, d) -> (b, T, 1), in float32 even under autocast or in a bfloat16 model."""
 
     def forward(self, hidden):
         with torch.autocast(hidden.device.type, enabled=False):
@@ -744,8 +737,7 @@ def max_positions(model) -> int:
 
 
 def without_dropout(config):
-    """Return the config with every dropout at 0 (Detail 7). This includes attention dropout, which is not an
-    nn.Dropout."""
+    """Return the config with every dropout at 0 (Detail 7), even attention dropout, which is not an nn.Dropout."""
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, int | float):
             setattr(config, key, 0.0)
@@ -785,8 +777,7 @@ def fill_sizes(args, world: int) -> int:
 
 @torch.no_grad()
 def check_head(policy, path: str):
-    """End with an error if a model changes its logits after its head (a soft cap or scale), because we only use the
-    head."""
+    """End with an error if a model changes its head's logits (soft cap, scale), because we only use the head."""
     tokens = torch.arange(4, device=policy.device)[None]
     own = response_logits(policy, tokens, tokens, torch.zeros_like(tokens[0, :1], dtype=torch.bool))
     if not torch.allclose(own, policy(tokens).logits, atol=1e-4):
@@ -798,8 +789,7 @@ def check_head(policy, path: str):
 
 @torch.no_grad()
 def validation_score(accelerator: Accelerator, policy, reward_model, data, tokenizer, args) -> float:
-    """Return the mean score of one summary per post of `data`, sampled at temperature 0.01, without penalty for no
-    EOS."""
+    """Return the mean score of one summary per post of `data`, sampled at temperature 0.01, without EOS penalty."""
     pad_id = tokenizer.pad_token_id
     rank = accelerator.process_index
     world = accelerator.num_processes
@@ -968,9 +958,8 @@ def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
 
 @contextmanager
 def writing(accelerator: Accelerator, path: Path):
-    """Yield a temporary path for the new content of `path` (a file or folder), then sync it to disk and rename it into
-    place, so that `path` is always complete or absent. On an error, partial content is deleted. Call it on every
-    process."""
+    """Yield a temporary path for the new content of `path` (file or folder), sync it to disk and rename it into place,
+    so that `path` is always complete or absent. On an error, partial content is deleted. All processes call it."""
     partial = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -82,8 +82,7 @@ class Args:
     sft_model_path: str = "runs/sft/{model}/{seed}"
     """SFT model that the policy starts from: run folder, checkpoint folder or Hub id[@revision]"""
     policy_path: str | None = None
-    """policy to start from, if not the SFT model; with --total-episodes 0 --run-eval, it is evaluated without
-    training"""
+    """policy to start from, if not the SFT model; --total-episodes 0 --run-eval evaluates it without training"""
     preference_dataset: str = "data/tldr/preference" if Path("data/tldr/preference").exists() else PREFERENCE_DATASET
     """pre-tokenised preference data: folder or Hub id[@revision]"""
     output_dir: str = "runs/simpo/{model}/{seed}"
@@ -161,8 +160,7 @@ def pair_logprobs(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.
 
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     """Return the row indices (stop - start,) at positions start..stop-1 of an endless stream over n rows, reshuffled
-    without replacement on each pass (Detail 21). They depend on seed and position only, so every process agrees on
-    every batch."""
+    without replacement on each pass (Detail 21). They depend only on (seed, position), so all processes agree."""
     passes = []
     for epoch in range(start // n, (stop - 1) // n + 1):
         shuffled = permutation(n, seed, epoch)
@@ -291,8 +289,7 @@ def main(args: Args):
 
 @torch.no_grad()
 def split_logprobs(accelerator: Accelerator, model, data, args, pad_id: int, name: str) -> torch.Tensor:
-    """Return the log-probabilities (n, 2) of chosen and rejected for every pair of a split, in order, without
-    gradient."""
+    """Return log-probabilities (n, 2) of chosen and rejected for a split's pairs, in order, without gradient."""
     found = []
     pairs = data.select_columns(PAIR_COLUMNS)
     at_once = 8 * args.forward_batch_size  # so that each forward pass gets pairs of similar length
@@ -461,8 +458,7 @@ def max_positions(model) -> int:
 
 
 def without_dropout(config):
-    """Return the config with every dropout at 0 (Detail 7). This includes attention dropout, which is not an
-    nn.Dropout."""
+    """Return the config with every dropout at 0 (Detail 7), even attention dropout, which is not an nn.Dropout."""
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, int | float):
             setattr(config, key, 0.0)
@@ -473,8 +469,7 @@ def without_dropout(config):
 
 
 def mean_rewards(accelerator, model, data, args, pad_id: int, split: str) -> list[dict]:
-    """Return both implicit rewards of every pair of a split, in order, with the columns that table 5 groups by (Detail
-    19)."""
+    """Return the implicit rewards of a split's pairs, in order, with the columns that table 5 groups by (Detail 19)."""
     logprobs = split_logprobs(accelerator, model, data[split], args, pad_id, split)
     lengths = [response_lengths(pairs, pad_id) for pairs in data[split].iter(1000)]
     rewards = args.beta * logprobs / torch.cat(lengths)
@@ -668,9 +663,8 @@ def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
 
 @contextmanager
 def writing(accelerator: Accelerator, path: Path):
-    """Yield a temporary path for the new content of `path` (a file or folder), then sync it to disk and rename it into
-    place, so that `path` is always complete or absent. On an error, partial content is deleted. Call it on every
-    process."""
+    """Yield a temporary path for the new content of `path` (file or folder), sync it to disk and rename it into place,
+    so that `path` is always complete or absent. On an error, partial content is deleted. All processes call it."""
     partial = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -109,8 +109,7 @@ def with_pad(folder: Path):
 
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     """Return the row indices (stop - start,) at positions start..stop-1 of an endless stream over n rows, reshuffled
-    without replacement on each pass (Detail 21). They depend on seed and position only, so every process agrees on
-    every batch."""
+    without replacement on each pass (Detail 21). They depend only on (seed, position), so all processes agree."""
     passes = []
     for epoch in range(start // n, (stop - 1) // n + 1):
         shuffled = permutation(n, seed, epoch)
