@@ -808,7 +808,7 @@ def frozen_model(accelerator: Accelerator, model, offload: bool):
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        is_linear = weight is not None and weight.ndim == 2 and weight not in embeddings  # a tied head counts
+        is_linear = weight is not None and weight.ndim == 2 and weight not in embeddings  # a tied head is an embedding
         is_cast = (is_linear or accelerator.state.deepspeed_plugin) and not isinstance(module, ScalarHead)
         for parameter in module.parameters(recurse=False):
             if accelerator.mixed_precision == "bf16" and is_cast:
@@ -927,12 +927,12 @@ def make_accelerator(args) -> Accelerator:
     """Return the Accelerator that the launcher asked for. Ends with an error where accelerate would silently run
     something else."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # less fragmentation
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # against memory fragmentation
     # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
     torch.backends.cuda.enable_cudnn_sdp(False)
     transformers_logging.set_verbosity_error()  # its warnings are about intended things, such as a new head
     transformers_logging.disable_progress_bar()
-    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns about saving tied weights once
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns that tied weights are saved once
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # from DeepSpeed
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # otherwise accelerate divides the loss by it
     world = int(os.environ.get("WORLD_SIZE", "1"))
