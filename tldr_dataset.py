@@ -308,7 +308,7 @@ def read_raw(source: str, splits: Iterable[str], required: Iterable[str]) -> dic
         columns = sorted(set().union(*(row for _, row in rows)))
         missing = [column for column in required if column not in columns]
         if missing:
-            found = f"{len(rows)} rows have no {', '.join(missing)}; found {', '.join(columns)}"
+            found = f"{len(rows)} rows without {', '.join(missing)}; found {', '.join(columns)}"
             fail(f"{source}: {split}: {found}")
     return raw
 
