@@ -73,8 +73,7 @@ PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
 @dataclass
 class Args:
     model: str = "1b"
-    """name of the run, which fills {model} in the paths: 1b, 2.8b, 6.9b or any other; weights come from
-    --sft-model-path"""
+    """name of the run, for {model} in the paths: 1b, 2.8b, 6.9b or any other (weights: --sft-model-path)"""
     seed: int = 44413
     """seed of the data order (the paper uses 44413, 55513, 66613 and 77713)"""
     sft_model_path: str = "runs/sft/{model}/{seed}"
@@ -108,8 +107,7 @@ class Args:
     run_eval: bool = False
     """after training, write table 5 for the implicit reward of every validation split (figure 8)"""
     micro_batch_size: int | None = None
-    """pairs per device and forward/backward pass; changes memory, speed and rounding only; default: what fits on 80 GB,
-    or 8"""
+    """pairs per device in one forward/backward pass; affects memory, speed, rounding; default: fits 80 GB, or 8"""
     forward_batch_size: int | None = None
     """pairs per device in passes without gradient; default: four micro-batches"""
     mixed_precision: Literal["no", "bf16"] | None = None

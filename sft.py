@@ -69,8 +69,7 @@ class Args:
     """run folder to write, which must not hold a run yet (unless you pass --resume)"""
 
     loss_on: Literal["query_response", "response"] = "query_response"
-    """which tokens count in the loss: all of query and response (the authors' code), or only the response; never
-    padding"""
+    """tokens in the loss: query and response (the authors' code), or only the response; padding never counts"""
     num_train_epochs: float = 1
     """passes over the train split (table 3)"""
     total_episodes: int | None = None
@@ -85,8 +84,7 @@ class Args:
     eval_every: int = 0
     """compute the validation loss every so many updates; 0: only before the first and after the last update"""
     micro_batch_size: int | None = None
-    """rows per device and forward/backward pass; changes memory, speed and rounding only; default: what fits on 80 GB,
-    or 8"""
+    """rows per device in one forward/backward pass; affects memory, speed, rounding; default: fits 80 GB, or 8"""
     mixed_precision: Literal["no", "bf16"] | None = None
     """autocast type, while weights stay in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
     save_every: int = 0

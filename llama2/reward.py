@@ -80,8 +80,7 @@ SAFETY = {(True, False): "chosen alone safe", (True, True): "both safe", (False,
 @dataclass
 class Args:
     model: str = "1b"
-    """name of the run, which fills {model} in the paths: 1b, 2.8b, 6.9b or any other; weights come from
-    --sft-model-path"""
+    """name of the run, for {model} in the paths: 1b, 2.8b, 6.9b or any other (weights: --sft-model-path)"""
     seed: int = 44413
     """seed of the head and the data order (the paper uses 44413, 55513, 66613 and 77713)"""
     sft_model_path: str = "runs/sft/{model}/{seed}"
@@ -115,8 +114,7 @@ class Args:
     run_eval: bool = False
     """after training, write table 5: accuracy per batch, confidence, split and policy pair of every validation split"""
     micro_batch_size: int | None = None
-    """pairs per device and forward/backward pass; changes memory, speed and rounding only; default: what fits on 80 GB,
-    or 8"""
+    """pairs per device in one forward/backward pass; affects memory, speed, rounding; default: fits 80 GB, or 8"""
     forward_batch_size: int | None = None
     """pairs or rows per device in passes without gradient (evaluation, centring); default: four micro-batches"""
     mixed_precision: Literal["no", "bf16"] | None = None
@@ -165,8 +163,8 @@ def pair_rewards(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.T
 
 
 def pair_margins(path: str, data, margin: str) -> torch.Tensor:
-    """Return the margin (n,) of every pair: 0, the one of its grade, or its column `margin`. Ends with an error if one
-    is not a number from 0."""
+    """Return the margin (n,) of every pair: 0, the one of its grade, or its column `margin`. Ends with an error if a
+    margin is missing, negative or not finite."""
     if margin == "none":
         return torch.zeros(len(data))
     if margin == "column":
@@ -179,7 +177,7 @@ def pair_margins(path: str, data, margin: str) -> torch.Tensor:
     margins = torch.tensor(margins, dtype=torch.float32)
     is_margin = margins.isfinite() & (margins >= 0)
     for i in (~is_margin).nonzero().flatten().tolist():
-        fail(f"--margin {margin}: {path}, train, row {i}: margin {margins[i].item()} is not a number from 0")
+        fail(f"--margin {margin}: {path}, train, row {i}: margin {margins[i].item()} is not a number of at least 0")
     return margins
 
 

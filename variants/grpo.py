@@ -106,8 +106,7 @@ DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_170
 @dataclass
 class Args:
     model: str = "1b"
-    """name of the run, which fills {model} in the paths; 1b, 2.8b and 6.9b also set the micro-batch, sample batch and
-    offload defaults"""
+    """name of the run, for {model} in the paths; 1b, 2.8b and 6.9b also set batch and offload defaults for 80 GB"""
     seed: int = 44413
     """seed of the query order and the sampling noise (the paper uses 44413, 55513, 66613 and 77713)"""
     sft_model_path: str = "runs/sft/{model}/{seed}"
@@ -163,13 +162,11 @@ class Args:
     eval_rows: int = 64
     """number of validation posts in that batch"""
     micro_batch_size: int | None = None
-    """episodes per device and forward/backward pass; changes memory, speed and rounding only; default: what fits on 80
-    GB, or 8"""
+    """episodes per device in one forward/backward pass; affects memory, speed, rounding; default: fits 80 GB, or 8"""
     forward_batch_size: int = 32
     """episodes per device that a reward model scores at a time"""
     sample_batch_size: int | None = None
-    """episodes per device to sample at a time; changes memory, speed and rounding only; default: what fits on 80 GB, or
-    32"""
+    """episodes per device to sample at a time; affects memory, speed, rounding; default: fits 80 GB, or 32"""
     mixed_precision: Literal["no", "bf16"] | None = None
     """autocast type, while weights stay in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
     offload: bool | None = None
