@@ -178,7 +178,7 @@ def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
 def main(args: Args):
     # ---- data ------------------------------------------------------------------------------------
     if args.gamma_beta_ratio < 0:
-        fail(f"--gamma-beta-ratio {args.gamma_beta_ratio}: a negative margin prefers the rejected response; use >= 0")
+        fail(f"--gamma-beta-ratio {args.gamma_beta_ratio}: a margin below 0 prefers the rejected response; use >= 0")
     fill_templates(args)
     accelerator = make_accelerator(args)
     world = accelerator.num_processes
