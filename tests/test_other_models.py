@@ -128,7 +128,7 @@ def test_a_model_that_sees_more_than_its_mask_is_refused(models, name):
     """Falcon's ALiBi counts columns, and LFM2's convolutions take the columns before, whatever the mask says."""
     tokenizer = sft.load_tokenizer(models[name])
     model = sft.load_policy(models[name], tokenizer).eval()
-    with pytest.raises(SystemExit, match="^error: here: (Falcon|Lfm2)ForCausalLM cannot take a pair in one row"):
+    with pytest.raises(SystemExit, match="^error: here: (Falcon|Lfm2)ForCausalLM cannot process a pair in one row"):
         reward.check_pairs(model, "here", [short_pairs(60)], tokenizer.pad_token_id)
 
 

@@ -267,7 +267,7 @@ def test_bad_input(made, world, tmp_path, monkeypatch):
     there = {path.name for path in tmp_path.iterdir()}
     cases = [
         (f"{tmp_path}/nowhere", {}, f"checkpoint {tmp_path}/nowhere: no checkpoint there, neither in"),
-        ("runs/ppo/1b/44413", {}, "checkpoint runs/ppo/1b/44413: no checkpoint there. This makes it: "),
+        ("runs/ppo/1b/44413", {}, "checkpoint runs/ppo/1b/44413: no checkpoint there. Make it with: "),
         ("nobody/nothing@main", {}, "checkpoint nobody/nothing@main: no checkpoint folder, and not on the Hub"),
         ("torn", data, "the model in torn cannot be read"),
         ("unreadable", {}, "unreadable/args.json cannot be read"),
