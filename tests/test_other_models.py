@@ -139,7 +139,7 @@ def test_a_row_longer_than_the_models_positions_is_refused_before_the_run_folder
     of_ppo = {"sft_model_path": models["gpt2"], "reward_model_path": str(reward_model)}
     for module, paths in ((sft, {"model": models["gpt2"]}), (ppo, of_ppo)):
         AcceleratorState._reset_state(True)
-        with pytest.raises(SystemExit, match=r"^error: .*token takes \d+ positions.*; GPT2\w+ has 64\."):
+        with pytest.raises(SystemExit, match=r"^error: .*token needs \d+ positions.*, but GPT2\w+ has 64\."):
             module.main(module.Args(**common, **paths))
         assert not (tmp_path / "run").exists()
 
