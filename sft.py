@@ -11,14 +11,14 @@ Paper scale:    accelerate launch --config_file benchmark/accelerate/zero2.yaml 
 Samples, ROUGE: python eval/samples.py runs/sft/nano-xs/44413
 
 The run folder (default runs/sft/{model}/{seed}) holds model/ (a plain transformers checkpoint), metrics.jsonl,
-args.json, TensorBoard files and, with --save-every, checkpoints/. The file goes from the algorithm outwards: arguments,
-loss, main, padding, models, evaluation, plumbing.
-Shapes: b rows at hand, T width of the tokens, V vocabulary.
+args.json, TensorBoard files and, with --save-every, checkpoints/. The file starts with the algorithm: arguments, loss
+and main. Helpers follow, and plumbing comes last. Shapes: b is the number of rows in a function's input, T the width of
+the tokens and V the vocabulary size.
 
-Deviations from the authors' code, each on purpose (README, "The 25 details", says what a Detail is):
-- the loss is a mean over the target tokens of the whole batch, whatever devices share it; the released runs had one row
-  a micro-batch, so a mean of row means (cosine of the two gradients: 0.9995).
-- the rows left over after the last whole batch are not trained on (116,722 = 911 x 128 + 114); the count is logged.
+The script deviates from the authors' code on purpose in two points (docs/details.md lists the paper's Details):
+- The loss is a mean over the target tokens of the whole batch, however devices share it. The authors' released runs had
+  one row per micro-batch, so their loss is a mean of row means. The two gradients have a cosine of 0.9995.
+- The rows left over after the last whole batch are not trained on (116,722 = 911 x 128 + 114). Their number is printed.
 """
 
 import json
@@ -52,7 +52,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 STAGE = "sft"
-MICRO_BATCH_SIZES = {"1b": 16, "2.8b": 8, "6.9b": 2}  # of Pythia's sizes: what fits one 80 GB device
+MICRO_BATCH_SIZES = {"1b": 16, "2.8b": 8, "6.9b": 2}  # per Pythia size: what fits on one 80 GB device
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 TOKEN_COLUMNS = ["query_reference_response_token", "query_reference_response_token_response_label"]
 
@@ -60,70 +60,70 @@ TOKEN_COLUMNS = ["query_reference_response_token", "query_reference_response_tok
 @dataclass
 class Args:
     model: str = "1b"
-    """base model: 1b, 2.8b, 6.9b (Pythia deduped), a Hub id (`id@revision` allowed) or a local folder"""
+    """base model: 1b, 2.8b or 6.9b (Pythia deduped), a Hub id (`id@revision` allowed) or a local folder"""
     seed: int = 44413
-    """seed of the data order (paper: 44413, 55513, 66613, 77713)"""
+    """seed of the data order (the paper uses 44413, 55513, 66613 and 77713)"""
     dataset: str = "data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET
-    """pre-tokenised SFT data: folder of one DatasetDict or Hub id[@revision]"""
+    """pre-tokenised SFT data: folder of a DatasetDict (see tldr_dataset.py) or Hub id[@revision]"""
     output_dir: str = "runs/sft/{model}/{seed}"
-    """run folder"""
+    """run folder to write, which must not hold a run yet (unless you pass --resume)"""
 
     loss_on: Literal["query_response", "response"] = "query_response"
-    """tokens in the loss: query and response without padding (the paper's code), or the response alone"""
+    """tokens in the loss: query and response (the authors' code), or only the response; padding never counts"""
     num_train_epochs: float = 1
     """passes over the train split (table 3)"""
     total_episodes: int | None = None
-    """rows to train on; default num_train_epochs passes (table 3: 116,722)"""
+    """number of rows to train on; default: num_train_epochs passes (table 3: 116,722)"""
     batch_size: int = 128
     """rows per optimiser step over all devices (table 3)"""
     learning_rate: float = 3e-6
-    """peak learning rate, cosine to 0 over the run (table 3)"""
+    """peak learning rate; decays to 0 over the run by a cosine (table 3)"""
     max_grad_norm: float = 0.0
-    """gradient norm to clip at; 0: no clipping (paper)"""
+    """clip gradients to this global norm; 0: no clipping (as in the paper)"""
 
     eval_every: int = 0
-    """updates between validation losses; 0: before the first update and after the last only"""
+    """compute the validation loss every so many updates; 0: only before the first and after the last update"""
     micro_batch_size: int | None = None
-    """rows per device and forward/backward pass: memory and speed, and rounding; default: what fits 80 GB, or 8"""
+    """rows per device in one forward/backward pass; affects memory, speed, rounding; default: fits 80 GB, or 8"""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
+    """autocast type, while weights stay in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
     save_every: int = 0
-    """updates between checkpoints for --resume; 0: none"""
+    """write a checkpoint for --resume every so many updates; 0: never"""
     resume: bool = False
-    """continue the run in output_dir from its newest checkpoint"""
+    """continue the run in --output-dir from its newest checkpoint"""
     track: bool = False
-    """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+    """also log to Weights & Biases (set WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment)"""
 
 
 # ==== the algorithm ===============================================================================
 
 
 def sft_loss(logits: torch.Tensor, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Sum over the tokens marked in `target` of -log p(token | tokens before it). logits (b, T, V), tokens (b, T),
-    target (b, T) bool; a row's first token has nothing before it and never counts."""
+    """Return the sum of -log p(token | previous tokens) over the tokens marked in `target`. logits (b, T, V), tokens
+    (b, T), target (b, T) bool. A row's first token has no previous tokens and never counts."""
     labels = F.pad(tokens.masked_fill(~target, -100)[:, 1:], (0, 1), value=-100)  # logits[:, :-1] would copy
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
 def target_mask(batch: dict, loss_on: str, pad_id: int) -> torch.Tensor:
-    """(b, T) bool: the tokens that the loss counts. Padding never is one, EOS is (Detail 3)."""
+    """Return which tokens count in the loss, (b, T) bool. Padding never counts, EOS does (Detail 3)."""
     if loss_on == "response":
         return batch["query_reference_response_token_response_label"] != pad_id
     return batch["query_reference_response_token"] != pad_id
 
 
 def loss_and_count(model, mb: dict, loss_on: str, pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss and number of targets of one micro-batch, cut to its longest row."""
+    """Return the summed loss and the number of target tokens of a micro-batch, trimmed to its longest row."""
     tokens = mb["query_reference_response_token"]
     tokens = tokens[:, : trimmed_width(tokens, pad_id)].to(device)  # (b, T)
     target = target_mask(mb, loss_on, pad_id)[:, : tokens.shape[1]].to(device)
-    logits = model(tokens, use_cache=False).logits  # right-padded: needs no mask
+    logits = model(tokens, use_cache=False).logits  # right-padded rows need no mask
     return sft_loss(logits, tokens, target), target[:, 1:].sum()
 
 
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
-    """Rows (stop - start,) at the positions start..stop-1 of an endless stream over n rows: each pass is a new shuffle
-    without replacement (Detail 21). A function of (seed, position) alone: every process can name every batch."""
+    """Return the row indices (stop - start,) at positions start..stop-1 of an endless stream over n rows, reshuffled
+    without replacement on each pass (Detail 21). They depend only on (seed, position), so all processes agree."""
     passes = []
     for epoch in range(start // n, (stop - 1) // n + 1):
         shuffled = permutation(n, seed, epoch)
@@ -132,7 +132,7 @@ def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
 
 
 def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
-    """The numbers 0..n-1 in a random order (n,) that depends on seed and epoch alone."""
+    """Return the numbers 0..n-1 in a random order (n,) that depends only on seed and epoch."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(n, generator=generator)
 
@@ -157,7 +157,10 @@ def main(args: Args):
         args.total_episodes = int(args.num_train_epochs * len(train))
     num_updates = args.total_episodes // args.batch_size
     if num_updates == 0 or args.batch_size % world:
-        fail(f"--batch-size {args.batch_size}: above {args.total_episodes} rows, or no multiple of {world} processes")
+        fail(
+            f"--batch-size {args.batch_size} must be at most the {args.total_episodes} rows to train on, and a "
+            f"multiple of the {world} processes"
+        )
     policy = load_policy(base_folder, tokenizer)
     check_positions(policy, base_folder, [train, data["validation"]], "query_reference_response_token", pad_id)
     model, optimizer = prepare(accelerator, policy, args)
@@ -187,7 +190,7 @@ def main(args: Args):
         groups = similar_lengths(lengths, args.micro_batch_size)
         for index in groups:
             mb = {column: batch[column][index] for column in TOKEN_COLUMNS}
-            last = index is groups[-1]  # micro-batch: with it gradients are exchanged
+            last = index is groups[-1]  # gradients are exchanged between devices with the last micro-batch
             accelerator.sync_gradients = last  # for DeepSpeed
             model.require_backward_grad_sync = last  # for DDP
             mb_sum, _ = loss_and_count(model, mb, args.loss_on, pad_id, device)
@@ -219,14 +222,14 @@ def main(args: Args):
 
 
 def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
-    """The width to which rows (b, T) can be trimmed: that of the longest row, rounded up to a multiple of 16 (at most
-    T). Rounding keeps the number of different shapes small: each new one costs memory and, on a GPU, time."""
+    """Return the width to which rows (b, T) can be trimmed: the longest row, rounded up to a multiple of 16, at most T.
+    Rounding keeps the number of different shapes small, because each new shape costs memory and, on a GPU, time."""
     longest = int((tokens != pad_id).sum(1).max())
     return min(-(-longest // 16) * 16, tokens.shape[1])
 
 
 def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Rows in groups of `size` of similar length: less padding, the same batch. lengths (b,) -> row indices."""
+    """Return row indices in groups of `size` rows of similar length, which saves padding. lengths: (b,)."""
     order = lengths.argsort(descending=True, stable=True)
     return list(order.split(size))
 
@@ -235,22 +238,22 @@ def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
 
 
 def load_policy(path: str, tokenizer):
-    """A causal language model in float32, without dropout, whose embeddings hold every id of the tokenizer."""
+    """Return a causal language model in float32, without dropout, with an embedding for every id of the tokenizer."""
     settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
     with or_fail(f"the model in {path} cannot be read"):
         config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
         model = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
     rows = model.get_input_embeddings().num_embeddings
     if rows < len(tokenizer) - 1:
-        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
+        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
     if rows < len(tokenizer):
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     return model
 
 
 def check_positions(model, path: str, splits: list, column: str, pad_id: int, sampled: int = 0):
-    """An error where a row of a column, with the tokens sampled behind it, is longer than a model's positions. Rows are
-    cut to a multiple of 16 (trimmed_width), so their padding counts up to there."""
+    """End with an error if a row of `column`, plus the tokens sampled after it, is longer than the model allows. Rows
+    are trimmed to a multiple of 16 (trimmed_width), so their padding counts up to there."""
     positions = max_positions(model)
     for rows in splits:
         width = len(rows[0][column])
@@ -258,17 +261,17 @@ def check_positions(model, path: str, splits: list, column: str, pad_id: int, sa
             continue
         longest = max(trimmed_width(batch[column], pad_id) for batch in rows.select_columns(column).iter(1000))
         if longest + sampled > positions:
-            needed = f"{column} takes {longest} positions, and {sampled} sampled tokens"
-            fail(f"{path}: {needed}; {type(model).__name__} has {positions}. Make the data with shorter queries")
+            needed = f"{column} needs {longest} positions plus {sampled} sampled tokens"
+            fail(f"{path}: {needed}, but {type(model).__name__} has {positions}. Use shorter queries")
 
 
 def max_positions(model) -> int:
-    """The length of the longest row that a model can take."""
-    return getattr(model.config, "max_position_embeddings", None) or 10**9  # none: any length
+    """Return the length of the longest row that a model can process."""
+    return getattr(model.config, "max_position_embeddings", None) or 10**9  # without a limit, any length will do
 
 
 def without_dropout(config):
-    """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
+    """Return the config with every dropout at 0 (Detail 7), even attention dropout, which is not an nn.Dropout."""
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, int | float):
             setattr(config, key, 0.0)
@@ -280,7 +283,7 @@ def without_dropout(config):
 
 @torch.no_grad()
 def validation_loss(accelerator: Accelerator, model, data, args, pad_id: int) -> float:
-    """Mean loss per target token of a whole split (nats)."""
+    """Return the mean loss per target token of a whole split, in nats."""
     sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
     share = data.shard(accelerator.num_processes, accelerator.process_index, contiguous=False)
     for start in progress(accelerator, range(0, len(share), args.micro_batch_size), "validation loss"):
@@ -290,15 +293,15 @@ def validation_loss(accelerator: Accelerator, model, data, args, pad_id: int) ->
     return loss_sum / count
 
 
-# ==== plumbing: one text in every stage script; read it once, then skip it ========================
-# launch, loading, run folder, checkpoints, trackers, optimiser. Nothing here changes a loss or a sample.
+# ==== plumbing: identical in every stage script; read it once, then skip it =======================
+# Launch, loading, run folder, checkpoints, trackers, optimiser. Nothing here changes a loss or a sample.
 
-# settings that --resume may change: they concern memory, speed, evaluation, logging and saving
+# Settings that --resume may change, because they only affect memory, speed, evaluation, logging and saving.
 MAY_CHANGE = {"micro_batch_size", "forward_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes"}
 MAY_CHANGE |= {"eval_every", "eval_rows", "run_eval", "sample_every", "gold_every", "track"}
 MAY_CHANGE |= {"save_every", "resume", "output_dir"}
 ADAM_EPS = 1e-5  # the paper's tables
-WEIGHT_DECAY = 0.01  # of AdamW: torch's default, as in the authors' code
+WEIGHT_DECAY = 0.01  # torch's default for AdamW, as in the authors' code
 KEPT_CHECKPOINTS = 2
 
 
@@ -309,16 +312,16 @@ def fail(message: str):
 
 @contextmanager
 def or_fail(message: str):
-    """Around what goes wrong outside of the script (a damaged file, a full disk): the run ends with one message."""
+    """Run a block that depends on files, disk or network, and turn any exception there into one clear error message."""
     try:
         yield
-    except Exception as error:  # of as many kinds as there are formats
+    except Exception as error:  # each file format raises its own kinds of error
         fail(f"{message} ({error!r:.300})")
 
 
 def fill_templates(args):
-    """Put the run's name and seed for {model} and {seed} in the arguments. An error where the output folder holds a
-    run; with --resume, the process ends here, successfully, where that run has ended."""
+    """Replace {model} and {seed} in the arguments. Ends with an error if the output folder already holds a run. With
+    --resume, ends the process successfully if that run is already complete."""
     model = os.path.expanduser(args.model)
     local = Path(model).exists()
     name = Path(os.path.abspath(model) if local else model.partition("@")[0]).name
@@ -327,31 +330,32 @@ def fill_templates(args):
             value = value.replace("{model}", name).replace("{seed}", str(args.seed))
             setattr(args, key, os.path.expanduser(value))
     folder = Path(args.output_dir)
-    if args.resume and (folder / "model").exists():  # the last thing that a run writes
-        print(f"--resume: the run in {folder} has ended, so nothing is done", flush=True)
+    if args.resume and (folder / "model").exists():  # a run writes this last
+        print(f"--resume: the run in {folder} has ended, so there is nothing left to do", flush=True)
         raise SystemExit(0)
     if not args.resume and any((folder / name).exists() for name in ("args.json", "checkpoints", "model")):
         fail(f"{folder} already holds a run: choose another --output-dir, delete it, or continue it with --resume")
 
 
 def make_accelerator(args) -> Accelerator:
-    """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
+    """Return the Accelerator that the launcher asked for. Ends with an error where accelerate would silently run
+    something else."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # fewer gaps between tensors of many shapes
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # against memory fragmentation
     # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
     torch.backends.cuda.enable_cudnn_sdp(False)
-    transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
+    transformers_logging.set_verbosity_error()  # its warnings are about intended things, such as a new head
     transformers_logging.disable_progress_bar()
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns that tied weights are saved once
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's
-    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # else accelerate divides the loss by it
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # from DeepSpeed
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # otherwise accelerate divides the loss by it
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     default = "bf16" if torch.cuda.is_available() else "no"
     settings = {"mixed_precision": args.mixed_precision or default}
     if world > 1:
-        process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # the main process may write for long
-        if not torch.accelerator.is_available():  # accelerate has to be told, in one of two ways
+        process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # writing a large checkpoint takes long
+        if not torch.accelerator.is_available():  # accelerate must be told to use CPUs
             if deepspeed:
                 process_group.backend = "gloo"
             else:
@@ -360,13 +364,13 @@ def make_accelerator(args) -> Accelerator:
     accelerator = Accelerator(log_with="tensorboard", project_dir=args.output_dir, **settings)
     runs_deepspeed = accelerator.state.deepspeed_plugin is not None
     if accelerator.num_processes != world or runs_deepspeed != deepspeed:
-        fail(f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch by benchmark/accelerate/*.yaml")
+        fail(f"accelerate did not start {world} processes, DeepSpeed {deepspeed}: use one of benchmark/accelerate/")
     set_seed(args.seed)
     return accelerator
 
 
 def checkpoint_folder(flag: str, path: str) -> str:
-    """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
+    """Return the local folder of a checkpoint given as a run folder, checkpoint folder or Hub id[@revision]."""
     for folder in (Path(path) / "model", Path(path)):
         if (folder / "config.json").exists():
             return str(folder)
@@ -375,18 +379,18 @@ def checkpoint_folder(flag: str, path: str) -> str:
         runs, *run = path.split("/")
         if runs == "runs" and len(run) == 3 and run[1] in ("1b", "2.8b", "6.9b"):
             stage, model, seed = run
-            fail(f"{flag} {path}: no checkpoint there. This makes it: python {stage}.py --model {model} --seed {seed}")
-        fail(f"{flag} {path}: no checkpoint there, neither in that folder nor in its model/, and this is no Hub id")
-    wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
+            fail(f"{flag} {path}: no checkpoint there. Make it with: python {stage}.py --model {model} --seed {seed}")
+        fail(f"{flag} {path}: no checkpoint there, neither in that folder nor in its model/, and it is not a Hub id")
+    wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # skips PPO's value_model/
     with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
         folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
         if not list(Path(folder).glob("*.safetensors")):
-            folder = snapshot_download(**wanted)  # pytorch_model.bin
+            folder = snapshot_download(**wanted)  # there may be a pytorch_model.bin instead
         return folder
 
 
 def load_tokenizer(path: str):
-    """The tokenizer of a checkpoint folder, with `[PAD]` added (Detail 3: never EOS)."""
+    """Return the tokenizer of a checkpoint folder, with `[PAD]` added so that padding is never EOS (Detail 3)."""
     with or_fail(f"the tokenizer in {path} cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
@@ -394,8 +398,9 @@ def load_tokenizer(path: str):
 
 
 def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
-    """The DatasetDict in a folder written by tldr_dataset.py, or of a Hub id[@revision]. An error where a split or a
-    column is missing, an id is too large, or most of 16 rows are another tokenizer's (eval/check_data.py: all)."""
+    """Load a DatasetDict from a folder written by tldr_dataset.py or from a Hub id[@revision]. Ends with an error if a
+    split or column is missing, an id is too large, or most of 16 sampled rows were made with another tokenizer
+    (eval/check_data.py checks every row)."""
     name, _, revision = path.partition("@")
     with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
@@ -407,13 +412,13 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
         looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
         same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
         if 2 * same <= len(looked_at) or largest >= len(tokenizer):
-            found = f"{same} of {len(looked_at)} rows are as the model's tokenizer makes them; largest id {largest}"
-            fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py; eval/check_data.py tells more")
+            found = f"{same} of {len(looked_at)} rows match the model's tokenizer; largest id {largest}"
+            fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py; eval/check_data.py shows the rows")
     return data.with_format("torch")
 
 
 def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
-    """Whether a row's query is the tokens that the tokenizer makes of its text, and the rest end in its EOS."""
+    """Return whether this tokenizer made a row: its query tokens match its text, and its other columns end in EOS."""
     tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
     query = tokens.pop("query_token", None)
     if query is not None and query != tokenizer(row["query"], add_special_tokens=False).input_ids:
@@ -423,8 +428,8 @@ def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
 
 @contextmanager
 def writing(accelerator: Accelerator, path: Path):
-    """Yield a name beside `path` for its new content, a file or folder; then that is synced to disk and renamed: `path`
-    is whole or not there. Where this fails what is half-written goes. Called by all processes."""
+    """Yield a temporary path for the new content of `path` (file or folder), sync it to disk and rename it into place,
+    so that `path` is always complete or absent. On an error, partial content is deleted. All processes call it."""
     partial = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -444,8 +449,8 @@ def writing(accelerator: Accelerator, path: Path):
 
 
 def begin_run(accelerator: Accelerator, args) -> int:
-    """Make the run folder or, with --resume, load its newest checkpoint, and start the trackers. Returns the update to
-    go on from. Comes last before the training: a bad command leaves nothing behind."""
+    """Make the run folder or, with --resume, load its newest checkpoint, and start the trackers. Returns the number of
+    finished updates. Call it right before training, so that a wrong command leaves nothing behind."""
     folder = Path(args.output_dir)
     settings = {"stage": STAGE, "processes": accelerator.num_processes} | asdict(args)
     old = {}
@@ -464,7 +469,7 @@ def begin_run(accelerator: Accelerator, args) -> int:
 
 
 def check_settings(accelerator: Accelerator, folder: Path, old: dict, settings: dict):
-    """Print the settings that --resume changes; an error where one changes what an update means (not MAY_CHANGE)."""
+    """Print what --resume changes. Ends with an error if a change would affect the training (see MAY_CHANGE)."""
     changed = {}
     for key, value in settings.items():
         if key in old and old[key] != value:
@@ -472,14 +477,14 @@ def check_settings(accelerator: Accelerator, folder: Path, old: dict, settings: 
     refused = [change for key, change in changed.items() if key not in MAY_CHANGE]
     if refused:
         fail(
-            f"--resume {folder}: {', '.join(refused)} would change the run. Give the old value, or another "
-            f"--output-dir; if a data set or model has only moved, write its new path into {folder}/args.json"
+            f"--resume {folder}: {', '.join(refused)} would change the run. Use the old value or another "
+            f"--output-dir. If a data set or model has only moved, write its new path into {folder}/args.json"
         )
     accelerator.print(f"--resume {folder}, changed: {', '.join(changed.values()) or 'nothing'}")
 
 
 def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
-    """Load the newest checkpoint. Returns its update and its metrics.jsonl; 0 and "" where there is no checkpoint."""
+    """Load the newest checkpoint and return its update and its metrics.jsonl, or 0 and "" if there is none."""
     checkpoints = sorted(folder.glob("checkpoints/update_??????"))
     if not checkpoints:
         return 0, ""
@@ -491,7 +496,7 @@ def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
 
 
 def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int):
-    """TensorBoard, and W&B with --track; a resumed run goes on in the same curves."""
+    """Start TensorBoard and, with --track, W&B. A resumed run continues its curves."""
     if args.track:
         seconds = float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))
         tracker = WandBTracker(
@@ -505,32 +510,32 @@ def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int)
         )
         accelerator.log_with.append(tracker)
     purge_step = finished + 1 if finished else 0
-    with or_fail("the trackers do not start (WANDB_MODE=offline keeps what W&B gets in the run folder)"):
+    with or_fail("the trackers could not start (with WANDB_MODE=offline, W&B only writes to the run folder)"):
         accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": purge_step}})
 
 
 def write_whole(accelerator: Accelerator, path: Path, text: str):
-    """Write a file whole or not at all."""
+    """Write a text file so that it is always complete or absent."""
     with writing(accelerator, path) as partial:
         if accelerator.is_main_process:
             partial.write_text(text)
 
 
 def updates(accelerator: Accelerator, args, first: int, last: int):
-    """Yield the updates first + 1 to last under a progress bar. After each comes a checkpoint where one is due, or
-    where SIGTERM or SIGUSR1, a scheduler's notice, has come: then the run ends there, with exit code 75."""
+    """Yield the updates first + 1 to last under a progress bar, and write a checkpoint after each update where one is
+    due. After SIGTERM or SIGUSR1, which schedulers send as a notice, write one and end the run with exit code 75."""
     caught = []
     left_over = args.total_episodes - last * args.batch_size
     accelerator.print(f"{STAGE}: {last:,} updates of {args.batch_size}, {left_over} left over, on {accelerator.device}")
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: caught.append(number))  # and no more: it ends between two updates
+        signal.signal(number, lambda number, _: caught.append(number))  # only noted: the run ends after the update
     for update in progress(accelerator, range(first + 1, last + 1), STAGE):
         yield update
         stop = accelerator.reduce(torch.tensor(len(caught), device=accelerator.device), "sum") > 0
         if stop or (args.save_every and update % args.save_every == 0):
             save_checkpoint(accelerator, args, update)
         if stop:
-            accelerator.print(f"stopped by a signal after update {update}; {args.output_dir} continues with --resume")
+            accelerator.print(f"stopped by a signal after update {update}; continue {args.output_dir} with --resume")
             accelerator.end_training()
             raise SystemExit(75)
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -547,11 +552,11 @@ def save_checkpoint(accelerator: Accelerator, args, update: int):
             shutil.copy(folder / "metrics.jsonl", partial)
     written = sorted(old for old in path.parent.glob("update_??????") if old <= path)
     for old in written[:-KEPT_CHECKPOINTS]:
-        shutil.rmtree(old, ignore_errors=True)  # every process may
+        shutil.rmtree(old, ignore_errors=True)  # harmless if several processes try
 
 
 def progress(accelerator: Accelerator, items, description: str):
-    """Yield `items` under a rich progress bar with the rate and the time left, shown by the main process only."""
+    """Yield `items` under a progress bar with rate and time left. Only the main process shows it."""
     rate = TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
     columns = [*Progress.get_default_columns(), rate]
     with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
@@ -559,7 +564,7 @@ def progress(accelerator: Accelerator, items, description: str):
 
 
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
-    """One line of metrics.jsonl, the same to the trackers; at each twentieth of the run the first five are printed."""
+    """Append a line to metrics.jsonl and log it to the trackers. Print its first five numbers 20 times per run."""
     metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
     line = json.dumps({"update": update, **metrics})
     if accelerator.is_main_process:
@@ -573,7 +578,7 @@ def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, la
 
 
 def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
-    """Write a model's weights and its tokenizer into the run folder, as a transformers checkpoint."""
+    """Write a model's weights and its tokenizer into the run folder as a transformers checkpoint."""
     with writing(accelerator, Path(args.output_dir, name)) as partial:
         if accelerator.is_main_process:  # every process has all weights, under ZeRO-2 as well
             model.save_pretrained(partial)
@@ -581,34 +586,34 @@ def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
 
 
 def prepare(accelerator: Accelerator, model, args):
-    """Model and AdamW as the launcher asked for them (plain, DDP, DeepSpeed)."""
+    """Return the model and its AdamW optimiser, wrapped as the launcher asked for (plain, DDP or DeepSpeed)."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     settings = {"lr": args.learning_rate, "eps": ADAM_EPS, "weight_decay": WEIGHT_DECAY}
     optimizer = torch.optim.AdamW(parameters, **settings, fused=True)
-    if accelerator.state.deepspeed_plugin:  # what DeepSpeed would else default to, or take from a data loader
+    if accelerator.state.deepspeed_plugin:  # DeepSpeed has other defaults for these
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
         config["gradient_clipping"] = args.max_grad_norm
         config["gradient_accumulation_steps"] = 1
-        config["zero_force_ds_cpu_optimizer"] = False  # offloaded, it is torch's
-        config["data_types"] = {"grad_accum_dtype": "fp32"}  # else the micro-batches' gradients are summed in bfloat16
+        config["zero_force_ds_cpu_optimizer"] = False  # when offloaded, use torch's AdamW
+        config["data_types"] = {"grad_accum_dtype": "fp32"}  # otherwise gradients are summed in bfloat16
         if config["zero_optimization"]["stage"] == 3:
-            fail("ZeRO-3 is not supported: benchmark/accelerate/zero2_offload.yaml takes every size")
+            fail("ZeRO-3 is not supported; use benchmark/accelerate/zero2_offload.yaml, which fits every size")
     return accelerator.prepare(model, optimizer)
 
 
 def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:
-    """One step from the gradients summed so far; returns their global norm before clipping, an error if not finite."""
+    """Take one step with the accumulated gradients and return their norm before clipping, which must be finite."""
     norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf")))
-    if not norm < float("inf"):  # or nan
-        fail(f"{where}: the gradient norm is {norm}; nothing of this update was saved")
+    if not norm < float("inf"):  # also true for nan
+        fail(f"{where}: the gradient norm is {norm}; this update was not saved. Try a lower --learning-rate")
     optimizer.step()
     optimizer.zero_grad()
     return norm
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character of a sample shows another
+    sys.stdout.reconfigure(errors="replace")  # print ? where the terminal cannot show a character
     main(tyro.cli(Args))
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # it leaves threads that can abort the interpreter's end
-        os._exit(0)  # all is written
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # its threads can crash a normal exit
+        os._exit(0)  # everything has been written

@@ -1,4 +1,4 @@
-"""Raw TL;DR posts and comparisons -> pre-tokenised data sets, with length statistics and plots (Details 1-6).
+"""Turn raw TL;DR posts and comparisons into pre-tokenised data sets, with length statistics and plots (Details 1-6).
 
     # paper scale: both published data sets, from the Hub
     python tldr_dataset.py --output-dir data/tldr
@@ -7,33 +7,34 @@
     # and publish the result
     python tldr_dataset.py --push-to-hub --hub-id-sft me/tldr-sft --hub-id-preference me/tldr-preference
 
-Writes OUTPUT_DIR/sft and OUTPUT_DIR/preference (`datasets.load_from_disk`) and OUTPUT_DIR/statistics (CSV, PNG).
-The rows are shared out to all cores (--num-proc); the data sets are the same bytes for any number of processes. The
-columns are those of the published vwxyzjn/…_oai_preprocessing_1706381144 data sets. eval/check_data.py looks for
-damage in what was made before.
+This writes OUTPUT_DIR/sft and OUTPUT_DIR/preference (`datasets.load_from_disk`) and OUTPUT_DIR/statistics (CSV, PNG).
+All cores share the rows (--num-proc), and the data sets are identical for any number of processes. The columns are
+those of the published vwxyzjn/…_oai_preprocessing_1706381144 data sets. To check an existing data set for damage, use
+eval/check_data.py.
 
-The file goes from the details outwards: arguments, queries and responses, main, raw rows, all rows in parallel,
-statistics, Hub.
+The file starts with the algorithm: arguments, queries and responses, and main. Raw rows, all rows in parallel,
+statistics and Hub follow.
 
 Terms: a query is a post (or a CNN/DM article) in its template. A response is a summary with a leading space and EOS.
-`X_token` holds the token ids of the text `X`, padded to a width; `X_token_len` counts them without [PAD].
-`info` is the post of a raw pair. `where` names the file and the row of a raw row, for messages.
+`X_token` holds the token ids of the text `X`, padded to a fixed width, and `X_token_len` counts them without [PAD].
+`info` is the post of a raw pair. `where` names the file and row of a raw row in messages.
 
-Deliberate deviations from the paper and its code:
-- Rows over their width end the run with an error that names the widths that all rows need; the authors' code cut such
-  rows silently, EOS included.
-- A response's tokens are those behind the query in the joined row. With Pythia's tokenizer they are what the response
-  by itself has, as in the authors' code; a tokenizer that puts a space before every text (Llama 2's) differs there.
-- Nothing is added to a text. If the tokenizer would add a BOS, a line says that no row has it.
-- The response label hides the tokens that query and query+response share, not the first `query_token_len` ones:
-  after CNN/DM queries (they end in a newline, which the join drops) the latter also hides a token of the response.
-- Text that happens to spell `<|endoftext|>` or `[PAD]` is tokenised as plain text: only our own EOS ends a response.
-- `query` is the formatted text. The authors stored decode(query_token), by a tokenizer that takes the space away
-  before punctuation. `query_token` and the tokens of the responses are the same. `query_…_token` and its label are
-  not, in 4.7 % of the rows: both scripts make them from the text of `query`.
+The script deviates from the paper and the authors' code on purpose:
+- If rows are longer than their width, the run ends with an error that names the widths that all rows need. The authors'
+  code silently cuts such rows, EOS included.
+- A response's tokens are those that follow the query in the joined row. With Pythia's tokenizer they equal the tokens
+  of the response alone, as in the authors' code. A tokenizer that puts a space before every text (Llama 2's) makes a
+  difference.
+- Nothing is added to a text. If the tokenizer would add a BOS, a line is printed that says that no row has it.
+- The response label hides the tokens that query and query + response share, not the first `query_token_len` ones.
+  CNN/DM queries end in a newline that is lost on joining, so counting would also hide a token of the response.
+- Text that happens to spell `<|endoftext|>` or `[PAD]` is tokenised as plain text, so only our own EOS ends a response.
+- `query` is the formatted text. The authors stored decode(query_token), and their tokenizer dropped the space before
+  punctuation. `query_token` and the responses' tokens are the same in both. In 4.7 % of the
+  rows, `query_…_token` and its label differ, because both scripts make them from the text of `query`.
 - CNN/DM pairs are recognised by their article as well as by their batch.
-- A missing subreddit or policy (real pairs have both) becomes "" and "null", and is counted.
-- `validation_cnndm` rows and ties in the policy tables keep a fixed order: file order, then name.
+- A missing subreddit becomes "" and a missing policy "null", and both are counted. The real pairs have both.
+- `validation_cnndm` rows keep the order of the file, and ties in the policy tables are ordered by name.
 """
 
 import bisect
@@ -67,62 +68,62 @@ PREFERENCE_COLUMNS = ("info", "summaries", "choice", "batch", "split", "extra") 
 INFO_FIELDS = ("id", "post", "title", "subreddit", "site", "article")
 MAX_QUERY_LENGTH_CNNDM = 1919  # 2047 - 128, as in OpenAI's code
 MAX_RM_RESPONSE_LENGTH_CNNDM = 155  # Detail 4
-# widths of query + response that the paper measured (Detail 5), of query and response with the lengths beside them
+# (width of query, width of response): width of both together, as the paper measured it (Detail 5)
 MEASURED_WIDTHS = {(512, 53): 562, (512, 169): 638, (MAX_QUERY_LENGTH_CNNDM, MAX_RM_RESPONSE_LENGTH_CNNDM): 2021}
 RESPONSES = {"sft": ("reference_response",), "preference": ("chosen", "rejected")}
 SPLITS = {"sft": ("train", "validation", "test"), "preference": ("train", "validation", "test", "validation_cnndm")}
 RawRows = list[tuple[str, dict]]  # [(where, row), …]
 
-# plain text, no markup: policies and titles are data; wide enough for the tables when the output is a file
+# No markup, because policies and titles are data. Wide enough for the tables if the output goes to a file.
 console = Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else 120)
 
 
 @dataclass
 class Args:
     sft_dataset: str = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"
-    """posts with reference summaries: a Hub id (`@revision` allowed) or a folder of jsonl/parquet files (Detail 1)"""
+    """posts with reference summaries (Detail 1): a Hub id (`@revision` allowed) or a folder of jsonl/parquet files"""
     preference_dataset: str = "openai/summarize_from_feedback"
-    """pairs of summaries with a choice: a Hub id (its config `comparisons`) or a folder (Detail 1)"""
+    """pairs of summaries with a choice (Detail 1): a Hub id (its config `comparisons`) or a folder"""
     tokenizer: str = "EleutherAI/pythia-1b-deduped"
-    """tokenizer of the models to be trained: a Hub id (`@revision` allowed) or a folder; `[PAD]` is added (Detail 3)"""
+    """tokenizer of the models to train: a Hub id (`@revision` allowed) or a folder; `[PAD]` is added (Detail 3)"""
     output_dir: str = "data/tldr"
-    """folder to write; it must not hold anything yet"""
+    """folder to write, which must be empty or absent"""
     num_proc: int = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    """processes that share the rows; all cores that this one may use"""
+    """number of processes that share the rows; default: all available cores"""
 
     max_query_length: int = 512
-    """tokens: longer TL;DR queries are truncated to it (Detail 2), shorter ones left-padded (Detail 5)"""
+    """maximum tokens of a TL;DR query: longer ones are truncated (Detail 2), shorter ones left-padded (Detail 5)"""
     max_sft_response_length: int = 53
-    """tokens of a reference summary with leading space and EOS (Detail 4)"""
+    """maximum tokens of a reference summary, leading space and EOS included (Detail 4)"""
     max_rm_response_length: int = 169
-    """tokens of a compared summary with leading space and EOS (Detail 4)"""
+    """maximum tokens of a compared summary, leading space and EOS included (Detail 4)"""
 
     push_to_hub: bool = False
     """also push both data sets to the Hub, each with a data card"""
     hub_id_sft: str = ""
-    """repository of the SFT data set, `owner/name`; needed by --push-to-hub"""
+    """Hub repository of the SFT data set, `owner/name`; required with --push-to-hub"""
     hub_id_preference: str = ""
-    """repository of the preference data set, `owner/name`; needed by --push-to-hub"""
+    """Hub repository of the preference data set, `owner/name`; required with --push-to-hub"""
     hub_revision: str = "main"
-    """branch of both to push to, made if it is not there"""
+    """branch of both repositories to push to; it is created if necessary"""
 
 
 # ==== the algorithm ===============================================================================
 
 
 def format_query(row: dict) -> str:
-    """The query text of an SFT row or a pair's `info`: CNN/DM's template if it has an article, else TL;DR's."""
+    """Return the query text of an SFT row or a pair's `info`, in CNN/DM's template if it has an article, else in
+    TL;DR's."""
     if row.get("article") is not None:
         return CNNDM_TEMPLATE.format(article=row["article"])
     return TLDR_TEMPLATE.format(subreddit=row.get("subreddit") or "", title=row["title"], post=row["post"])
 
 
 def truncate_query(row: dict, tokenizer: PreTrainedTokenizerBase, max_length: int) -> tuple[str, list[int]]:
-    """(query text, its token ids), at most max_length tokens (Detail 2).
+    """Return (query text, its token ids) with at most max_length tokens (Detail 2).
 
-    While the query is too long, its post (CNN/DM: its article) loses everything from its last newline on; once there
-    is none left, its last character. Template and title stay whole. ValueError if even an empty post does not fit.
-    """
+    While the query is too long, its post (or CNN/DM article) is cut before its last newline or, if it has none left,
+    loses its last character. Template and title stay whole. Raises ValueError if even an empty post does not fit."""
     field = "article" if row.get("article") is not None else "post"
 
     def query_of(body: str) -> tuple[str, list[int]]:
@@ -132,9 +133,9 @@ def truncate_query(row: dict, tokenizer: PreTrainedTokenizerBase, max_length: in
     body = row[field]
     query, tokens = query_of(body)
     if len(tokens) > max_length:
-        # A shortcut with the same result, for posts of a megabyte: no token reaches over a single space or newline
-        # between two words into the next word, so a cut there has at most the tokens of any cut behind it. Hence the
-        # first such cut that is too long rules out every cut behind it.
+        # A shortcut with the same result, for very long posts. No token continues over a single space or newline
+        # between two words into the next word, so a cut there never has more tokens than a later cut. Therefore the
+        # first such cut that is too long rules out all later ones.
         cuts = [match.start() for match in re.finditer(r"(?<=\w)[ \n](?=\w)", body)]
         first = bisect.bisect_left(cuts, True, key=lambda cut: len(query_of(body[:cut])[1]) > max_length)
         body = body[: cuts[first]] if first < len(cuts) else body
@@ -147,12 +148,13 @@ def truncate_query(row: dict, tokenizer: PreTrainedTokenizerBase, max_length: in
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str | list[str]) -> list:
-    """Token ids of plain text, or of each of several: nothing added, and what spells a special token stays text."""
+    """Return the token ids of a text, or of each of several. Adds nothing, and treats special tokens in it as plain
+    text."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
 def query_columns(row: dict, tokenizer, max_length: int) -> dict:
-    """query, query_token (max_length,), query_token_len of an SFT row or a pair's `info`."""
+    """Return query, query_token (max_length,) and query_token_len of an SFT row or a pair's `info`."""
     query, tokens = truncate_query(row, tokenizer, max_length)
     padding = [tokenizer.pad_token_id] * (max_length - len(tokens))
     return {
@@ -163,19 +165,19 @@ def query_columns(row: dict, tokenizer, max_length: int) -> dict:
 
 
 def response_columns(name: str, text: str, query: dict, tokenizer, widths: tuple[int, int]) -> dict:
-    """The columns of one response, `name` being reference_response, chosen or rejected. query: what `query_columns`
-    returns. widths: of response and of query + response."""
+    """Return the columns of one response. name: reference_response, chosen or rejected; query: the output of
+    query_columns; widths: of the response and of query + response."""
     pad_id = tokenizer.pad_token_id
     eos_id = tokenizer.eos_token_id
     response = text if text.startswith(" ") else f" {text}"  # Detail 3: a leading space, and EOS at the end
-    # One string is tokenised, not two. strip() drops the newline that ends CNN/DM queries, as in the authors' code:
-    # the width of 2021 was measured that way.
+    # Query and response are tokenised as one string. strip() drops the newline that ends CNN/DM queries, as in the
+    # authors' code, which measured the width of 2021 that way.
     joined = query["query"].strip() + response
     joined_tokens = encode(tokenizer, joined) + [eos_id]
     query_token = query["query_token"][-query["query_token_len"] :]  # without [PAD]
     label = mask_query(query_token, joined_tokens, pad_id)
-    # the response's tokens are those behind the query: by itself a response may have others (a tokenizer that puts a
-    # space before every text)
+    # The response's tokens are those after the query. Alone, a response may have other tokens, because some
+    # tokenizers put a space before every text.
     tokens = [token for token in label if token != pad_id]
     return {
         name: response + tokenizer.eos_token,
@@ -189,12 +191,13 @@ def response_columns(name: str, text: str, query: dict, tokenizer, widths: tuple
 
 
 def pad_right(tokens: list[int], pad_id: int, width: int) -> list[int]:
-    """tokens (n,) padded on the right to (width,) (Detail 5); check_widths finds those that are longer."""
+    """Return tokens (n,) padded on the right to (width,) (Detail 5). Longer ones stay as they are, for check_widths to
+    find."""
     return tokens + [pad_id] * (width - len(tokens))
 
 
 def widths_of(args: Args, name: str, cnndm: bool) -> tuple[int, int]:
-    """Widths of response and of query + response in the data set `name` (Details 4 and 5)."""
+    """Return the widths of response and of query + response in the data set `name` (Details 4 and 5)."""
     query = MAX_QUERY_LENGTH_CNNDM if cnndm else args.max_query_length
     response = args.max_sft_response_length if name == "sft" else args.max_rm_response_length
     if cnndm and response == Args.max_rm_response_length:
@@ -203,13 +206,13 @@ def widths_of(args: Args, name: str, cnndm: bool) -> tuple[int, int]:
 
 
 def mask_query(query_token: list[int], tokens: list[int], pad_id: int) -> list[int]:
-    """A copy of `tokens` in which the prefix that it shares with `query_token` (unpadded) is pad_id."""
+    """Return a copy of `tokens` in which the prefix shared with `query_token` (unpadded) is replaced by pad_id."""
     shared = len(os.path.commonprefix([query_token, tokens]))
     return [pad_id] * shared + tokens[shared:]
 
 
 def process_sft_row(row: dict, tokenizer, args: Args) -> dict:
-    """All columns of one SFT row; ValueError naming the field that is wrong."""
+    """Return all columns of an SFT row. Raises ValueError naming a field that is wrong."""
     columns = post_fields(row)
     query = query_columns(columns, tokenizer, args.max_query_length)
     widths = widths_of(args, "sft", cnndm=False)
@@ -217,7 +220,7 @@ def process_sft_row(row: dict, tokenizer, args: Args) -> dict:
 
 
 def process_preference_row(row: dict, tokenizer, args: Args) -> dict:
-    """All columns of one pair; ValueError naming the field that is wrong."""
+    """Return all columns of a pair. Raises ValueError naming a field that is wrong."""
     columns = pair_fields(row)
     max_query_length = MAX_QUERY_LENGTH_CNNDM if is_cnndm(row) else args.max_query_length
     widths = widths_of(args, "preference", is_cnndm(row))
@@ -240,12 +243,12 @@ def process_preference_row(row: dict, tokenizer, args: Args) -> dict:
 def main(args: Args):
     # ---- 1. tokenizer ----------------------------------------------------------------------------
     name, revision = args.tokenizer, ""
-    if not Path(name).exists():  # a path may hold an @
+    if not Path(name).exists():  # a local path may contain an @
         name, _, revision = name.partition("@")
     with or_fail(f"--tokenizer {args.tokenizer} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
     if tokenizer.eos_token is None:
-        fail(f"--tokenizer {args.tokenizer} has no EOS token, which ends every response (Detail 3)")
+        fail(f"--tokenizer {args.tokenizer} has no EOS token, which must end every response (Detail 3)")
     added = tokenizer.convert_ids_to_tokens(tokenizer("")["input_ids"])
     if added:
         console.print(f"--tokenizer {args.tokenizer} adds {' '.join(added)} to a text; no row here has it")
@@ -288,7 +291,7 @@ def main(args: Args):
 
 
 def read_raw(source: str, splits: Iterable[str], required: Iterable[str]) -> dict[str, RawRows]:
-    """{split: rows} of a folder or a Hub id; ends with an error on an empty split or a missing column."""
+    """Return {split: rows} of a folder or a Hub id. Ends with an error if a split is empty or a column is missing."""
     folder = Path(source).expanduser()
     raw = {}
     if not folder.is_dir():
@@ -311,7 +314,7 @@ def read_raw(source: str, splits: Iterable[str], required: Iterable[str]) -> dic
 
 
 def read_file(path: Path) -> RawRows:
-    """Rows of one .jsonl or .parquet file; `where` names file and row (for jsonl: the line)."""
+    """Return the rows of a .jsonl or .parquet file. Their `where` names the file and the row (for jsonl, the line)."""
     if path.suffix == ".parquet":
         with or_fail(f"{path}: not a parquet file"):
             table = pyarrow.parquet.read_table(path).to_pylist()
@@ -331,7 +334,7 @@ def read_file(path: Path) -> RawRows:
 
 
 def read_hub(source: str, splits: Iterable[str]) -> dict[str, RawRows]:
-    """{split: rows} of the splits that a Hub id[@revision] has."""
+    """Return {split: rows} for those of the splits that a Hub id[@revision] has."""
     repository, _, revision = source.partition("@")
     with or_fail(f"{source} is not a folder with a .jsonl or .parquet file per split, nor a data set on the Hub"):
         configs = datasets.get_dataset_config_names(repository, revision=revision or None)
@@ -346,7 +349,7 @@ def read_hub(source: str, splits: Iterable[str]) -> dict[str, RawRows]:
 
 
 def split_off_cnndm(raw: dict[str, RawRows]) -> dict[str, RawRows]:
-    """Detail 1: move the CNN/DM rows of `validation` to `validation_cnndm`, in front of the rows already there."""
+    """Move the CNN/DM rows of `validation` to `validation_cnndm`, before the rows already there (Detail 1)."""
     for split, rows in raw.items():
         if split == "validation":
             continue
@@ -362,7 +365,7 @@ def split_off_cnndm(raw: dict[str, RawRows]) -> dict[str, RawRows]:
 
 
 def is_cnndm(row: dict) -> bool:
-    """Detail 1: does this raw pair compare summaries of a CNN/DM article?"""
+    """Return whether a raw pair compares summaries of a CNN/DM article (Detail 1)."""
     info = row.get("info")
     has_article = isinstance(info, dict) and info.get("article") is not None
     return has_article or row.get("batch") in CNNDM_BATCHES
@@ -377,14 +380,14 @@ def print_row_counts(name: str, splits: dict[str, RawRows]):
 
 
 def post_fields(row: dict) -> dict:
-    """The columns of an SFT row that are stored as they are; ValueError naming the field that is wrong."""
+    """Return the columns of an SFT row that are stored unchanged. Raises ValueError naming a field that is wrong."""
     subreddit = text_field(row, "subreddit", "subreddit", required=False) or ""
     needed = {field: text_field(row, field, field) for field in SFT_COLUMNS if field != "subreddit"}
     return {field: needed.get(field, subreddit) for field in SFT_COLUMNS}
 
 
 def pair_fields(row: dict) -> dict:
-    """The columns of a pair that are stored as they are; ValueError naming the field that is wrong."""
+    """Return the columns of a pair that are stored unchanged. Raises ValueError naming a field that is wrong."""
     info = row.get("info")
     summaries = row.get("summaries")
     choice = row.get("choice")
@@ -394,7 +397,7 @@ def pair_fields(row: dict) -> dict:
         text_field(info, field, f"info.{field}")
     if not isinstance(summaries, list) or len(summaries) != 2:
         raise ValueError(f"summaries should be a list of two, not {summaries!r:.80}")
-    if type(choice) is not int or choice not in (0, 1):  # bool is a kind of int, but no choice
+    if type(choice) is not int or choice not in (0, 1):  # True is an int in Python, but not a choice
         raise ValueError(f"choice should be 0 or 1, not {choice!r:.80}")
     confidence = extra.get("confidence") if isinstance(extra, dict) else extra
     if type(confidence) not in (int, type(None)):
@@ -414,7 +417,8 @@ def pair_fields(row: dict) -> dict:
 
 
 def text_field(record: dict, field: str, name: str, required: bool = True) -> str | None:
-    """record[field], which must be a string (not blank if `required`, else it may be null); ValueError by `name`."""
+    """Return record[field], which must be a string (if `required`, not blank; if not, it may be null). Raises
+    ValueError with `name` otherwise."""
     if not isinstance(record, dict):
         raise ValueError(f"{name} is missing: found {record!r:.80} where an object should be")
     if required and field not in record:
@@ -434,7 +438,7 @@ def text_field(record: dict, field: str, name: str, required: bool = True) -> st
 
 
 def column_types(name: str) -> Features:
-    """Columns and types of the data set `name`."""
+    """Return the columns of the data set `name` and their types."""
     text = Value("string")
     number = Value("int64")
     tokens = List(number)  # of any length, as published: all splits of a DatasetDict must have the same types
@@ -462,7 +466,7 @@ def column_types(name: str) -> Features:
 
 
 def process_split(name: str, split: str, rows: RawRows, tokenizer, args: Args, folder: Path) -> Dataset:
-    """All columns of all rows, in order; the first bad row ends the run. Each process has consecutive rows."""
+    """Return all columns of all rows, in order; the first bad row ends the run. Each process gets consecutive rows."""
     fields, process = (post_fields, process_sft_row) if name == "sft" else (pair_fields, process_preference_row)
     checked = []
     for where, row in rows:
@@ -479,9 +483,9 @@ def process_split(name: str, split: str, rows: RawRows, tokenizer, args: Args, f
         except ValueError as error:
             raise ValueError(f"{row['where']}: {error}") from None
 
-    processes = min(args.num_proc, -(-len(rows) // 100))  # to start a process takes as long as 100 rows
+    processes = min(args.num_proc, -(-len(rows) // 100))  # starting a process takes as long as 100 rows
     settings = {"num_proc": processes if processes > 1 else None, "new_fingerprint": f"{name}_{split}"}
-    settings["cache_file_name"] = f"{folder}/{name}_{split}/rows.arrow"  # in a fresh folder: nothing can be stale
+    settings["cache_file_name"] = f"{folder}/{name}_{split}/rows.arrow"  # a fresh folder, so nothing is stale
     try:
         data = Dataset.from_list(checked, features=Features(stored))
         return data.map(columns, features=types, remove_columns=["where"], desc=f"{name} {split}", **settings)
@@ -490,8 +494,8 @@ def process_split(name: str, split: str, rows: RawRows, tokenizer, args: Args, f
 
 
 def check_widths(args: Args, raw: dict[str, dict[str, RawRows]], data: dict[str, DatasetDict]):
-    """End with an error where a row is longer than its width (Detail 4): with each flag, the length that all rows need,
-    and the row with the longest response."""
+    """End with an error if a row is longer than its width (Detail 4). The message names each flag with the length that
+    all rows need, and the row with the longest response."""
     flags = []
     for name, splits in data.items():
         longest, too_long = (0, ""), False
@@ -503,7 +507,7 @@ def check_widths(args: Args, raw: dict[str, dict[str, RawRows]], data: dict[str,
                 longest = max(longest, (lengths[index], raw[name][split][index][0]))
                 too_long = too_long or lengths[index] > widths[0] or max(joined) > widths[1]
         flag = "max_sft_response_length" if name == "sft" else "max_rm_response_length"
-        # with another length than the paper's, query + response get the sum of both widths
+        # With a length other than the paper's, the width of query + response is the sum of both widths.
         length = longest[0] + (longest[0] == getattr(Args, flag))
         if too_long:
             flags.append(f"--{flag.replace('_', '-')} {length} ({longest[1]})")
@@ -513,8 +517,9 @@ def check_widths(args: Args, raw: dict[str, dict[str, RawRows]], data: dict[str,
 
 @contextmanager
 def unfinished_folder(output_dir: Path):
-    """Yield a temporary folder, whose `finished` becomes the output folder at the end: at once or, where that exists (a
-    symlink, a mount point), part by part. If anything fails, nothing of it is left behind."""
+    """Yield a temporary folder whose subfolder `finished` becomes the output folder at the end: by one rename or, if
+    the output folder exists (a symlink, a mount point), part by part. If anything fails, nothing of it is left
+    behind."""
     target = output_dir.resolve()
     beside = target if target.exists() else target.parent
     beside.mkdir(parents=True, exist_ok=True)
@@ -532,7 +537,7 @@ def unfinished_folder(output_dir: Path):
 
 
 def write_statistics(args: Args, data: dict[str, DatasetDict], folder: Path):
-    """Writes tables and figures to folder/statistics and a data card to each data set; prints the tables."""
+    """Write tables and figures to folder/statistics and a data card to each data set, and print the tables."""
     statistics = folder / "statistics"
     statistics.mkdir()
     lengths = []
@@ -551,7 +556,8 @@ def write_statistics(args: Args, data: dict[str, DatasetDict], folder: Path):
 
 
 def length_statistics(name: str, data: DatasetDict) -> tuple[pd.DataFrame, Figure]:
-    """Detail 4: lengths in tokens per split and column beside their limits; figures 2 and 3: their histograms."""
+    """Return lengths in tokens per split and column with their limits (Detail 4), and their histograms (figures 2 and
+    3)."""
     columns = [column for column in next(iter(data.values())).column_names if column.endswith("_token_len")]
     figure = Figure(figsize=(4 * len(columns), 3 * len(data)), layout="constrained")
     plots = figure.subplots(len(data), len(columns), squeeze=False)
@@ -580,7 +586,8 @@ def length_statistics(name: str, data: DatasetDict) -> tuple[pd.DataFrame, Figur
 
 
 def pair_tables(pairs: DatasetDict) -> dict[str, pd.DataFrame]:
-    """{name: table}: tables 21-27, one a split, and 2 (Detail 6); pairs per batch, split and confidence (Detail 1)."""
+    """Return {name: table}: tables 21-27 (one per split) and 2 (Detail 6), and pairs per batch, split and confidence
+    (Detail 1)."""
     tables = {}
     unique = []
     groups = []
@@ -600,13 +607,13 @@ def pair_tables(pairs: DatasetDict) -> dict[str, pd.DataFrame]:
 
 
 def policy_pair_counts(policies: Iterable[str]) -> list[tuple[str, int]]:
-    """Detail 6, tables 21-27: (pair of policies, its count), the most frequent first, ties by name."""
+    """Return (pair of policies, its count), the most frequent first, ties by name (Detail 6, tables 21-27)."""
     counts = Counter(policies)
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 def truncation_table(data: dict[str, DatasetDict]) -> pd.DataFrame:
-    """Detail 2: how many queries of each split were cut, and how; how many had no subreddit."""
+    """Return how many queries of each split were cut and how (Detail 2), and how many had no subreddit."""
     records = []
     for name, splits in data.items():
         columns = ["info", "query"] if name == "preference" else [*SFT_COLUMNS, "query"]
@@ -629,7 +636,8 @@ def truncation_table(data: dict[str, DatasetDict]) -> pd.DataFrame:
 
 
 def truncation(row: dict, query: str) -> str:
-    """How truncate_query(row, …) made `query`: "none", "newline" or "character" (at least one single character)."""
+    """Return how truncate_query(row, …) made `query`: "none", "newline" or "character" (at least one single
+    character)."""
     body = row["article"] if row.get("article") is not None else row["post"]
     kept = len(body) - (len(format_query(row)) - len(query))
     if kept == len(body):
@@ -638,7 +646,7 @@ def truncation(row: dict, query: str) -> str:
 
 
 def card_text(name: str, args: Args, lengths: pd.DataFrame) -> str:
-    """Body of the data card: where the data come from, command line, token lengths."""
+    """Return the body of the data card: where the data come from, the command line, and token lengths."""
     source = args.sft_dataset if name == "sft" else args.preference_dataset
     command = shlex.join(["python", *sys.argv])
     table = lengths.drop(columns="dataset").to_string(index=False)
@@ -659,12 +667,12 @@ In `…_response_label` the query is replaced by the pad id.
 
 
 def push(name: str, repository: str, args: Args):
-    """Push a finished data set and its card; where that fails, say how to do it later."""
+    """Push a finished data set and its card. If that fails, the error says how to do it later."""
     folder = f"{args.output_dir}/{name}"
     revision = args.hub_revision
     later = f"load_from_disk('{folder}').push_to_hub('{repository}', revision='{revision}')"
     complete = f"the data are complete in {args.output_dir}"
-    with or_fail(f"the push to {repository} failed, but {complete}; later: {later}"):
+    with or_fail(f"the push to {repository} failed, but {complete}; push later with {later}"):
         load_from_disk(folder).push_to_hub(repository, revision=revision)
         file = {"repo_id": repository, "repo_type": "dataset", "revision": revision}
         card = DatasetCard.load(hf_hub_download(filename="README.md", **file))
@@ -683,13 +691,13 @@ def fail(message: str):
 
 @contextmanager
 def or_fail(message: str):
-    """Around what goes wrong outside of the script (a damaged file, a full disk): the run ends with one message."""
+    """Run a block that depends on files, disk or network, and turn any exception there into one clear error message."""
     try:
         yield
-    except Exception as error:  # of as many kinds as there are formats
+    except Exception as error:  # each file format raises its own kinds of error
         fail(f"{message} ({error!r:.300})")
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
+    sys.stdout.reconfigure(errors="replace")  # print ? where the terminal cannot show a character
     main(tyro.cli(Args))

@@ -44,10 +44,10 @@ def fail(message: str):
 
 @contextmanager
 def or_fail(message: str):
-    """Around what goes wrong outside of the script (a damaged file, a full disk): the run ends with one message."""
+    """Run a block that depends on files, disk or network, and turn any exception there into one clear error message."""
     try:
         yield
-    except Exception as error:  # of as many kinds as there are formats
+    except Exception as error:  # each file format raises its own kinds of error
         fail(f"{message} ({error!r:.300})")
 
 
@@ -62,7 +62,7 @@ def released(model: str, seed: int) -> str:
 
 
 def weight_files(path: str) -> list[Path]:
-    """The safetensors files of a checkpoint folder: model.safetensors, or else those that its index names."""
+    """Return the safetensors files of a checkpoint folder: model.safetensors, or the files that its index names."""
     if Path(path, "model.safetensors").exists():
         return [Path(path, "model.safetensors")]
     index = json.loads(Path(path, "model.safetensors.index.json").read_text())

@@ -1,26 +1,27 @@
-"""Reward model with Llama 2's margins, weights of pairs and safety labels, a copy of ../reward.py ("Llama 2: Open
+"""Reward model with Llama 2's margins, pair weights and safety labels, a copy of ../reward.py ("Llama 2: Open
 Foundation and Fine-Tuned Chat Models", sections 3.2.1 and 3.2.2, tables 27 to 29).
 
 One process:    python llama2/reward.py --model helpful --sft-model-path runs/sft/base/1 --dataset data/llama2/sft \
                     --preference-dataset data/llama2/preference --margin small --run-eval
 N processes:    torchrun --nproc_per_node 8 llama2/reward.py --model helpful ... --margin small --run-eval
 
-Starts from the SFT model of the same name and seed. The run folder holds model/ (a sequence classifier with one label,
-whose head has a bias that plain transformers ignores), metrics.jsonl, args.json, TensorBoard files, eval/ (table 5) and
-checkpoints/. The algorithm comes first, plumbing last. What differs: `git diff --no-index reward.py llama2/reward.py`.
+Training starts from the SFT model with the same name and seed. The run folder holds model/ (a sequence classifier with
+one label, whose head has a bias that plain transformers ignores), metrics.jsonl, args.json, TensorBoard files, eval/
+(table 5) and checkpoints/. The algorithm comes first and plumbing last. To see what differs from reward.py, run
+`git diff --no-index reward.py llama2/reward.py`.
 
-Shapes: n rows of a split, b pairs or rows at hand, Q width of the queries, C and R widths of the chosen and rejected
-responses, T width of a row of query and response(s).
+Shapes: n is the number of rows of a split, b the number of pairs or rows in a function's input, Q the width of the
+queries, C and R the widths of the chosen and rejected responses, and T the width of a row of query and response(s).
 
-Deviations from the paper and its code, each on purpose:
-- a pair is one row `query + chosen + rejected` in which `rejected` does not see `chosen` and its positions restart
-  after the query: the same rewards for nearly half the work. The authors run two rows.
-- the head's bias is not trained, as it is by the authors: it cancels in the loss, so that Adam would only amplify
-  rounding. Detail 15 sets it after training; the authors store that shift in the config and subtract it.
-  --safety-coef trains it.
-- the head runs in float32; the authors' runs under bf16 autocast, which keeps three digits of a reward.
-- an epoch shows every pair once; the authors' released runs shuffled differently on every rank, and showed 65.8 %.
-- the rows left over after the last whole batch are not trained on (the authors trained on 92,832 of 92,858 pairs too).
+The script deviates from the paper and the authors' code on purpose:
+- A pair is one row `query + chosen + rejected`, in which `rejected` does not see `chosen` and its positions restart
+  after the query. This gives the same rewards for nearly half the work. The authors run two rows.
+- The head's bias is not trained, because it cancels in the loss and Adam would only amplify rounding; the authors train
+  it. Detail 15 sets it after training, whereas the authors store that shift in the config and subtract it.
+  --safety-coef does train it.
+- The head runs in float32. The authors run it under bf16 autocast, which keeps only three digits of a reward.
+- An epoch shows every pair once. The authors' released runs shuffled differently on every rank, so they showed 65.8 %.
+- The rows left over after the last whole batch are not trained on. The authors also trained on 92,832 of 92,858 pairs.
 """
 
 import json
@@ -58,11 +59,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.utils import logging as transformers_logging
 
 STAGE = "reward"
-MICRO_BATCH_SIZES = {"1b": 8, "2.8b": 4, "6.9b": 1}  # of Pythia's sizes: pairs that fit one 80 GB device
+MICRO_BATCH_SIZES = {"1b": 8, "2.8b": 4, "6.9b": 1}  # per Pythia size: pairs that fit on one 80 GB device
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 PREFERENCE_DATASET = "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144"
 COLUMNS = ["query", "query_token", "query_reference_response_token"]
-TIE = 1e-5  # rewards no further apart are equal but for rounding, which depends on the micro-batch: no hit
+TIE = 1e-5  # rewards this close are a tie, not a hit: their rounding depends on the micro-batch
 PAIR_COLUMNS = ["query_chosen_token", "query_chosen_token_response_label"]
 PAIR_COLUMNS += ["query_rejected_token", "query_rejected_token_response_label"]
 PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
@@ -79,72 +80,73 @@ SAFETY = {(True, False): "chosen alone safe", (True, True): "both safe", (False,
 @dataclass
 class Args:
     model: str = "1b"
-    """name of the run: 1b, 2.8b, 6.9b or any other; the weights come from --sft-model-path"""
+    """name of the run, for {model} in the paths: 1b, 2.8b, 6.9b or any other (weights: --sft-model-path)"""
     seed: int = 44413
-    """seed of the head and the data order (paper: 44413, 55513, 66613, 77713)"""
+    """seed of the head and the data order (the paper uses 44413, 55513, 66613 and 77713)"""
     sft_model_path: str = "runs/sft/{model}/{seed}"
-    """SFT model: run folder, checkpoint folder or Hub id[@revision]"""
+    """SFT model to start from: run folder, checkpoint folder or Hub id[@revision]"""
     dataset: str = "data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET
     """SFT data, whose reference summaries centre the rewards (Detail 15): folder or Hub id[@revision]"""
     preference_dataset: str = "data/tldr/preference" if Path("data/tldr/preference").exists() else PREFERENCE_DATASET
-    """preference data: folder or Hub id[@revision]"""
+    """pre-tokenised preference data: folder or Hub id[@revision]"""
     output_dir: str = "runs/reward/{model}/{seed}"
-    """run folder"""
+    """run folder to write, which must not hold a run yet (unless you pass --resume)"""
 
     num_train_epochs: float = 1
     """passes over the train split (table 4)"""
     total_episodes: int | None = None
-    """pairs to train on; default num_train_epochs passes (table 4: 92,858)"""
+    """number of pairs to train on; default: num_train_epochs passes (table 4: 92,858)"""
     batch_size: int = 64
     """pairs per optimiser step over all devices (table 4)"""
     learning_rate: float = 3e-6
-    """peak learning rate, cosine to 0 over the run (table 4)"""
+    """peak learning rate; decays to 0 over the run by a cosine (table 4)"""
     max_grad_norm: float = 0.0
-    """gradient norm to clip at; 0: no clipping (paper)"""
+    """clip gradients to this global norm; 0: no clipping (as in the paper)"""
     margin: Literal["none", "small", "large", "column"] = "none"
-    """Llama 2's margin of a pair in the loss (equation 2): 1, 2/3, 1/3, 0 (small) or 3, 2, 1, 0 (large) by its grade,
-    or the number in its column `margin`"""
+    """Llama 2's margin of a pair in the loss (equation 2), by its grade: 1, 2/3, 1/3, 0 (small) or 3, 2, 1, 0 (large);
+    column: the number in its column `margin`"""
     safety_coef: float = 0.0
-    """weight of Llama 2's auxiliary loss, which has the sigmoid of a reward say whether a response labelled safe or
-    unsafe is safe; above 0 the head's bias is trained, and the rewards are not centred"""
+    """weight of Llama 2's auxiliary loss, which trains the sigmoid of a reward to predict whether a labelled response
+    is safe; above 0, the head's bias is trained and the rewards are not centred"""
 
     eval_every: int = 0
-    """updates between validation accuracies; 0: after the last update only"""
+    """compute the validation accuracy every so many updates; 0: only after the last update"""
     run_eval: bool = False
     """after training, write table 5: accuracy per batch, confidence, split and policy pair of every validation split"""
     micro_batch_size: int | None = None
-    """pairs per device and forward/backward pass: memory and speed, and rounding; default: what fits 80 GB, or 8"""
+    """pairs per device in one forward/backward pass; affects memory, speed, rounding; default: fits 80 GB, or 8"""
     forward_batch_size: int | None = None
     """pairs or rows per device in passes without gradient (evaluation, centring); default: four micro-batches"""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
+    """autocast type, while weights stay in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
     save_every: int = 0
-    """updates between checkpoints for --resume; 0: none"""
+    """write a checkpoint for --resume every so many updates; 0: never"""
     resume: bool = False
-    """continue the run in output_dir from its newest checkpoint"""
+    """continue the run in --output-dir from its newest checkpoint"""
     track: bool = False
-    """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+    """also log to Weights & Biases (set WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment)"""
 
 
 # ==== the algorithm ===============================================================================
 
 
 def margin_loss(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor) -> torch.Tensor:
-    """Equation 2 per pair: -log sigmoid(chosen - rejected - margin). Rewards and margins (b,) -> (b,)."""
+    """Return the loss per pair (b,), -log sigmoid(chosen - rejected - margin) (equation 2), from rewards and margins
+    (b,)."""
     return -F.logsigmoid(chosen - rejected - margin)
 
 
 def safety_loss(rewards: torch.Tensor, safe: torch.Tensor) -> torch.Tensor:
-    """Llama 2's auxiliary loss per response (table 29): the binary cross-entropy of sigmoid(reward) as the probability
-    that it is safe; 0 where nobody said. rewards (b,), safe (b,) of 1, 0 and nan -> (b,)."""
+    """Return Llama 2's auxiliary loss per response (b,) (table 29): the binary cross-entropy of sigmoid(reward) as the
+    probability that it is safe, or 0 without a label. rewards (b,); safe (b,) is 1, 0 or nan."""
     known = ~safe.isnan()
     loss = F.binary_cross_entropy_with_logits(rewards.float(), safe.nan_to_num(), reduction="none")
     return loss.masked_fill(~known, 0.0)
 
 
 def pair_rewards(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rewards (b,) of the chosen and of the rejected response, each read at its last token (Detail 12), and the logits
-    at all their other tokens, flat, which are only looked at (Detail 13). `pairs` as made by pair_rows."""
+    """Return the rewards (b,) of the chosen and rejected responses, each read at its last token (Detail 12), and the
+    logits at all other response tokens, flattened, which are only logged (Detail 13). `pairs` comes from pair_rows."""
     inputs, columns = pair_inputs(pairs["query"], pairs["chosen"], pairs["rejected"], pad_id)
     inputs["attention_mask"] = windowed_mask(model, inputs)
     logits = model(**inputs)  # (b, T)
@@ -161,7 +163,8 @@ def pair_rewards(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.T
 
 
 def pair_margins(path: str, data, margin: str) -> torch.Tensor:
-    """Margin (n,) of every pair: 0, by its grade, or its column `margin`. An error where there is none that is."""
+    """Return the margin (n,) of every pair: 0, the one of its grade, or its column `margin`. Ends with an error if a
+    margin is missing, negative or not finite."""
     if margin == "none":
         return torch.zeros(len(data))
     if margin == "column":
@@ -174,13 +177,13 @@ def pair_margins(path: str, data, margin: str) -> torch.Tensor:
     margins = torch.tensor(margins, dtype=torch.float32)
     is_margin = margins.isfinite() & (margins >= 0)
     for i in (~is_margin).nonzero().flatten().tolist():
-        fail(f"--margin {margin}: {path}, train, row {i}: margin {margins[i].item()} is no number from 0")
+        fail(f"--margin {margin}: {path}, train, row {i}: margin {margins[i].item()} is not a number of at least 0")
     return margins
 
 
 def pair_grades(path: str, data, margin: str) -> list[str]:
-    """Grade (n,) of every pair: its column `grade`, or that of its confidence. An error where there is neither, where
-    a grade has no margin, and where no pair has one."""
+    """Return the grade (n,) of every pair: its column `grade`, or the grade of its confidence. Ends with an error if
+    the data have neither, if a grade has no margin, or if no pair has a grade."""
     if "grade" in data.column_names:
         grades = data.with_format(None)["grade"][:]
     elif "extra" in data.column_names:
@@ -197,8 +200,8 @@ def pair_grades(path: str, data, margin: str) -> list[str]:
 
 
 def confidence_grade(confidence: int | None) -> str:
-    """Llama 2's grade of TL;DR's confidence, one scale from 1 (surely the first) to 9 (surely the second): by its
-    distance to 5, 4 significantly, 3 better, 2 slightly, less negligibly; none where it is unknown."""
+    """Return Llama 2's grade for a confidence of TL;DR, which runs from 1 (surely the first) to 9 (surely the second).
+    A distance to 5 of 4 is significantly, 3 better, 2 slightly, less negligibly; an unknown confidence is none."""
     if confidence is None:
         return "none"
     distance = abs(int(confidence) - 5)
@@ -206,15 +209,16 @@ def confidence_grade(confidence: int | None) -> str:
 
 
 def pair_weights(data) -> torch.Tensor:
-    """Weight (n,) of every pair, 1 where there is no such column. A tie that is there in both orders weighs 0.5 in each
-    (llama2/preference_dataset.py)."""
+    """Return the weight (n,) of every pair, or 1 if there is no such column. A tie stored in both orders has weight 0.5
+    in each (llama2/preference_dataset.py)."""
     if "weight" not in data.column_names:
         return torch.ones(len(data))
     return torch.tensor(data.with_format(None)["weight"][:], dtype=torch.float32)
 
 
 def safety_labels(data) -> torch.Tensor:
-    """Are chosen and rejected safe: (n, 2) of 1, 0 and nan, where nobody said or there is no such column."""
+    """Return whether chosen and rejected are safe, (n, 2) of 1, 0 and nan. It is nan if there is no label or no such
+    column."""
     sides = [f"{side}_safe" for side in ("chosen", "rejected")]
     if not set(sides) <= set(data.column_names):
         return torch.full((len(data), 2), torch.nan)
@@ -223,8 +227,8 @@ def safety_labels(data) -> torch.Tensor:
 
 
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
-    """Rows (stop - start,) at the positions start..stop-1 of an endless stream over n rows: each pass is a new shuffle
-    without replacement (Detail 21). A function of (seed, position) alone: every process can name every batch."""
+    """Return the row indices (stop - start,) at positions start..stop-1 of an endless stream over n rows, reshuffled
+    without replacement on each pass (Detail 21). They depend only on (seed, position), so all processes agree."""
     passes = []
     for epoch in range(start // n, (stop - 1) // n + 1):
         shuffled = permutation(n, seed, epoch)
@@ -233,7 +237,7 @@ def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
 
 
 def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
-    """The numbers 0..n-1 in a random order (n,) that depends on seed and epoch alone."""
+    """Return the numbers 0..n-1 in a random order (n,) that depends only on seed and epoch."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(n, generator=generator)
 
@@ -256,35 +260,38 @@ def main(args: Args):
     terms = {"margin": pair_margins(args.preference_dataset, data["train"], args.margin)}  # (n,)
     terms["weight"] = pair_weights(data["train"])  # (n,)
     terms["safe"] = safety_labels(data["train"])  # (n, 2)
-    for split in data:  # without pairs whose chosen response is unsafe and the other safe (Llama 2, section 3.2.1)
+    for split in data:  # drop pairs whose chosen response is unsafe and the other safe (Llama 2, section 3.2.1)
         is_wrong = (safety_labels(data[split]) == torch.tensor([0.0, 1.0])).all(1)
         if split == "train":
             terms = {key: value[~is_wrong] for key, value in terms.items()}
         if is_wrong.any():
-            accelerator.print(f"{split}: {is_wrong.sum()} pairs left out, whose chosen response alone is unsafe")
+            accelerator.print(f"{split}: {is_wrong.sum()} pairs left out, because only the chosen response is unsafe")
             data[split] = data[split].select((~is_wrong).nonzero().flatten().tolist())
     if args.safety_coef < 0 or (args.safety_coef and terms["safe"].isnan().all()):
-        fail(f"--safety-coef {args.safety_coef}: it is at least 0, and needs chosen_safe and rejected_safe in the data")
+        fail(f"--safety-coef {args.safety_coef}: use at least 0, and data with chosen_safe and rejected_safe")
     ties = int((terms["weight"] != 1).sum())
     if ties:
         count = f"{ties} of the {len(terms['weight']):,} train pairs"
-        accelerator.print(f"{count} have another weight than 1 (a tie has 0.5 twice)")
+        accelerator.print(f"{count} have a weight other than 1 (a tie is stored twice, with 0.5 each)")
     train = data.pop("train").select_columns(PAIR_COLUMNS)  # all other splits are for validation
     if args.total_episodes is None:
         args.total_episodes = int(args.num_train_epochs * len(train))
     num_updates = args.total_episodes // args.batch_size
     if num_updates == 0 or args.batch_size % world:
-        fail(f"--batch-size {args.batch_size}: above {args.total_episodes} pairs, or no multiple of {world} processes")
+        fail(
+            f"--batch-size {args.batch_size} must be at most the {args.total_episodes} pairs to train on, and a "
+            f"multiple of the {world} processes"
+        )
     reward_model = new_reward_model(sft_folder, tokenizer)
     compared = [train] + [data[split] for split in data if split == "validation" or args.run_eval]
     check_pairs(reward_model.model.to(accelerator.device), sft_folder, compared, pad_id)
     check_positions(reward_model.model, sft_folder, [references], "query_reference_response_token", pad_id)
-    reward_model.model.score.bias.requires_grad_(args.safety_coef > 0)  # else it cancels; set by Detail 15 below
+    reward_model.model.score.bias.requires_grad_(args.safety_coef > 0)  # else it cancels, and Detail 15 sets it
     model, optimizer = prepare(accelerator, reward_model, args)
     # register state of your own here: accelerator.register_for_checkpointing(it). --resume restores its tensors on the
     # CPU, so move them to the device yourself.
     finished_updates = begin_run(accelerator, args)
-    pairs = {}  # split: both rewards of each pair, as evaluated last
+    pairs = {}  # split: both rewards of each pair, from the latest evaluation
     run_start = time.time()
     for update in updates(accelerator, args, finished_updates, num_updates):
         # ---- 1. pairs ----------------------------------------------------------------------------
@@ -377,8 +384,8 @@ def main(args: Args):
 
 
 def pair_micro_batches(batch: dict, size: int, pad_id: int, device) -> list[dict]:
-    """A batch of stored pairs, `size` pairs of similar length at a time: less padding, the same sums. A micro-batch
-    holds what the batch holds of its pairs, what pair_rows makes of them, and `index` (b,), their rows in the batch."""
+    """Split a batch of stored pairs into micro-batches of `size` pairs of similar length, which saves padding. Each
+    holds the columns of its pairs, the output of pair_rows and `index` (b,), the rows of its pairs in the batch."""
     query_and_chosen = (batch["query_chosen_token"] != pad_id).sum(1)
     rejected = (batch["query_rejected_token_response_label"] != pad_id).sum(1)
     mbs = []
@@ -390,14 +397,14 @@ def pair_micro_batches(batch: dict, size: int, pad_id: int, device) -> list[dict
 
 
 def pair_rows(batch: dict, pad_id: int) -> dict:
-    """Split stored pairs, the PAIR_COLUMNS (b, T), into what both sides share and what they do not: query (b, Q)
-    left-padded, chosen (b, C) and rejected (b, R) right-padded, and chosen_start, rejected_start (b,): how many of
-    their first tokens still belong to the query (0 but for templates whose last token joins with the response)."""
+    """Split stored pairs, PAIR_COLUMNS (b, T), into the tokens that both sides share and the rest: query (b, Q)
+    left-padded, chosen (b, C) and rejected (b, R) right-padded. chosen_start and rejected_start (b,) count the first
+    tokens that still belong to the query, which is 0 unless a template's last token merges with the response."""
     chosen = batch["query_chosen_token"]
     in_response = batch["query_chosen_token_response_label"] != pad_id
     in_response |= batch["query_rejected_token_response_label"] != pad_id
     is_shared = (chosen == batch["query_rejected_token"]) & (chosen != pad_id) & ~in_response
-    shared = is_shared.long().cumprod(1).sum(1)  # (b,) how many of their first tokens are the same
+    shared = is_shared.long().cumprod(1).sum(1)  # (b,) number of identical first tokens
     queries = [row[:length] for row, length in zip(chosen, shared, strict=True)]
     pairs = {"query": pad_sequence(queries, batch_first=True, padding_value=pad_id, padding_side="left")}
     for side in ("chosen", "rejected"):
@@ -411,10 +418,10 @@ def pair_rows(batch: dict, pad_id: int) -> dict:
 
 
 def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[dict, dict]:
-    """A pair as one right-padded row `query + chosen + rejected` (b, T). Returns a model's inputs: the tokens (b, T), a
-    mask (b, 1, T, T) in which rejected does not see chosen, and position ids (b, T) that go on from the query in both.
-    And the columns of the query's last token and of the response's tokens, for chosen (b, 1 + C) and rejected (b, 1 +
-    R)."""
+    """Combine each pair into one right-padded row `query + chosen + rejected` (b, T). Returns a model's inputs: the
+    tokens (b, T), a mask (b, 1, T, T) that hides chosen from rejected, and position ids (b, T) that continue from the
+    query in both. Also returns the columns of the query's last token and the response's tokens, for chosen (b, 1 + C)
+    and rejected (b, 1 + R)."""
     tokens = right_padded(torch.cat([query, chosen, rejected], 1), pad_id)  # (b, T)
     query_length = (query != pad_id).sum(1, keepdim=True)  # (b, 1)
     chosen_length = (chosen != pad_id).sum(1, keepdim=True)
@@ -424,21 +431,21 @@ def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[dict, dict]:
     same_response = is_rejected[:, :, None] == is_rejected[:, None]  # (b, T, T)
     causal = t[:, None] >= t  # (T, T)
     mask = causal & (is_query[:, None] | same_response)
-    positions = (t - is_rejected * chosen_length).masked_fill(tokens == pad_id, 0)  # padding has none
+    positions = (t - is_rejected * chosen_length).masked_fill(tokens == pad_id, 0)  # padding gets 0
     inputs = {"input_ids": tokens, "attention_mask": mask[:, None], "position_ids": positions}
     query_end = query_length - 1  # (b, 1), the query's last token, which comes before either response
     columns = {}
     for side, response, start in (("chosen", chosen, 0), ("rejected", rejected, chosen_length)):
         response_columns = query_length + start + torch.arange(response.shape[1], device=tokens.device)
         columns[side] = torch.cat([query_end, response_columns], 1)
-        columns[side].clamp_(max=tokens.shape[1] - 1)  # past a response's end: any
+        columns[side].clamp_(max=tokens.shape[1] - 1)  # past a response's end, any column will do
     return inputs, columns
 
 
 def windowed_mask(model, inputs: dict):
-    """The mask of pair_inputs as the layers of a model take it: a layer with a sliding window sees no position further
-    back than that, as it would in a row of one response."""
-    config = getattr(model, "module", model).config  # DDP and DeepSpeed have the model in `module`
+    """Return pair_inputs' mask in the form that the model's layers take. A layer with a sliding window sees no position
+    further back than its window, just as in a row with a single response."""
+    config = getattr(model, "module", model).config  # DDP and DeepSpeed keep the model in `module`
     mask = inputs["attention_mask"]
     window = getattr(config, "sliding_window", None)
     if window is None:
@@ -446,15 +453,15 @@ def windowed_mask(model, inputs: dict):
     positions = inputs["position_ids"]
     distances = positions[:, :, None] - positions[:, None, :]
     windowed = mask & (distances < window)[:, None]
-    if getattr(config, "layer_types", None) is None:  # all layers have it
+    if getattr(config, "layer_types", None) is None:  # every layer has the window
         return windowed
     return {"full_attention": mask, "sliding_attention": windowed}
 
 
 @torch.no_grad()
 def check_pairs(model, path: str, splits: list, pad_id: int):
-    """An error where a pair is too long for a transformers model (check_positions), or where its states differ between
-    one row of a pair and two rows: where its attention does not go by our mask and position ids alone."""
+    """End with an error if a pair is too long for the model (check_positions), or if the model gives a pair in one row
+    other states than in two rows because its attention ignores our mask or position ids."""
     for column in ("query_chosen_token", "query_rejected_token"):
         check_positions(model, path, splits, column, pad_id)
     length = min(len(splits[0][0]["query_chosen_token"]), max_positions(model))
@@ -463,7 +470,7 @@ def check_pairs(model, path: str, splits: list, pad_id: int):
     responses = {"chosen": tokens[:, length - 8 : length], "rejected": tokens[:, length:]}
     inputs, columns = pair_inputs(query, responses["chosen"], responses["rejected"], pad_id)
     inputs["attention_mask"] = windowed_mask(model, inputs)
-    problem = f"{path}: {type(model).__name__} cannot take a pair in one row, which {STAGE}.py relies on"
+    problem = f"{path}: {type(model).__name__} cannot process a pair in one row, as {STAGE}.py does"
     with or_fail(problem):
         states = model.base_model(**inputs, use_cache=False).last_hidden_state
         for side, response in responses.items():
@@ -474,15 +481,15 @@ def check_pairs(model, path: str, splits: list, pad_id: int):
 
 
 def response_rewards(model, tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Rewards (b,) of right-padded rows (b, T), read at their last token (Detail 12). Padding on the left would give
-    the same numbers up to rounding (Detail 14)."""
+    """Return the rewards (b,) of right-padded rows (b, T), read at their last token (Detail 12). Left padding would
+    give the same numbers up to rounding (Detail 14)."""
     last = last_token(tokens, pad_id)
     return model(tokens).gather(1, last[:, None]).squeeze(1)
 
 
 def last_token(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Index (b,) of the last token before the first [PAD] of right-padded rows (b, T), -1 in an empty row (Detail
-    12)."""
+    """Return the index (b,) of the last token before the first [PAD] of right-padded rows (b, T), or -1 for an empty
+    row (Detail 12)."""
     return (tokens != pad_id).long().cumprod(1).sum(1) - 1
 
 
@@ -490,20 +497,20 @@ def last_token(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
 
 
 def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
-    """The width to which rows (b, T) can be trimmed: that of the longest row, rounded up to a multiple of 16 (at most
-    T). Rounding keeps the number of different shapes small: each new one costs memory and, on a GPU, time."""
+    """Return the width to which rows (b, T) can be trimmed: the longest row, rounded up to a multiple of 16, at most T.
+    Rounding keeps the number of different shapes small, because each new shape costs memory and, on a GPU, time."""
     longest = int((tokens != pad_id).sum(1).max())
     return min(-(-longest // 16) * 16, tokens.shape[1])
 
 
 def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Rows in groups of `size` of similar length: less padding, the same batch. lengths (b,) -> row indices."""
+    """Return row indices in groups of `size` rows of similar length, which saves padding. lengths: (b,)."""
     order = lengths.argsort(descending=True, stable=True)
     return list(order.split(size))
 
 
 def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
+    """Return the rows (b, T) with all padding moved to the right, trimmed to the longest row."""
     real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
     return tokens.gather(1, real_first)[:, : trimmed_width(tokens, pad_id)]
 
@@ -512,7 +519,7 @@ def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
 
 
 class ScalarHead(nn.Linear):
-    """The head of a reward model, (b, T, d) -> (b, T, 1), in float32 under autocast and in a bfloat16 model, too."""
+    """A reward model's head, (b, T, d) -> (b, T, 1), in float32 even under autocast or in a bfloat16 model."""
 
     def forward(self, hidden):
         with torch.autocast(hidden.device.type, enabled=False):
@@ -528,24 +535,25 @@ class RewardModel(nn.Module):
         self.config = model.config
 
     def forward(self, input_ids, **inputs):
-        """Rows (b, T), and for pairs attention_mask (b, 1, T, T) and position_ids (b, T) -> reward logits (b, T), in
-        float32. Right-padded rows need no mask, because no token of a causal model sees what comes after it."""
+        """Return the reward logits (b, T) of rows (b, T), in float32. For pairs, also pass attention_mask (b, 1, T, T)
+        and position_ids (b, T). Right-padded rows need no mask, because no token of a causal model sees what comes
+        after it."""
         hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
         return self.model.score(hidden).squeeze(-1)
 
 
 def new_reward_model(path: str, tokenizer) -> RewardModel:
-    """The SFT model of a checkpoint folder with a new scalar head: weights normal with standard deviation
-    1 / sqrt(d + 1), bias 0 (Detail 11)."""
+    """Return the SFT model of a checkpoint folder with a new scalar head: normal weights with standard deviation 1 /
+    sqrt(d + 1), and bias 0 (Detail 11)."""
     settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
     with or_fail(f"the model in {path} cannot be read"):
         config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
         model = AutoModelForSequenceClassification.from_pretrained(path, config=config, **settings)
     rows = model.get_input_embeddings().num_embeddings
     if rows < len(tokenizer) - 1:
-        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
+        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
     model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
-    model.config.pad_token_id = tokenizer.pad_token_id  # now, because some embeddings refuse an id beyond their rows
+    model.config.pad_token_id = tokenizer.pad_token_id  # after resizing: some models check that the id has a row
     model.score = ScalarHead(model.score.in_features, 1)
     nn.init.normal_(model.score.weight, std=1 / (model.score.in_features + 1) ** 0.5)
     nn.init.zeros_(model.score.bias)
@@ -553,8 +561,8 @@ def new_reward_model(path: str, tokenizer) -> RewardModel:
 
 
 def check_positions(model, path: str, splits: list, column: str, pad_id: int, sampled: int = 0):
-    """An error where a row of a column, with the tokens sampled behind it, is longer than a model's positions. Rows are
-    cut to a multiple of 16 (trimmed_width), so their padding counts up to there."""
+    """End with an error if a row of `column`, plus the tokens sampled after it, is longer than the model allows. Rows
+    are trimmed to a multiple of 16 (trimmed_width), so their padding counts up to there."""
     positions = max_positions(model)
     for rows in splits:
         width = len(rows[0][column])
@@ -562,17 +570,17 @@ def check_positions(model, path: str, splits: list, column: str, pad_id: int, sa
             continue
         longest = max(trimmed_width(batch[column], pad_id) for batch in rows.select_columns(column).iter(1000))
         if longest + sampled > positions:
-            needed = f"{column} takes {longest} positions, and {sampled} sampled tokens"
-            fail(f"{path}: {needed}; {type(model).__name__} has {positions}. Make the data with shorter queries")
+            needed = f"{column} needs {longest} positions plus {sampled} sampled tokens"
+            fail(f"{path}: {needed}, but {type(model).__name__} has {positions}. Use shorter queries")
 
 
 def max_positions(model) -> int:
-    """The length of the longest row that a model can take."""
-    return getattr(model.config, "max_position_embeddings", None) or 10**9  # none: any length
+    """Return the length of the longest row that a model can process."""
+    return getattr(model.config, "max_position_embeddings", None) or 10**9  # without a limit, any length will do
 
 
 def without_dropout(config):
-    """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
+    """Return the config with every dropout at 0 (Detail 7), even attention dropout, which is not an nn.Dropout."""
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, int | float):
             setattr(config, key, 0.0)
@@ -584,7 +592,7 @@ def without_dropout(config):
 
 @torch.no_grad()
 def reference_rewards(accelerator: Accelerator, model, data, args, pad_id: int) -> torch.Tensor:
-    """Rewards (n,) of the reference summaries of a split, in order."""
+    """Return the rewards (n,) of a split's reference summaries, in order."""
     rewards = []
     for _, batch in shares(accelerator, data, args.forward_batch_size, "rewards of references"):
         tokens = batch["query_reference_response_token"]
@@ -595,14 +603,14 @@ def reference_rewards(accelerator: Accelerator, model, data, args, pad_id: int) 
 
 
 def reference_table(rewards: torch.Tensor) -> list[dict]:
-    """Statistics of the references' rewards (n,)."""
+    """Return statistics of the rewards (n,) of the references."""
     statistics = {"max": rewards.max(), "mean": rewards.mean(), "min": rewards.min(), "std": rewards.std()}
     return [{"statistic": key, "value": value.item()} for key, value in statistics.items()]
 
 
 @torch.no_grad()
 def evaluate_pairs(accelerator: Accelerator, model, data: DatasetDict, args, pad_id: int, split: str) -> list[dict]:
-    """Both rewards of every pair of a split, in order, with what table 5 groups the pair by."""
+    """Return both rewards of every pair of a split, in order, with the columns that table 5 groups by."""
     pairs = []
     for _, batch in shares(accelerator, data[split], args.forward_batch_size, f"rewards of {split}"):
         rows = {key: value.to(accelerator.device) for key, value in pair_rows(batch, pad_id).items()}
@@ -613,8 +621,8 @@ def evaluate_pairs(accelerator: Accelerator, model, data: DatasetDict, args, pad
 
 
 def pair_table(batch: dict, rewards: torch.Tensor) -> list[dict]:
-    """One row a pair: what table 5 groups it by (batch, split, policies, confidence; None where unknown), Llama
-    2's grade, read off the confidence where there is no column of it, and safety bin (section 3.2.1), and both of its
+    """Return one row per pair: the columns that table 5 groups by (batch, split, policies, confidence; None if
+    unknown), Llama 2's grade (from the confidence if there is no such column), its safety bin (section 3.2.1) and both
     rewards (b, 2)."""
     pairs = []
     for i, (chosen, rejected) in enumerate(rewards.tolist()):
@@ -630,10 +638,10 @@ def pair_table(batch: dict, rewards: torch.Tensor) -> list[dict]:
 
 
 def accuracy_table(name: str, pairs: list[dict]) -> list[dict]:
-    """Table 5's rows of one split: the share of pairs whose chosen reward is the higher one, over all and per batch,
-    confidence, split and policy pair (Detail 16), and per grade and safety bin; and the gap, by how much it is higher
-    on average. Null values are a group of their own."""
-    frame = pandas.DataFrame(pairs, dtype=object)  # else a null turns integers into floats
+    """Return one split's rows of table 5: the share of pairs whose chosen reward is higher, and the mean gap between
+    both rewards, overall and per batch, confidence, grade, safety bin, split and policy pair (Detail 16). Null values
+    form a group of their own."""
+    frame = pandas.DataFrame(pairs, dtype=object)  # otherwise a null would turn integers into floats
     frame["hit"] = frame["chosen_reward"] > frame["rejected_reward"] + TIE
     frame["gap"] = (frame["chosen_reward"] - frame["rejected_reward"]).astype(float)
     frame["overall"] = "all"
@@ -650,7 +658,7 @@ def accuracy_table(name: str, pairs: list[dict]) -> list[dict]:
 
 
 def write_table(accelerator: Accelerator, args, name: str, rows: list[dict], title: str = ""):
-    """Write rows as a CSV file in eval/, called by all processes; print them too where there is a title."""
+    """Write rows as a CSV file in eval/ and, if there is a title, print them. Call it on every process."""
     frame = pandas.DataFrame(rows)
     with writing(accelerator, Path(args.output_dir, "eval", f"{name}.csv")) as partial:
         if accelerator.is_main_process:
@@ -660,8 +668,8 @@ def write_table(accelerator: Accelerator, args, name: str, rows: list[dict], tit
 
 
 def shares(accelerator: Accelerator, data, size: int, description: str):
-    """Yield (row indices, rows) of this process's share of a split, up to `size` rows at a time; gather_object puts
-    what the processes find into the order of the rows."""
+    """Yield (row indices, rows) of this process's share of a split, up to `size` rows at a time. gather_object puts the
+    results of all processes back into the order of the rows."""
     first = len(data) * accelerator.process_index // accelerator.num_processes
     last = len(data) * (accelerator.process_index + 1) // accelerator.num_processes
     for start in progress(accelerator, range(first, last, size), description):
@@ -669,15 +677,15 @@ def shares(accelerator: Accelerator, data, size: int, description: str):
         yield index, data[index]
 
 
-# ==== plumbing: one text in every stage script; read it once, then skip it ========================
-# launch, loading, run folder, checkpoints, trackers, optimiser. Nothing here changes a loss or a sample.
+# ==== plumbing: identical in every stage script; read it once, then skip it =======================
+# Launch, loading, run folder, checkpoints, trackers, optimiser. Nothing here changes a loss or a sample.
 
-# settings that --resume may change: they concern memory, speed, evaluation, logging and saving
+# Settings that --resume may change, because they only affect memory, speed, evaluation, logging and saving.
 MAY_CHANGE = {"micro_batch_size", "forward_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes"}
 MAY_CHANGE |= {"eval_every", "eval_rows", "run_eval", "sample_every", "gold_every", "track"}
 MAY_CHANGE |= {"save_every", "resume", "output_dir"}
 ADAM_EPS = 1e-5  # the paper's tables
-WEIGHT_DECAY = 0.01  # of AdamW: torch's default, as in the authors' code
+WEIGHT_DECAY = 0.01  # torch's default for AdamW, as in the authors' code
 KEPT_CHECKPOINTS = 2
 
 
@@ -688,16 +696,16 @@ def fail(message: str):
 
 @contextmanager
 def or_fail(message: str):
-    """Around what goes wrong outside of the script (a damaged file, a full disk): the run ends with one message."""
+    """Run a block that depends on files, disk or network, and turn any exception there into one clear error message."""
     try:
         yield
-    except Exception as error:  # of as many kinds as there are formats
+    except Exception as error:  # each file format raises its own kinds of error
         fail(f"{message} ({error!r:.300})")
 
 
 def fill_templates(args):
-    """Put the run's name and seed for {model} and {seed} in the arguments. An error where the output folder holds a
-    run; with --resume, the process ends here, successfully, where that run has ended."""
+    """Replace {model} and {seed} in the arguments. Ends with an error if the output folder already holds a run. With
+    --resume, ends the process successfully if that run is already complete."""
     model = os.path.expanduser(args.model)
     local = Path(model).exists()
     name = Path(os.path.abspath(model) if local else model.partition("@")[0]).name
@@ -706,31 +714,32 @@ def fill_templates(args):
             value = value.replace("{model}", name).replace("{seed}", str(args.seed))
             setattr(args, key, os.path.expanduser(value))
     folder = Path(args.output_dir)
-    if args.resume and (folder / "model").exists():  # the last thing that a run writes
-        print(f"--resume: the run in {folder} has ended, so nothing is done", flush=True)
+    if args.resume and (folder / "model").exists():  # a run writes this last
+        print(f"--resume: the run in {folder} has ended, so there is nothing left to do", flush=True)
         raise SystemExit(0)
     if not args.resume and any((folder / name).exists() for name in ("args.json", "checkpoints", "model")):
         fail(f"{folder} already holds a run: choose another --output-dir, delete it, or continue it with --resume")
 
 
 def make_accelerator(args) -> Accelerator:
-    """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
+    """Return the Accelerator that the launcher asked for. Ends with an error where accelerate would silently run
+    something else."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # fewer gaps between tensors of many shapes
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # against memory fragmentation
     # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
     torch.backends.cuda.enable_cudnn_sdp(False)
-    transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
+    transformers_logging.set_verbosity_error()  # its warnings are about intended things, such as a new head
     transformers_logging.disable_progress_bar()
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns that tied weights are saved once
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's
-    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # else accelerate divides the loss by it
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # from DeepSpeed
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # otherwise accelerate divides the loss by it
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     default = "bf16" if torch.cuda.is_available() else "no"
     settings = {"mixed_precision": args.mixed_precision or default}
     if world > 1:
-        process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # the main process may write for long
-        if not torch.accelerator.is_available():  # accelerate has to be told, in one of two ways
+        process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # writing a large checkpoint takes long
+        if not torch.accelerator.is_available():  # accelerate must be told to use CPUs
             if deepspeed:
                 process_group.backend = "gloo"
             else:
@@ -739,13 +748,13 @@ def make_accelerator(args) -> Accelerator:
     accelerator = Accelerator(log_with="tensorboard", project_dir=args.output_dir, **settings)
     runs_deepspeed = accelerator.state.deepspeed_plugin is not None
     if accelerator.num_processes != world or runs_deepspeed != deepspeed:
-        fail(f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch by benchmark/accelerate/*.yaml")
+        fail(f"accelerate did not start {world} processes, DeepSpeed {deepspeed}: use one of benchmark/accelerate/")
     set_seed(args.seed)
     return accelerator
 
 
 def checkpoint_folder(flag: str, path: str) -> str:
-    """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
+    """Return the local folder of a checkpoint given as a run folder, checkpoint folder or Hub id[@revision]."""
     for folder in (Path(path) / "model", Path(path)):
         if (folder / "config.json").exists():
             return str(folder)
@@ -754,18 +763,18 @@ def checkpoint_folder(flag: str, path: str) -> str:
         runs, *run = path.split("/")
         if runs == "runs" and len(run) == 3 and run[1] in ("1b", "2.8b", "6.9b"):
             stage, model, seed = run
-            fail(f"{flag} {path}: no checkpoint there. This makes it: python {stage}.py --model {model} --seed {seed}")
-        fail(f"{flag} {path}: no checkpoint there, neither in that folder nor in its model/, and this is no Hub id")
-    wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
+            fail(f"{flag} {path}: no checkpoint there. Make it with: python {stage}.py --model {model} --seed {seed}")
+        fail(f"{flag} {path}: no checkpoint there, neither in that folder nor in its model/, and it is not a Hub id")
+    wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # skips PPO's value_model/
     with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
         folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
         if not list(Path(folder).glob("*.safetensors")):
-            folder = snapshot_download(**wanted)  # pytorch_model.bin
+            folder = snapshot_download(**wanted)  # there may be a pytorch_model.bin instead
         return folder
 
 
 def load_tokenizer(path: str):
-    """The tokenizer of a checkpoint folder, with `[PAD]` added (Detail 3: never EOS)."""
+    """Return the tokenizer of a checkpoint folder, with `[PAD]` added so that padding is never EOS (Detail 3)."""
     with or_fail(f"the tokenizer in {path} cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
@@ -773,8 +782,9 @@ def load_tokenizer(path: str):
 
 
 def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
-    """The DatasetDict in a folder written by tldr_dataset.py, or of a Hub id[@revision]. An error where a split or a
-    column is missing, an id is too large, or most of 16 rows are another tokenizer's (eval/check_data.py: all)."""
+    """Load a DatasetDict from a folder written by tldr_dataset.py or from a Hub id[@revision]. Ends with an error if a
+    split or column is missing, an id is too large, or most of 16 sampled rows were made with another tokenizer
+    (eval/check_data.py checks every row)."""
     name, _, revision = path.partition("@")
     with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
@@ -786,13 +796,13 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
         looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
         same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
         if 2 * same <= len(looked_at) or largest >= len(tokenizer):
-            found = f"{same} of {len(looked_at)} rows are as the model's tokenizer makes them; largest id {largest}"
-            fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py; eval/check_data.py tells more")
+            found = f"{same} of {len(looked_at)} rows match the model's tokenizer; largest id {largest}"
+            fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py; eval/check_data.py shows the rows")
     return data.with_format("torch")
 
 
 def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
-    """Whether a row's query is the tokens that the tokenizer makes of its text, and the rest end in its EOS."""
+    """Return whether this tokenizer made a row: its query tokens match its text, and its other columns end in EOS."""
     tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
     query = tokens.pop("query_token", None)
     if query is not None and query != tokenizer(row["query"], add_special_tokens=False).input_ids:
@@ -802,8 +812,8 @@ def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
 
 @contextmanager
 def writing(accelerator: Accelerator, path: Path):
-    """Yield a name beside `path` for its new content, a file or folder; then that is synced to disk and renamed: `path`
-    is whole or not there. Where this fails what is half-written goes. Called by all processes."""
+    """Yield a temporary path for the new content of `path` (file or folder), sync it to disk and rename it into place,
+    so that `path` is always complete or absent. On an error, partial content is deleted. All processes call it."""
     partial = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -823,8 +833,8 @@ def writing(accelerator: Accelerator, path: Path):
 
 
 def begin_run(accelerator: Accelerator, args) -> int:
-    """Make the run folder or, with --resume, load its newest checkpoint, and start the trackers. Returns the update to
-    go on from. Comes last before the training: a bad command leaves nothing behind."""
+    """Make the run folder or, with --resume, load its newest checkpoint, and start the trackers. Returns the number of
+    finished updates. Call it right before training, so that a wrong command leaves nothing behind."""
     folder = Path(args.output_dir)
     settings = {"stage": STAGE, "processes": accelerator.num_processes} | asdict(args)
     old = {}
@@ -843,7 +853,7 @@ def begin_run(accelerator: Accelerator, args) -> int:
 
 
 def check_settings(accelerator: Accelerator, folder: Path, old: dict, settings: dict):
-    """Print the settings that --resume changes; an error where one changes what an update means (not MAY_CHANGE)."""
+    """Print what --resume changes. Ends with an error if a change would affect the training (see MAY_CHANGE)."""
     changed = {}
     for key, value in settings.items():
         if key in old and old[key] != value:
@@ -851,14 +861,14 @@ def check_settings(accelerator: Accelerator, folder: Path, old: dict, settings: 
     refused = [change for key, change in changed.items() if key not in MAY_CHANGE]
     if refused:
         fail(
-            f"--resume {folder}: {', '.join(refused)} would change the run. Give the old value, or another "
-            f"--output-dir; if a data set or model has only moved, write its new path into {folder}/args.json"
+            f"--resume {folder}: {', '.join(refused)} would change the run. Use the old value or another "
+            f"--output-dir. If a data set or model has only moved, write its new path into {folder}/args.json"
         )
     accelerator.print(f"--resume {folder}, changed: {', '.join(changed.values()) or 'nothing'}")
 
 
 def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
-    """Load the newest checkpoint. Returns its update and its metrics.jsonl; 0 and "" where there is no checkpoint."""
+    """Load the newest checkpoint and return its update and its metrics.jsonl, or 0 and "" if there is none."""
     checkpoints = sorted(folder.glob("checkpoints/update_??????"))
     if not checkpoints:
         return 0, ""
@@ -870,7 +880,7 @@ def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
 
 
 def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int):
-    """TensorBoard, and W&B with --track; a resumed run goes on in the same curves."""
+    """Start TensorBoard and, with --track, W&B. A resumed run continues its curves."""
     if args.track:
         seconds = float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))
         tracker = WandBTracker(
@@ -884,32 +894,32 @@ def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int)
         )
         accelerator.log_with.append(tracker)
     purge_step = finished + 1 if finished else 0
-    with or_fail("the trackers do not start (WANDB_MODE=offline keeps what W&B gets in the run folder)"):
+    with or_fail("the trackers could not start (with WANDB_MODE=offline, W&B only writes to the run folder)"):
         accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": purge_step}})
 
 
 def write_whole(accelerator: Accelerator, path: Path, text: str):
-    """Write a file whole or not at all."""
+    """Write a text file so that it is always complete or absent."""
     with writing(accelerator, path) as partial:
         if accelerator.is_main_process:
             partial.write_text(text)
 
 
 def updates(accelerator: Accelerator, args, first: int, last: int):
-    """Yield the updates first + 1 to last under a progress bar. After each comes a checkpoint where one is due, or
-    where SIGTERM or SIGUSR1, a scheduler's notice, has come: then the run ends there, with exit code 75."""
+    """Yield the updates first + 1 to last under a progress bar, and write a checkpoint after each update where one is
+    due. After SIGTERM or SIGUSR1, which schedulers send as a notice, write one and end the run with exit code 75."""
     caught = []
     left_over = args.total_episodes - last * args.batch_size
     accelerator.print(f"{STAGE}: {last:,} updates of {args.batch_size}, {left_over} left over, on {accelerator.device}")
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: caught.append(number))  # and no more: it ends between two updates
+        signal.signal(number, lambda number, _: caught.append(number))  # only noted: the run ends after the update
     for update in progress(accelerator, range(first + 1, last + 1), STAGE):
         yield update
         stop = accelerator.reduce(torch.tensor(len(caught), device=accelerator.device), "sum") > 0
         if stop or (args.save_every and update % args.save_every == 0):
             save_checkpoint(accelerator, args, update)
         if stop:
-            accelerator.print(f"stopped by a signal after update {update}; {args.output_dir} continues with --resume")
+            accelerator.print(f"stopped by a signal after update {update}; continue {args.output_dir} with --resume")
             accelerator.end_training()
             raise SystemExit(75)
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -926,11 +936,11 @@ def save_checkpoint(accelerator: Accelerator, args, update: int):
             shutil.copy(folder / "metrics.jsonl", partial)
     written = sorted(old for old in path.parent.glob("update_??????") if old <= path)
     for old in written[:-KEPT_CHECKPOINTS]:
-        shutil.rmtree(old, ignore_errors=True)  # every process may
+        shutil.rmtree(old, ignore_errors=True)  # harmless if several processes try
 
 
 def progress(accelerator: Accelerator, items, description: str):
-    """Yield `items` under a rich progress bar with the rate and the time left, shown by the main process only."""
+    """Yield `items` under a progress bar with rate and time left. Only the main process shows it."""
     rate = TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
     columns = [*Progress.get_default_columns(), rate]
     with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
@@ -938,7 +948,7 @@ def progress(accelerator: Accelerator, items, description: str):
 
 
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
-    """One line of metrics.jsonl, the same to the trackers; at each twentieth of the run the first five are printed."""
+    """Append a line to metrics.jsonl and log it to the trackers. Print its first five numbers 20 times per run."""
     metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
     line = json.dumps({"update": update, **metrics})
     if accelerator.is_main_process:
@@ -952,7 +962,7 @@ def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, la
 
 
 def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
-    """Write a model's weights and its tokenizer into the run folder, as a transformers checkpoint."""
+    """Write a model's weights and its tokenizer into the run folder as a transformers checkpoint."""
     with writing(accelerator, Path(args.output_dir, name)) as partial:
         if accelerator.is_main_process:  # every process has all weights, under ZeRO-2 as well
             model.save_pretrained(partial)
@@ -960,34 +970,34 @@ def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
 
 
 def prepare(accelerator: Accelerator, model, args):
-    """Model and AdamW as the launcher asked for them (plain, DDP, DeepSpeed)."""
+    """Return the model and its AdamW optimiser, wrapped as the launcher asked for (plain, DDP or DeepSpeed)."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     settings = {"lr": args.learning_rate, "eps": ADAM_EPS, "weight_decay": WEIGHT_DECAY}
     optimizer = torch.optim.AdamW(parameters, **settings, fused=True)
-    if accelerator.state.deepspeed_plugin:  # what DeepSpeed would else default to, or take from a data loader
+    if accelerator.state.deepspeed_plugin:  # DeepSpeed has other defaults for these
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
         config["gradient_clipping"] = args.max_grad_norm
         config["gradient_accumulation_steps"] = 1
-        config["zero_force_ds_cpu_optimizer"] = False  # offloaded, it is torch's
-        config["data_types"] = {"grad_accum_dtype": "fp32"}  # else the micro-batches' gradients are summed in bfloat16
+        config["zero_force_ds_cpu_optimizer"] = False  # when offloaded, use torch's AdamW
+        config["data_types"] = {"grad_accum_dtype": "fp32"}  # otherwise gradients are summed in bfloat16
         if config["zero_optimization"]["stage"] == 3:
-            fail("ZeRO-3 is not supported: benchmark/accelerate/zero2_offload.yaml takes every size")
+            fail("ZeRO-3 is not supported; use benchmark/accelerate/zero2_offload.yaml, which fits every size")
     return accelerator.prepare(model, optimizer)
 
 
 def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:
-    """One step from the gradients summed so far; returns their global norm before clipping, an error if not finite."""
+    """Take one step with the accumulated gradients and return their norm before clipping, which must be finite."""
     norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf")))
-    if not norm < float("inf"):  # or nan
-        fail(f"{where}: the gradient norm is {norm}; nothing of this update was saved")
+    if not norm < float("inf"):  # also true for nan
+        fail(f"{where}: the gradient norm is {norm}; this update was not saved. Try a lower --learning-rate")
     optimizer.step()
     optimizer.zero_grad()
     return norm
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character of a sample shows another
+    sys.stdout.reconfigure(errors="replace")  # print ? where the terminal cannot show a character
     main(tyro.cli(Args))
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # it leaves threads that can abort the interpreter's end
-        os._exit(0)  # all is written
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # its threads can crash a normal exit
+        os._exit(0)  # everything has been written

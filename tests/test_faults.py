@@ -403,7 +403,7 @@ def test_wandb_out_of_reach_is_one_error(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "a1b2" * 10)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
     code, output = in_a_child(toy_args(tmp_path / "run", track=True))
-    assert code == 1 and "error: the trackers do not start (WANDB_MODE=offline keeps" in output
+    assert code == 1 and "error: the trackers could not start (with WANDB_MODE=offline" in output
     assert "Traceback" not in output[output.index("error: the trackers") :]
     assert not (tmp_path / "run" / "args.json").exists()
 

@@ -129,7 +129,7 @@ def test_a_model_that_sees_more_than_its_mask_is_refused(models, name):
     """Falcon's ALiBi counts columns, and LFM2's convolutions take the columns before, whatever the mask says."""
     tokenizer = sft.load_tokenizer(models[name])
     model = sft.load_policy(models[name], tokenizer).eval()
-    with pytest.raises(SystemExit, match="^error: here: (Falcon|Lfm2)ForCausalLM cannot take a pair in one row"):
+    with pytest.raises(SystemExit, match="^error: here: (Falcon|Lfm2)ForCausalLM cannot process a pair in one row"):
         reward.check_pairs(model, "here", [short_pairs(60)], tokenizer.pad_token_id)
 
 
@@ -140,7 +140,7 @@ def test_a_row_longer_than_the_models_positions_is_refused_before_the_run_folder
     of_ppo = {"sft_model_path": models["gpt2"], "reward_model_path": str(reward_model)}
     for module, paths in ((sft, {"model": models["gpt2"]}), (ppo, of_ppo)):
         AcceleratorState._reset_state(True)
-        with pytest.raises(SystemExit, match=r"^error: .*token takes \d+ positions.*; GPT2\w+ has 64\."):
+        with pytest.raises(SystemExit, match=r"^error: .*token needs \d+ positions.*, but GPT2\w+ has 64\."):
             module.main(module.Args(**common, **paths))
         assert not (tmp_path / "run").exists()
 

@@ -356,7 +356,7 @@ def test_a_wrong_signature_is_told_the_right_one(tmp_path, name, named):
         ("without_annotations", "no score for update 1, episode 0, .*f\\(post: str, summary: str\\)"),
         ("raises", "no score for update 1, episode 7, post '{post}.*cannot score this"),
         ("nan", "nan for update 1, episode 7, post '{post}"),
-        ("too_few", "23 scores of 24 summaries, update 1, episode 0, post 'SUB"),
+        ("too_few", "23 scores for 24 summaries, update 1, episode 0, post 'SUB"),
         ("absent", "no function there"),
     ],
 )

@@ -1,13 +1,13 @@
-"""Policies of the quickstart side by side, judged by the truth of ../quickstart/truth.py.
+"""Compare policies of the quick start, scored by the exact truth of ../quickstart/truth.py.
 
     python variants/compare.py --raw data/quickstart/posts-1/raw --sft runs/quickstart/posts-1/sft/nano-s/1 \
         --runs runs/quickstart/posts-1/{ppo,rloo,grpo}/nano-s/1
 
-Each run folder has eval/samples_validation.csv (../eval/samples.py: temperature 0.01). These give truth, win rate
-against the reference summary and words, and the paired difference of the truths to the SFT policy's, with a bootstrap
-interval of 95 % over the posts. The KL to the SFT model is of one more sample a post, at temperature 0.7 as in
-training: mean over posts of the sum of log pi - log pi_sft over a response's tokens, and its standard error. Seconds
-are of training, as the run logged them, and of DPO's pass of the reference over all pairs before it.
+Each run folder needs eval/samples_validation.csv from ../eval/samples.py (temperature 0.01). From these samples come
+the truth, the win rate against the reference summary, the number of words, and the difference to the SFT policy's
+truth, paired by post, with a 95 % bootstrap interval over the posts. The KL to the SFT model is measured on one more
+sample per post at the training temperature 0.7: the sum of log pi - log pi_sft over a response's tokens, as mean and
+standard error over posts. Seconds are the training time that the run logged, plus DPO's reference pass over all pairs.
 """
 
 import csv
@@ -37,19 +37,20 @@ import ppo  # noqa: E402
 @dataclass
 class Args:
     raw: Path
-    """folder of the raw posts, from quickstart/posts.py"""
+    """folder of the raw posts that quickstart/posts.py made"""
     sft: Path
     """run folder of the SFT policy"""
     runs: list[Path]
     """run folders of the policies to compare"""
     output: Path | None = None
-    """CSV file for the numbers, not rounded"""
+    """CSV file to write the unrounded numbers to"""
 
 
 def kl_to_sft(accelerator, policy, sft, tokenizer, queries: torch.Tensor) -> torch.Tensor:
-    """log pi - log pi_sft (n,), summed over the tokens of a response sampled from the policy to each query (n, Q)."""
+    """Return log pi - log pi_sft (n,), summed over the tokens of a response that the policy samples to each query (n,
+    Q)."""
     args = ppo.Args(sample_batch_size=32, response_length=53)
-    keys = ppo.noise_keys(1, -2, range(len(queries)))  # an update that no training has
+    keys = ppo.noise_keys(1, -2, range(len(queries)))  # training never has an update -2
     responses, _ = ppo.sample(accelerator, policy, queries, keys, tokenizer, args, args.temperature)
     batch = ppo.make_batch(queries, responses, tokenizer.pad_token_id)
     banned = ppo.banned_ids(sft, tokenizer)
@@ -66,7 +67,7 @@ def kl_to_sft(accelerator, policy, sft, tokenizer, queries: torch.Tensor) -> tor
 
 
 def compare(args: Args) -> list[dict]:
-    """A row of numbers for the SFT policy and each run."""
+    """Return one row of numbers for the SFT policy and one for each run."""
     transformers_logging.disable_progress_bar()
     accelerator = Accelerator(cpu=True)
     posts = {row["id"]: row for row in read_rows(args.raw / "posts" / "validation.jsonl", ["id", "post", "summary"])}
@@ -77,7 +78,7 @@ def compare(args: Args) -> list[dict]:
     for run in track([args.sft, *args.runs], description="comparing", console=Console(stderr=True)):
         path = run / "eval" / "samples_validation.csv"
         if not path.exists():
-            fail(f"{path} is not there: python eval/samples.py {run} --splits validation makes it")
+            fail(f"{path} does not exist. Make it with: python eval/samples.py {run} --splits validation")
         samples = read_rows(path, ["id", "query", "response"])
         told = [(posts[row["id"]]["post"], row["response"], posts[row["id"]]["summary"]) for row in samples]
         truths = [score(post, summary) for post, summary, _ in told]
@@ -93,7 +94,7 @@ def compare(args: Args) -> list[dict]:
         row["win_rate"] = fmean(judge(*one) for one in told)
         row["words"] = fmean(len(re.findall(r"\w+", summary)) for _, summary, _ in told)
         row |= {"kl": kl.mean().item(), "kl_error": (kl.std() / len(kl) ** 0.5).item()}
-        seconds = metrics[0].get("time/reference", 0.0) + metrics[-1]["time/total"]  # only DPO's has the first
+        seconds = metrics[0].get("time/reference", 0.0) + metrics[-1]["time/total"]  # only DPO logs time/reference
         row |= {"episodes": metrics[-1]["episode"], "seconds": seconds}
         table.append(row)
     return table

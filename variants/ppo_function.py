@@ -1,4 +1,4 @@
-"""PPO against a Python function in place of a reward model: a copy of ../ppo.py. What differs:
+"""PPO against a Python function instead of a reward model, a copy of ../ppo.py. To see what differs, run
 `git diff --no-index ppo.py variants/ppo_function.py`.
 
 One process, after `bash quickstart/run.sh --fast` and sft.py's:
@@ -9,35 +9,38 @@ One process, after `bash quickstart/run.sh --fast` and sft.py's:
 N processes:    torchrun --nproc_per_node 8 variants/ppo_function.py --reward-function mine.py:score --model 1b
 
 The function takes two lists, posts (the column `query`) and summaries (decoded, without special tokens), and returns a
-number for each. One with a parameter annotated as plain `str` takes one post and one summary. Any callable will do: a
-function, a functools.partial, an object with __call__. Each process calls it for its own share of the episodes.
-Whatever it returns, a response without EOS has score -1 (Detail 23).
+number for each pair. If one of its parameters is annotated as plain `str`, it is called with one post and one summary
+at a time. Any callable works: a function, a functools.partial, an object with __call__. Each process calls it for its
+own share of the episodes. A response without EOS always gets score -1 (Detail 23).
 
-Starts from the SFT model of the same name and seed: policy, reference and, with a head of zeros, value model. The run
-folder (default runs/ppo_function/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint),
-value_model/, metrics.jsonl, args.json, TensorBoard files and, with --save-every, checkpoints/.
+Training starts from the SFT model with the same name and seed: policy, reference and, with a head of zeros, value
+model. The run folder (default runs/ppo_function/{model}/{seed}) holds model/ (the policy, a plain transformers
+checkpoint), value_model/, metrics.jsonl, args.json, TensorBoard files and, with --save-every, checkpoints/.
 
-Advantages are whitened, so that the scale of the function matters to what is not whitened alone: the KL (--kl-coef over
-the standard deviation of the scores, metric objective/score_sd, is what a nat costs), the value's clipping, and the -1.
+Advantages are whitened, so the scale of the function only matters for what is not whitened: the KL penalty (a nat costs
+--kl-coef divided by the standard deviation of the scores, which is the metric objective/score_sd), the clipping of
+values, and the score of -1.
 
-Shapes: B episodes of an update, b rows at hand, Q width of the queries, R response length, W width of a micro-batch's
-responses, T of query and response together, V vocabulary, D of a hidden state. A batch is a dict of tensors:
+Shapes: B is the number of episodes of an update, b the number of rows in a function's input, Q the width of the
+queries, R the response length, W the width of a micro-batch's responses, T the width of query and response together, V
+the vocabulary size and D the size of a hidden state. A batch is a dict of tensors:
 
     queries (B, Q) left-padded; responses (B, R) right-padded; lengths, row_lengths and raw_scores (B,)
     response_mask (B, R) through EOS: logprobs, ref_logprobs, entropy and advantages are 0 outside of it
     value_mask (B, R) through one past EOS, where the score lies: values are 0 outside of it
 
-Details: README, "The 25 details". Deviations from the paper (P) and the authors' code (C), each on purpose:
-- P: the score is added one position past EOS, as in C and OpenAI's code; the text of figure 9 says at EOS.
-- C: whitening and loss means are over the whole batch; C takes them per device and micro-batch, so that its objective
-  changes with the hardware. The policy loss is divided by the number of response tokens (through EOS), the value loss
-  by that of value positions (through one past EOS).
-- C: sampling is Gumbel-max with noise keyed by (seed, update, episode, position), not multinomial; a row stops at its
-  EOS, which equals sampling on and truncating. [PAD] and ids beyond the tokenizer have probability 0 in sampling and in
-  every log-probability.
-- C: old log-probabilities come from a forward pass over the finished response, not from the generation's scores.
-- C: the value model starts from the SFT model, not from a reward model, as there is none.
-- P: validation samples are drawn at temperature 0.01, and all weights decayed, as in C.
+docs/details.md lists the paper's Details. The script deviates from the paper and the authors' code on purpose:
+- The score is added one position past EOS, as in the authors' code and in OpenAI's. The text of figure 9 says at EOS.
+- Whitening and loss means are taken over the whole batch. The authors take them per device and micro-batch, so their
+  objective changes with the hardware.
+- The policy loss is divided by the number of response tokens (through EOS), and the value loss by the number of value
+  positions (through one past EOS).
+- Sampling is Gumbel-max with noise keyed by (seed, update, episode, position), not multinomial. A row stops at its EOS,
+  which equals sampling on and truncating. [PAD] and ids beyond the tokenizer have probability 0, both in sampling and
+  in every log-probability.
+- Old log-probabilities come from a forward pass over the finished response, not from the scores of generation.
+- The value model starts from the SFT model, because there is no reward model to start it from.
+- Validation samples are drawn at temperature 0.01, and weight decay applies to all weights, as in the authors' code.
 """
 
 import hashlib
@@ -86,9 +89,9 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging as transformers_logging
 
 STAGE = "ppo_function"
-MICRO_BATCH_SIZES = {"1b": 16, "2.8b": 8, "6.9b": 2}  # of Pythia's sizes: what fits one 80 GB device
-SAMPLE_BATCH_SIZES = {"1b": 256, "2.8b": 128, "6.9b": 64}  # 19 to 24 GB of keys and values
-TEMPERATURE_EPS = 1e-7  # added to a temperature before it divides, as in the authors' code
+MICRO_BATCH_SIZES = {"1b": 16, "2.8b": 8, "6.9b": 2}  # per Pythia size: what fits on one 80 GB device
+SAMPLE_BATCH_SIZES = {"1b": 256, "2.8b": 128, "6.9b": 64}  # 19 to 24 GB of cached keys and values
+TEMPERATURE_EPS = 1e-7  # added to the temperature before dividing by it, as in the authors' code
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 CALLED_AS = "it is called as f(posts, summaries), two lists, or with annotations as f(post: str, summary: str)"
 
@@ -96,36 +99,36 @@ CALLED_AS = "it is called as f(posts, summaries), two lists, or with annotations
 @dataclass
 class Args:
     reward_function: str
-    """path.py:function of two lists, posts and summaries, or of a post: str and a summary: str"""
+    """path.py:function that takes two lists, posts and summaries, or (annotated) a post: str and a summary: str"""
     model: str = "1b"
-    """name of the run, its default paths and (1b, 2.8b, 6.9b) memory flags; weights come from the two paths below"""
+    """name of the run, for {model} in the paths; 1b, 2.8b and 6.9b also set batch and offload defaults for 80 GB"""
     seed: int = 44413
-    """seed of the query order and the sampling noise (paper: 44413, 55513, 66613, 77713)"""
+    """seed of the query order and the sampling noise (the paper uses 44413, 55513, 66613 and 77713)"""
     sft_model_path: str = "runs/sft/{model}/{seed}"
-    """policy and reference: run folder, checkpoint folder or Hub id[@revision]"""
+    """SFT model for policy and reference: run folder, checkpoint folder or Hub id[@revision]"""
     dataset: str = "data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET
     """SFT data, whose posts are the queries: folder or Hub id[@revision]"""
     output_dir: str = "runs/ppo_function/{model}/{seed}"
-    """run folder"""
+    """run folder to write, which must not hold a run yet (unless you pass --resume)"""
 
     total_episodes: int = 1_000_000
-    """responses sampled in all (table 7)"""
+    """total number of responses to sample (table 7)"""
     batch_size: int = 512
     """episodes per update over all devices (table 7)"""
     num_ppo_epochs: int = 4
     """passes over the batch per update (table 7, K)"""
     num_mini_batches: int = 1
-    """optimiser steps per pass (table 7, N_mb)"""
+    """optimiser steps per pass over the batch (table 7, N_mb)"""
     learning_rate: float = 3e-6
-    """learning rate of the first update, linear to 0 (table 7)"""
+    """learning rate of the first update; decays linearly to 0 (table 7)"""
     max_grad_norm: float = 0.0
-    """gradient norm to clip at; 0: no clipping (paper)"""
+    """clip gradients to this global norm; 0: no clipping (as in the paper)"""
     response_length: int = 53
-    """tokens sampled at most (Detail 23)"""
+    """maximum number of tokens to sample per response (Detail 23)"""
     temperature: float = 0.7
-    """sampling temperature; every log-probability is taken at it (table 7)"""
+    """sampling temperature; all log-probabilities are computed at it (table 7)"""
     penalty_reward_value: float | None = -1.0
-    """score of a response without EOS (Detail 23); None: the one that it has"""
+    """score that replaces a response's score if it has no EOS (Detail 23); None: keep its score"""
     kl_coef: float = 0.05
     """beta, the weight of the KL penalty in the reward (table 7)"""
     whiten_rewards: bool = False
@@ -135,49 +138,49 @@ class Args:
     lam: float = 0.95
     """lambda of generalised advantage estimation (table 7)"""
     cliprange: float = 0.2
-    """clipping of the policy ratio (table 7)"""
+    """clip the policy ratio to 1 ± this (table 7)"""
     cliprange_value: float = 0.2
-    """clipping of the value around its old value (table 7)"""
+    """clip the value to its old value ± this (table 7)"""
     vf_coef: float = 0.1
     """weight of the value loss (table 7, c_1)"""
 
     sample_every: int = 50
-    """updates between printed tables of samples; 0: none"""
+    """print a table of samples every so many updates; 0: never"""
     eval_every: int = 0
-    """updates between validation scores on a fixed batch; 0: after the last update only"""
+    """score a fixed validation batch every so many updates; 0: only after the last update"""
     eval_rows: int = 64
-    """validation posts in that batch"""
+    """number of validation posts in that batch"""
     micro_batch_size: int | None = None
-    """episodes per device and forward/backward pass: memory and speed, and rounding; default: what fits 80 GB, or 8"""
+    """episodes per device in one forward/backward pass; affects memory, speed, rounding; default: fits 80 GB, or 8"""
     sample_batch_size: int | None = None
-    """episodes per device sampled at a time: memory and speed, and rounding; default: what fits 80 GB, or 32"""
+    """episodes per device to sample at a time; affects memory, speed, rounding; default: fits 80 GB, or 32"""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """autocast over float32 weights; default bf16 on a GPU (Detail 8), none on a CPU"""
+    """autocast type, while weights stay in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
     offload: bool | None = None
-    """keep the reference in CPU memory except while it is used; default at 6.9b"""
+    """keep the reference in CPU memory except while it is used; default: only for 6.9b"""
     save_every: int = 0
-    """updates between checkpoints for --resume; 0: none"""
+    """write a checkpoint for --resume every so many updates; 0: never"""
     resume: bool = False
-    """continue the run in output_dir from its newest checkpoint"""
+    """continue the run in --output-dir from its newest checkpoint"""
     track: bool = False
-    """log to Weights & Biases as well (WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment apply)"""
+    """also log to Weights & Biases (set WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE in the environment)"""
 
 
 # ==== the algorithm ===============================================================================
 
 
 def token_rewards(scores: torch.Tensor, kl: torch.Tensor, lengths: torch.Tensor, kl_coef: float) -> torch.Tensor:
-    """Rewards (b, R): -kl_coef x kl at each token (equation 3), and the score (b,) one position past EOS, or on the
-    last position where there is no room (Detail 23). kl (b, R): log pi - log pi_ref (k1), 0 after a response's end;
-    lengths (b,) of the responses in tokens, EOS counted."""
+    """Return the rewards (b, R): -kl_coef x kl at each token (equation 3), plus the score (b,) one position past EOS,
+    or at the last position if there is no room (Detail 23). kl (b, R) is log pi - log pi_ref (k1), 0 after the
+    response's end. lengths (b,) counts the tokens of each response, EOS included."""
     rewards = -kl_coef * kl
     score_position = lengths.clamp(max=kl.shape[1] - 1)
     return rewards.scatter_add(1, score_position[:, None], scores[:, None].to(rewards))
 
 
 def gae(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimation: rewards and values (b, R), 0 outside the value mask -> advantages (b, R) and
-    returns = advantages + values."""
+    """Return advantages (b, R) by generalised advantage estimation, and returns (b, R) = advantages + values. rewards
+    and values (b, R) are 0 outside the value mask."""
     advantages = torch.zeros_like(rewards)
     advantage = torch.zeros_like(rewards[:, 0])
     next_values = torch.zeros_like(rewards[:, 0])
@@ -190,8 +193,8 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
-    """(values - mean) / sqrt(var + 1e-8) with biased variance over the mask, the mean added back if not shift_mean
-    (Details 24 and 25); 0 outside the mask. (b, R), (b, R) bool -> (b, R), or (b,), (b,) -> (b,)."""
+    """Return (values - mean) / sqrt(var + 1e-8), with the biased variance over the mask and 0 outside of it. If not
+    shift_mean, the mean is added back (Details 24 and 25). (b, R), (b, R) bool -> (b, R), or (b,), (b,) -> (b,)."""
     count = mask.sum()
     mean = (values * mask).sum() / count
     variance = ((values - mean).square() * mask).sum() / count
@@ -202,10 +205,10 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) ->
 
 
 def policy_loss(logprobs: torch.Tensor, mb: dict, cliprange: float) -> tuple[torch.Tensor, dict]:
-    """The clipped surrogate, summed over the response mask, and sums for the log. logprobs (b, W) with gradient; of the
-    micro-batch logprobs (the old ones), advantages and response_mask (b, W)."""
+    """Return the clipped surrogate summed over the response mask, and sums to log. logprobs (b, W) has a gradient. The
+    micro-batch holds the old logprobs, advantages and response_mask (b, W)."""
     mask = mb["response_mask"]
-    logratio = (logprobs - mb["logprobs"]).masked_fill(~mask, 0.0)  # before exp: huge where a [PAD] is
+    logratio = (logprobs - mb["logprobs"]).masked_fill(~mask, 0.0)  # before exp, because it is huge at a [PAD]
     ratio = logratio.exp()
     unclipped = -mb["advantages"] * ratio
     clipped = -mb["advantages"] * ratio.clamp(1 - cliprange, 1 + cliprange)
@@ -221,8 +224,8 @@ def policy_loss(logprobs: torch.Tensor, mb: dict, cliprange: float) -> tuple[tor
 
 
 def value_loss(values: torch.Tensor, mb: dict, cliprange: float) -> tuple[torch.Tensor, dict]:
-    """Half the larger of the clipped and the unclipped square, summed over the value mask, and sums for the log. values
-    (b, W) with gradient; of the micro-batch values (the old ones), returns and value_mask (b, W)."""
+    """Return half the larger of the clipped and unclipped squared errors, summed over the value mask, and sums to log.
+    values (b, W) has a gradient. The micro-batch holds the old values, returns and value_mask (b, W)."""
     mask = mb["value_mask"]
     clipped_values = values.clamp(mb["values"] - cliprange, mb["values"] + cliprange)
     unclipped = (values - mb["returns"]).square()
@@ -233,8 +236,8 @@ def value_loss(values: torch.Tensor, mb: dict, cliprange: float) -> tuple[torch.
 
 
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
-    """Rows (stop - start,) at the positions start..stop-1 of an endless stream over n rows: each pass is a new shuffle
-    without replacement (Detail 21). A function of (seed, position) alone: every process can name every batch."""
+    """Return the row indices (stop - start,) at positions start..stop-1 of an endless stream over n rows, reshuffled
+    without replacement on each pass (Detail 21). They depend only on (seed, position), so all processes agree."""
     passes = []
     for epoch in range(start // n, (stop - 1) // n + 1):
         shuffled = permutation(n, seed, epoch)
@@ -243,7 +246,7 @@ def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
 
 
 def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
-    """The numbers 0..n-1 in a random order (n,) that depends on seed and epoch alone."""
+    """Return the numbers 0..n-1 in a random order (n,) that depends only on seed and epoch."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(n, generator=generator)
 
@@ -270,7 +273,7 @@ def main(args: Args):
 
     reward_function = load_reward_function(args.reward_function)
     ref_policy = frozen_model(accelerator, load_policy(sft_folder, tokenizer), args.offload)
-    policy = load_policy(sft_folder, tokenizer).to(device)  # now, so host memory holds one model at a time
+    policy = load_policy(sft_folder, tokenizer).to(device)  # now, so that host memory holds one model at a time
     value_model = new_value_model(policy, pad_id).to(device)
     check_head(policy, sft_folder)
     check_positions(policy, sft_folder, [train, validation], "query_token", pad_id, args.response_length)
@@ -305,7 +308,7 @@ def main(args: Args):
         # passes, so that its ratios are exactly 1 before the first step, even in bfloat16.
         groups = [rows.chunk(world)[rank] for rows in mini_batches(args, update, 0, device)]
         outputs = forward_passes(accelerator, unwrapped_model, ref_policy, batch, groups, pad_id, banned, args)
-        batch |= {key: accelerator.reduce(value, "sum") for key, value in outputs.items()}  # 0 in other rows
+        batch |= {key: accelerator.reduce(value, "sum") for key, value in outputs.items()}  # other rows are 0
 
         # ---- 3. rewards --------------------------------------------------------------------------
         has_eos = (batch["responses"] == tokenizer.eos_token_id).any(1)  # (B,)
@@ -371,7 +374,7 @@ def main(args: Args):
             "objective/score_without_penalty": batch["raw_scores"].mean(),
             "policy/first_ratio_deviation": accelerator.gather(torch.stack(deviations).max()).max(),
             "value/mean": batch["values"].sum() / batch["value_mask"].sum(),
-            **means,  # over the update's optimiser steps
+            **means,  # averaged over the update's optimiser steps
             "grad_norm": sum(grad_norms) / steps,
             "learning_rate": learning_rate,
             "episode": episodes.stop,
@@ -394,7 +397,7 @@ def main(args: Args):
 
     # ---- save ------------------------------------------------------------------------------------
     save_model(accelerator, args, "value_model", value_model.model, tokenizer)
-    save_model(accelerator, args, "model", policy, tokenizer)  # last, because a folder with it holds an ended run
+    save_model(accelerator, args, "model", policy, tokenizer)  # last, because it marks the run as complete
     accelerator.print(f"done in {time.time() - run_start:.0f} s: {args.output_dir}", flush=True)
     accelerator.end_training()
 
@@ -404,8 +407,8 @@ def main(args: Args):
 
 @torch.no_grad()
 def sample(accelerator: Accelerator, policy, queries, keys, tokenizer, args, temperature: float) -> tuple:
-    """A response (b, R) to each left-padded query (b, Q), [PAD] after its EOS (Detail 23), and its tokens'
-    log-probabilities (b, R) as they were when drawn; keys (b, 2): noise_keys."""
+    """Sample a response (b, R) to each left-padded query (b, Q), with [PAD] after its EOS (Detail 23). Also returns the
+    log-probabilities (b, R) of its tokens at sampling time. keys (b, 2) come from noise_keys."""
     pad_id = tokenizer.pad_token_id
     keys = keys.to(queries.device)
     responses = queries.new_full((len(queries), args.response_length), pad_id)
@@ -413,7 +416,7 @@ def sample(accelerator: Accelerator, policy, queries, keys, tokenizer, args, tem
     size = min(args.sample_batch_size, len(queries))
     cache = KeyValueCache(policy.config, trimmed_width(queries, pad_id) + args.response_length)
     for index in similar_lengths((queries != pad_id).sum(1), size):
-        rows = torch.cat([index, index[-1:].expand(size - len(index))])  # the cache is of `size` rows
+        rows = torch.cat([index, index[-1:].expand(size - len(index))])  # the cache has `size` rows
         with accelerator.autocast():
             found = generate(policy, queries[rows], tokenizer, args.response_length, temperature, keys[rows], cache)
         found_responses, found_logprobs = found
@@ -424,8 +427,8 @@ def sample(accelerator: Accelerator, policy, queries, keys, tokenizer, args, tem
 
 @torch.no_grad()
 def forward_passes(accelerator: Accelerator, model, ref_policy, batch: dict, groups, pad_id, banned, args) -> dict:
-    """What policy, value model and reference say of the responses in a batch (make_batch), in micro-batches of each
-    group of its rows: logprobs, ref_logprobs, values and entropy (B, R), 0 outside their masks and in other rows."""
+    """Return logprobs, ref_logprobs, values and entropy (B, R) of the responses in a batch (make_batch), computed in
+    micro-batches of each group of its rows. They are 0 outside their masks and in rows of no group."""
     outputs = {}
     for key in ("logprobs", "ref_logprobs", "values", "entropy"):
         outputs[key] = torch.zeros(batch["responses"].shape, device=accelerator.device)
@@ -451,19 +454,19 @@ def forward_passes(accelerator: Accelerator, model, ref_policy, batch: dict, gro
 
 
 def function_scores(function, what: str, numbers, posts: list[str], responses, tokenizer, args) -> torch.Tensor:
-    """The function's scores (b,) of responses (b, R); an error names the first without one by what, number and post."""
+    """Return the function's scores (b,) of responses (b, R). An error names the first response without a score."""
     summaries = tokenizer.batch_decode(responses, skip_special_tokens=True)
     names = [f"{what} {number}, post {post[:60]!r}" for number, post in zip(numbers, posts, strict=True)]
     where = f"--reward-function {args.reward_function}"
     try:
         scores = [float(score) for score in function(posts, summaries)]
     except Exception:
-        for name, post, summary in zip(names, posts, summaries, strict=True):  # which one it was
+        for name, post, summary in zip(names, posts, summaries, strict=True):  # find the summary that fails
             with or_fail(f"{where}: no score for {name}; {CALLED_AS}"):
                 [float(score) for score in function([post], [summary])]
         raise
     if len(scores) != len(names):
-        fail(f"{where}: {len(scores)} scores of {len(names)} summaries, {names[0]} and those after it")
+        fail(f"{where}: {len(scores)} scores for {len(names)} summaries, {names[0]} and those after it")
     for score, name in zip(scores, names, strict=True):
         if not isfinite(score):
             fail(f"{where}: {score} for {name}")
@@ -472,8 +475,8 @@ def function_scores(function, what: str, numbers, posts: list[str], responses, t
 
 @contextmanager
 def on_device(accelerator: Accelerator, model):
-    """Have a frozen model on the device while it is used (Detail 8). An offloaded one's copy in the machine's memory
-    stays: nothing is copied back."""
+    """Keep a frozen model on the device while it is used (Detail 8). An offloaded model keeps its copy in host memory,
+    so nothing is copied back."""
     tensors = [*model.parameters(), *model.buffers()]
     waiting = [tensor.data for tensor in tensors]
     for tensor in tensors:
@@ -484,8 +487,8 @@ def on_device(accelerator: Accelerator, model):
 
 
 def make_batch(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> dict:
-    """A batch, as far as the tokens say: queries (b, Q), responses (b, R), lengths (b,) of the responses in tokens, EOS
-    counted, row_lengths (b,) of query and response, response_mask and value_mask (b, R) bool."""
+    """Return the part of a batch that follows from the tokens: queries (b, Q), responses (b, R), their lengths (b,) in
+    tokens, EOS included, row_lengths (b,) of query and response, and response_mask and value_mask (b, R) bool."""
     lengths = (responses != pad_id).sum(1)
     positions = torch.arange(responses.shape[1], device=responses.device)
     return {
@@ -499,16 +502,16 @@ def make_batch(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> d
 
 
 def mini_batches(args, update: int, epoch: int, device) -> tuple[torch.Tensor, ...]:
-    """The rows (B / num_mini_batches,) of each mini-batch of an epoch, the same on every process."""
+    """Return the rows (B / num_mini_batches,) of each mini-batch of an epoch. They are the same on every process."""
     shuffled = permutation(args.batch_size, args.seed + update, epoch)
     return shuffled.to(device).chunk(args.num_mini_batches)
 
 
 def micro_batches(batch: dict, rows: torch.Tensor, size: int) -> list[dict]:
-    """These rows (b,) of a batch, `size` at a time, rows of similar length together: less padding, the same sums.
-    Queries (b, Q) and numbers (b,) keep their width. Per-token tensors (B, R) are cropped to (b, W), through one past
-    the longest response. A micro-batch also has `rows`, its rows in the batch, and `index`, which picks its (b, W) out
-    of a (B, R)."""
+    """Split these rows (b,) of a batch into micro-batches of `size` rows of similar length, which saves padding.
+    Queries (b, Q) and numbers (b,) keep their width. Per-token tensors (B, R) are cropped to (b, W), one position past
+    the longest response. A micro-batch also has `rows`, its rows in the batch, and `index`, which selects its (b, W)
+    from a (B, R)."""
     mbs = []
     for group in similar_lengths(batch["row_lengths"][rows], size):
         mb_rows = rows[group]
@@ -526,7 +529,7 @@ def micro_batches(batch: dict, rows: torch.Tensor, size: int) -> list[dict]:
 
 
 class PolicyAndValue(nn.Module):
-    """Policy and value model, separate networks (Detail 22) in one module for DDP's and DeepSpeed's sake."""
+    """Policy and value model: separate networks (Detail 22) in one module, as DDP and DeepSpeed require."""
 
     def __init__(self, policy, value_model):
         super().__init__()
@@ -534,46 +537,46 @@ class PolicyAndValue(nn.Module):
         self.value_model = value_model
 
     def forward(self, queries, responses, pad_id: int, banned: torch.Tensor):
-        """queries (b, Q) left-padded, responses (b, W) -> logits (b, W, V) of the response tokens, those of banned ids
-        at -1e9, so that the log-probability of a [PAD] after the end is huge: mask it before exp; and the values (b, W)
-        of the states before them."""
+        """Return logits (b, W, V) of the response tokens and values (b, W) of the states before them, for left-padded
+        queries (b, Q) and responses (b, W). Banned ids get -1e9, so mask the huge log-probability of a [PAD] after the
+        end before taking exp."""
         tokens, columns = episode_rows(queries, responses, pad_id)
         logits = response_logits(self.policy, tokens, columns, banned)
         states = states_at(self.value_model.model, tokens, columns)
-        values = self.value_model.model.score(states).squeeze(-1)  # `score` is transformers' name of the scalar head
+        values = self.value_model.model.score(states).squeeze(-1)  # transformers calls the scalar head `score`
         return logits, values
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    """log softmax(logits / (temperature + 1e-7)) at the tokens (Detail 20): (b, R, V), (b, R) -> (b, R)."""
+    """Return log softmax(logits / (temperature + 1e-7)) at the tokens (Detail 20): (b, R, V), (b, R) -> (b, R)."""
     scaled = logits.float() / (temperature + TEMPERATURE_EPS)
     return -F.cross_entropy(scaled.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
 
 
 def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Entropy (nats) of softmax(logits / (temperature + 1e-7)) at each position: (b, R, V) -> (b, R)."""
+    """Return the entropy (nats) of softmax(logits / (temperature + 1e-7)) per position: (b, R, V) -> (b, R)."""
     scaled = logits.float() / (temperature + TEMPERATURE_EPS)
     logprobs = scaled.log_softmax(2)
     return -(logprobs.exp() * logprobs).sum(2)
 
 
 def response_logits(policy, tokens: torch.Tensor, columns: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
-    """Logits (b, W, V) at the columns (b, W) of right-padded rows (b, T), as made by episode_rows; those of banned ids
-    at -1e9. The head sees these columns alone."""
+    """Return the logits (b, W, V) at the columns (b, W) of right-padded rows (b, T), both from episode_rows. Banned ids
+    get -1e9. The head only runs on these columns."""
     states = states_at(policy, tokens, columns)
     return policy.get_output_embeddings()(states).masked_fill_(banned, -1e9)
 
 
 def states_at(model, tokens: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """The last hidden states (b, W, D) of a transformers model at the columns (b, W) of right-padded rows (b, T). The
+    """Return a transformers model's last hidden states (b, W, D) at the columns (b, W) of right-padded rows (b, T). The
     rows need no mask, because no token of a causal model sees what comes after it."""
     hidden = model.base_model(tokens, use_cache=False).last_hidden_state  # (b, T, D)
     return hidden.gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[2]))
 
 
 def episode_rows(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Left-padded queries (b, Q) and responses (b, W) -> right-padded rows (b, T), and the columns (b, W) of the token
-    before each response token, where its log-probability and its value are read (past a response's end: any)."""
+    """Join left-padded queries (b, Q) and responses (b, W) into right-padded rows (b, T). Also returns the columns (b,
+    W) of the token before each response token, where its log-probability and value are read."""
     inputs = torch.cat([queries, responses[:, :-1]], 1)  # the last token predicts nothing we need
     tokens = right_padded(inputs, pad_id)
     last_of_query = (queries != pad_id).sum(1, keepdim=True) - 1
@@ -585,7 +588,7 @@ def episode_rows(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) ->
 
 
 def noise_keys(seed: int, update: int, rows: list[int]) -> torch.Tensor:
-    """Two 32-bit keys (b, 2) per row, a hash of (seed, update, row)."""
+    """Return two 32-bit keys (b, 2) per row, hashed from (seed, update, row)."""
     keys = []
     for row in rows:
         digest = hashlib.blake2b(f"{seed} {update} {row}".encode(), digest_size=8).digest()
@@ -594,16 +597,16 @@ def noise_keys(seed: int, update: int, rows: list[int]) -> torch.Tensor:
 
 
 def mix(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A bijection of 32-bit integers in which each bit of x changes about half of all bits (the shifts and factors are
-    those of Wellons's lowbias32), the key xored in after each product. int32 products wrap; masks make >> unsigned."""
+    """Return a bijective hash of int32 x, in which each bit changes about half of all bits. Shifts and factors are
+    those of Wellons's lowbias32; key is xored in after each product. int32 products wrap; masks make >> unsigned."""
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D ^ key
     x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32) ^ key
     return x ^ ((x >> 16) & 0xFFFF)
 
 
 def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Tensor:
-    """Gumbel(0, 1) noise (b, V) that depends on (key, position, token) alone, not on batch, device or rank: a 32-bit
-    integer hash, read as a uniform with 32 bits near 0, where the largest noise comes from."""
+    """Return Gumbel(0, 1) noise (b, V) that depends only on (key, position, token), not on batch, device or rank. A
+    32-bit integer hash is read as a uniform number with 32 bits near 0, where the largest noise comes from."""
     step = torch.as_tensor(position, dtype=torch.int32, device=keys.device) * 0x3C6EF35F
     key_0 = mix(keys[:, 0, None] + step, keys[:, 1, None])  # (b, 1)
     key_1 = mix(keys[:, 1, None] + step, keys[:, 0, None])
@@ -615,8 +618,8 @@ def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Te
 
 
 def sample_tokens(logits, keys, position, temperature: float, banned) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token (b,) for each row of logits (b, V), and its log-probability (b,): the arg max of log softmax(logits /
-    (temperature + 1e-7)) plus keyed Gumbel noise is a sample of that softmax. `banned` (V,) is never sampled."""
+    """Sample a token (b,) per row of logits (b, V), and return its log-probability (b,) too. The arg max of log
+    softmax(logits / (temperature + 1e-7)) plus keyed Gumbel noise samples that softmax. `banned` (V,) are excluded."""
     scaled = (logits.float() / (temperature + TEMPERATURE_EPS)).masked_fill(banned, -torch.inf)
     tokens = (scaled + gumbel_noise(keys, position, scaled.shape[1])).argmax(1)
     logprobs = scaled.gather(1, tokens[:, None]).squeeze(1) - scaled.logsumexp(1)
@@ -624,29 +627,29 @@ def sample_tokens(logits, keys, position, temperature: float, banned) -> tuple[t
 
 
 class KeyValueCache(StaticCache):
-    """A StaticCache whose keys are in the type of its values, to which attention would cast them under autocast."""
+    """A StaticCache that stores keys in the type of its values, as attention would cast them to it under autocast."""
 
     def update(self, keys, values, *args, **kwargs):
         return super().update(keys.to(values.dtype), values, *args, **kwargs)
 
 
 def banned_ids(model, tokenizer) -> torch.Tensor:
-    """(V,) bool: [PAD] and the ids beyond the tokenizer, which no sample may hold."""
+    """Return which ids must never be sampled, (V,) bool: [PAD] and the ids beyond the tokenizer."""
     ids = torch.arange(model.get_input_embeddings().num_embeddings)
     return (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer))
 
 
 def truncate_response(responses: torch.Tensor, eos_id: int, pad_id: int) -> torch.Tensor:
-    """Detail 23: everything after the first EOS becomes [PAD]; a row without EOS stays. (b, R) -> (b, R)."""
+    """Replace everything after the first EOS by [PAD] (Detail 23). Rows without EOS stay. (b, R) -> (b, R)."""
     is_eos = (responses == eos_id).int()
     eos_before = is_eos.cumsum(1) - is_eos
     return responses.masked_fill(eos_before > 0, pad_id)
 
 
 def prefill_mask(model, inputs: torch.Tensor, is_token: torch.Tensor, cache):
-    """The model's own attention mask (causal, or with sliding windows; a dict where its layers differ) for left-padded
-    inputs (b, Q), in which a padding position sees itself as well: attention over no key at all is NaN in some kernels,
-    and in the next layer 0 x NaN spreads to every token. is_token (b, Q + R)."""
+    """Return the model's own attention mask (causal or with sliding windows; a dict if its layers differ) for
+    left-padded inputs (b, Q), in which padding positions also see themselves. Attention over no key at all gives NaN in
+    some kernels, and in the next layer 0 x NaN would spread to every token. is_token: (b, Q + R)."""
     embeddings = model.get_input_embeddings()(inputs)
     masks = create_masks_for_generate(model.config, embeddings, is_token, cache)
 
@@ -660,10 +663,10 @@ def prefill_mask(model, inputs: torch.Tensor, is_token: torch.Tensor, cache):
 
 @torch.no_grad()
 def generate(model, queries, tokenizer, response_length: int, temperature: float, keys, cache):
-    """Sample responses (b, R) to left-padded queries (b, Q); a row that reached EOS is filled with [PAD], which equals
-    sampling on and truncating after the first EOS (Detail 23). Returns them and their tokens' log-probabilities (b, R).
-    cache: a KeyValueCache of at least Q + R columns, new or of b rows. All steps but the first have the same shapes,
-    and wait for the device at every eighth token only, to see whether all rows have ended."""
+    """Sample responses (b, R) to left-padded queries (b, Q) and return them with their tokens' log-probabilities (b,
+    R). Rows are filled with [PAD] after EOS, which equals sampling on and truncating (Detail 23). cache is a
+    KeyValueCache of at least Q + R columns, either new or with b rows. All steps but the first have the same shapes.
+    Only every eighth step waits for the device, to check whether all rows have ended."""
     pad_id = tokenizer.pad_token_id
     inputs = queries[:, -trimmed_width(queries, pad_id) :]
     banned = banned_ids(model, tokenizer).to(queries.device)
@@ -695,20 +698,20 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
 
 
 def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
-    """The width to which rows (b, T) can be trimmed: that of the longest row, rounded up to a multiple of 16 (at most
-    T). Rounding keeps the number of different shapes small: each new one costs memory and, on a GPU, time."""
+    """Return the width to which rows (b, T) can be trimmed: the longest row, rounded up to a multiple of 16, at most T.
+    Rounding keeps the number of different shapes small, because each new shape costs memory and, on a GPU, time."""
     longest = int((tokens != pad_id).sum(1).max())
     return min(-(-longest // 16) * 16, tokens.shape[1])
 
 
 def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Rows in groups of `size` of similar length: less padding, the same batch. lengths (b,) -> row indices."""
+    """Return row indices in groups of `size` rows of similar length, which saves padding. lengths: (b,)."""
     order = lengths.argsort(descending=True, stable=True)
     return list(order.split(size))
 
 
 def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Rows (b, T) with their padding moved to the right, wherever it was, and cut to the longest row."""
+    """Return the rows (b, T) with all padding moved to the right, trimmed to the longest row."""
     real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
     return tokens.gather(1, real_first)[:, : trimmed_width(tokens, pad_id)]
 
@@ -717,7 +720,7 @@ def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
 
 
 class ScalarHead(nn.Linear):
-    """The head of a reward model, (b, T, d) -> (b, T, 1), in float32 under autocast and in a bfloat16 model, too."""
+    """A reward model's head, (b, T, d) -> (b, T, 1), in float32 even under autocast or in a bfloat16 model."""
 
     def forward(self, hidden):
         with torch.autocast(hidden.device.type, enabled=False):
@@ -733,14 +736,14 @@ class RewardModel(nn.Module):
         self.config = model.config
 
     def forward(self, input_ids, **inputs):
-        """Right-padded rows (b, T) -> rewards (b, T), in float32. They need no mask, because no token of a causal model
-        sees what comes after it."""
+        """Return the rewards (b, T) of right-padded rows (b, T), in float32. The rows need no mask, because no token of
+        a causal model sees what comes after it."""
         hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
         return self.model.score(hidden).squeeze(-1)
 
 
 def new_value_model(policy, pad_id: int) -> RewardModel:
-    """A value model with the policy's weights and a head of zeros: every value is 0."""
+    """Return a value model with the policy's weights and a head of zeros, so that every value is 0."""
     config = deepcopy(policy.config)
     config.update({"num_labels": 1, "pad_token_id": pad_id})
     model = AutoModelForSequenceClassification.from_config(config, attn_implementation="sdpa")
@@ -752,7 +755,7 @@ def new_value_model(policy, pad_id: int) -> RewardModel:
 
 
 def load_reward_function(value: str):
-    """The function of two lists that path.py:function names; one with a parameter `: str` is made one of lists."""
+    """Return the function named by path.py:function, wrapped to take lists if a parameter is annotated as str."""
     path, _, name = value.rpartition(":")
     with or_fail(f"--reward-function {value}: no function there"):
         function = runpy.run_path(path)[name]
@@ -760,9 +763,9 @@ def load_reward_function(value: str):
     try:
         parameters = inspect.signature(function).parameters
         inspect.signature(function).bind([], [])
-    except TypeError as error:  # it takes no two arguments, or cannot be called
+    except TypeError as error:  # it cannot be called with two arguments
         fail(f"--reward-function {value}: {error}; {CALLED_AS}")
-    except ValueError:  # a function of C or C++ may tell no signature
+    except ValueError:  # a function written in C may have no signature
         pass
     if not any(parameter.annotation in (str, "str") for parameter in parameters.values()):
         return function
@@ -770,22 +773,22 @@ def load_reward_function(value: str):
 
 
 def load_policy(path: str, tokenizer):
-    """A causal language model in float32, without dropout, whose embeddings hold every id of the tokenizer."""
+    """Return a causal language model in float32, without dropout, with an embedding for every id of the tokenizer."""
     settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
     with or_fail(f"the model in {path} cannot be read"):
         config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
         model = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
     rows = model.get_input_embeddings().num_embeddings
     if rows < len(tokenizer) - 1:
-        fail(f"{path}: {rows} embeddings do not fit its tokenizer of {len(tokenizer) - 1} ids and [PAD]: not a pair")
+        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
     if rows < len(tokenizer):
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     return model
 
 
 def check_positions(model, path: str, splits: list, column: str, pad_id: int, sampled: int = 0):
-    """An error where a row of a column, with the tokens sampled behind it, is longer than a model's positions. Rows are
-    cut to a multiple of 16 (trimmed_width), so their padding counts up to there."""
+    """End with an error if a row of `column`, plus the tokens sampled after it, is longer than the model allows. Rows
+    are trimmed to a multiple of 16 (trimmed_width), so their padding counts up to there."""
     positions = max_positions(model)
     for rows in splits:
         width = len(rows[0][column])
@@ -793,17 +796,17 @@ def check_positions(model, path: str, splits: list, column: str, pad_id: int, sa
             continue
         longest = max(trimmed_width(batch[column], pad_id) for batch in rows.select_columns(column).iter(1000))
         if longest + sampled > positions:
-            needed = f"{column} takes {longest} positions, and {sampled} sampled tokens"
-            fail(f"{path}: {needed}; {type(model).__name__} has {positions}. Make the data with shorter queries")
+            needed = f"{column} needs {longest} positions plus {sampled} sampled tokens"
+            fail(f"{path}: {needed}, but {type(model).__name__} has {positions}. Use shorter queries")
 
 
 def max_positions(model) -> int:
-    """The length of the longest row that a model can take."""
-    return getattr(model.config, "max_position_embeddings", None) or 10**9  # none: any length
+    """Return the length of the longest row that a model can process."""
+    return getattr(model.config, "max_position_embeddings", None) or 10**9  # without a limit, any length will do
 
 
 def without_dropout(config):
-    """The config with every dropout at 0 (Detail 7), attention dropout included, which is no nn.Dropout."""
+    """Return the config with every dropout at 0 (Detail 7), even attention dropout, which is not an nn.Dropout."""
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, int | float):
             setattr(config, key, 0.0)
@@ -811,9 +814,9 @@ def without_dropout(config):
 
 
 def frozen_model(accelerator: Accelerator, model, offload: bool):
-    """Freeze a model and put it on the device (offload: into page-locked memory of the machine). Weights that every use
-    would cast to bfloat16 are cast here, once: under autocast those of linear layers, under DeepSpeed's bf16 all but a
-    reward's head. Buffers keep float32, because rotary frequencies need their digits."""
+    """Freeze a model and move it to the device, or with `offload` into page-locked host memory. Weights that every use
+    would cast to bfloat16 are cast here once: those of linear layers under autocast, and all but a reward head's under
+    DeepSpeed's bf16. Buffers stay in float32, because rotary frequencies need the precision."""
     model.eval().requires_grad_(False)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
@@ -829,13 +832,13 @@ def frozen_model(accelerator: Accelerator, model, offload: bool):
 
 
 def fill_sizes(args, world: int) -> int:
-    """Fill in the sizes left open and return the number of updates; an error where the batch does not divide."""
+    """Fill in the sizes left open and return the number of updates. Ends with an error if the batch does not divide."""
     args.micro_batch_size = args.micro_batch_size or MICRO_BATCH_SIZES.get(args.model, 8)
     args.sample_batch_size = args.sample_batch_size or SAMPLE_BATCH_SIZES.get(args.model, 32)
     if args.offload is None:
         args.offload = args.model == "6.9b"
     if args.total_episodes < args.batch_size:
-        fail(f"--total-episodes {args.total_episodes} are fewer than --batch-size {args.batch_size}")
+        fail(f"--total-episodes {args.total_episodes} must be at least --batch-size {args.batch_size}")
     if args.batch_size % (args.num_mini_batches * world):
         fail(f"--batch-size {args.batch_size}: no multiple of {args.num_mini_batches} mini-batches x {world} processes")
     return args.total_episodes // args.batch_size
@@ -843,11 +846,11 @@ def fill_sizes(args, world: int) -> int:
 
 @torch.no_grad()
 def check_head(policy, path: str):
-    """An error where a model does more to its logits (a soft cap, a scale) than its head, which alone we take."""
+    """End with an error if a model changes its head's logits (soft cap, scale), because we only use the head."""
     tokens = torch.arange(4, device=policy.device)[None]
     own = response_logits(policy, tokens, tokens, torch.zeros_like(tokens[0, :1], dtype=torch.bool))
     if not torch.allclose(own, policy(tokens).logits, atol=1e-4):
-        fail(f"{path}: the logits of {type(policy).__name__} are not those of its head; ppo.py cannot train it")
+        fail(f"{path}: the logits of {type(policy).__name__} are not those of its head, so ppo.py cannot train it")
 
 
 # ==== evaluation ==================================================================================
@@ -855,7 +858,7 @@ def check_head(policy, path: str):
 
 @torch.no_grad()
 def validation_score(accelerator: Accelerator, policy, function, data, tokenizer, args) -> float:
-    """Mean score of a summary sampled to each post of `data`, at temperature 0.01, with no penalty for no EOS."""
+    """Return the mean score of one summary per post of `data`, sampled at temperature 0.01, without EOS penalty."""
     rank = accelerator.process_index
     world = accelerator.num_processes
     index = range(len(data) * rank // world, len(data) * (rank + 1) // world)
@@ -863,15 +866,15 @@ def validation_score(accelerator: Accelerator, policy, function, data, tokenizer
     if index:  # there may be more processes than posts
         posts = data[index.start : index.stop]["query"]
         queries = data[index.start : index.stop]["query_token"].to(accelerator.device)
-        keys = noise_keys(args.seed, 0, index)  # update 0, which no training has
+        keys = noise_keys(args.seed, 0, index)  # training never has an update 0
         responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, 0.01)
         scores = function_scores(function, "validation row", index, posts, responses, tokenizer, args).tolist()
     return sum(gather_object(scores)) / len(data)
 
 
 def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, update: int):
-    """Print the first four episodes as a table that wraps long texts, and give them to W&B; main process only. scores
-    and kl (B,) are of the batch's episodes."""
+    """Print the first four episodes as a table that wraps long texts, and log them to W&B, on the main process only.
+    scores and kl (B,) belong to the batch's episodes."""
     if not accelerator.is_main_process:
         return
     columns = ["query (end)", "response", "score", "kl"]
@@ -888,15 +891,15 @@ def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, u
             tracker.log_table("samples/training", columns, samples, step=update)
 
 
-# ==== plumbing: one text in every stage script; read it once, then skip it ========================
-# launch, loading, run folder, checkpoints, trackers, optimiser. Nothing here changes a loss or a sample.
+# ==== plumbing: identical in every stage script; read it once, then skip it =======================
+# Launch, loading, run folder, checkpoints, trackers, optimiser. Nothing here changes a loss or a sample.
 
-# settings that --resume may change: they concern memory, speed, evaluation, logging and saving
+# Settings that --resume may change, because they only affect memory, speed, evaluation, logging and saving.
 MAY_CHANGE = {"micro_batch_size", "forward_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes"}
 MAY_CHANGE |= {"eval_every", "eval_rows", "run_eval", "sample_every", "gold_every", "track"}
 MAY_CHANGE |= {"save_every", "resume", "output_dir"}
 ADAM_EPS = 1e-5  # the paper's tables
-WEIGHT_DECAY = 0.01  # of AdamW: torch's default, as in the authors' code
+WEIGHT_DECAY = 0.01  # torch's default for AdamW, as in the authors' code
 KEPT_CHECKPOINTS = 2
 
 
@@ -907,16 +910,16 @@ def fail(message: str):
 
 @contextmanager
 def or_fail(message: str):
-    """Around what goes wrong outside of the script (a damaged file, a full disk): the run ends with one message."""
+    """Run a block that depends on files, disk or network, and turn any exception there into one clear error message."""
     try:
         yield
-    except Exception as error:  # of as many kinds as there are formats
+    except Exception as error:  # each file format raises its own kinds of error
         fail(f"{message} ({error!r:.300})")
 
 
 def fill_templates(args):
-    """Put the run's name and seed for {model} and {seed} in the arguments. An error where the output folder holds a
-    run; with --resume, the process ends here, successfully, where that run has ended."""
+    """Replace {model} and {seed} in the arguments. Ends with an error if the output folder already holds a run. With
+    --resume, ends the process successfully if that run is already complete."""
     model = os.path.expanduser(args.model)
     local = Path(model).exists()
     name = Path(os.path.abspath(model) if local else model.partition("@")[0]).name
@@ -925,31 +928,32 @@ def fill_templates(args):
             value = value.replace("{model}", name).replace("{seed}", str(args.seed))
             setattr(args, key, os.path.expanduser(value))
     folder = Path(args.output_dir)
-    if args.resume and (folder / "model").exists():  # the last thing that a run writes
-        print(f"--resume: the run in {folder} has ended, so nothing is done", flush=True)
+    if args.resume and (folder / "model").exists():  # a run writes this last
+        print(f"--resume: the run in {folder} has ended, so there is nothing left to do", flush=True)
         raise SystemExit(0)
     if not args.resume and any((folder / name).exists() for name in ("args.json", "checkpoints", "model")):
         fail(f"{folder} already holds a run: choose another --output-dir, delete it, or continue it with --resume")
 
 
 def make_accelerator(args) -> Accelerator:
-    """The Accelerator that the launcher asked for, or an error where accelerate would silently run something else."""
+    """Return the Accelerator that the launcher asked for. Ends with an error where accelerate would silently run
+    something else."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # fewer gaps between tensors of many shapes
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # against memory fragmentation
     # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
     torch.backends.cuda.enable_cudnn_sdp(False)
-    transformers_logging.set_verbosity_error()  # it warns of what is meant, such as a new head
+    transformers_logging.set_verbosity_error()  # its warnings are about intended things, such as a new head
     transformers_logging.disable_progress_bar()
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns that tied weights are saved once
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's
-    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # else accelerate divides the loss by it
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # from DeepSpeed
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # otherwise accelerate divides the loss by it
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     default = "bf16" if torch.cuda.is_available() else "no"
     settings = {"mixed_precision": args.mixed_precision or default}
     if world > 1:
-        process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # the main process may write for long
-        if not torch.accelerator.is_available():  # accelerate has to be told, in one of two ways
+        process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # writing a large checkpoint takes long
+        if not torch.accelerator.is_available():  # accelerate must be told to use CPUs
             if deepspeed:
                 process_group.backend = "gloo"
             else:
@@ -958,13 +962,13 @@ def make_accelerator(args) -> Accelerator:
     accelerator = Accelerator(log_with="tensorboard", project_dir=args.output_dir, **settings)
     runs_deepspeed = accelerator.state.deepspeed_plugin is not None
     if accelerator.num_processes != world or runs_deepspeed != deepspeed:
-        fail(f"accelerate does not run {world} processes, DeepSpeed {deepspeed}: launch by benchmark/accelerate/*.yaml")
+        fail(f"accelerate did not start {world} processes, DeepSpeed {deepspeed}: use one of benchmark/accelerate/")
     set_seed(args.seed)
     return accelerator
 
 
 def checkpoint_folder(flag: str, path: str) -> str:
-    """The local folder of a checkpoint given as run folder, checkpoint folder or Hub id[@revision] (downloaded)."""
+    """Return the local folder of a checkpoint given as a run folder, checkpoint folder or Hub id[@revision]."""
     for folder in (Path(path) / "model", Path(path)):
         if (folder / "config.json").exists():
             return str(folder)
@@ -973,18 +977,18 @@ def checkpoint_folder(flag: str, path: str) -> str:
         runs, *run = path.split("/")
         if runs == "runs" and len(run) == 3 and run[1] in ("1b", "2.8b", "6.9b"):
             stage, model, seed = run
-            fail(f"{flag} {path}: no checkpoint there. This makes it: python {stage}.py --model {model} --seed {seed}")
-        fail(f"{flag} {path}: no checkpoint there, neither in that folder nor in its model/, and this is no Hub id")
-    wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no value_model/ of PPO's
+            fail(f"{flag} {path}: no checkpoint there. Make it with: python {stage}.py --model {model} --seed {seed}")
+        fail(f"{flag} {path}: no checkpoint there, neither in that folder nor in its model/, and it is not a Hub id")
+    wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # skips PPO's value_model/
     with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
         folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
         if not list(Path(folder).glob("*.safetensors")):
-            folder = snapshot_download(**wanted)  # pytorch_model.bin
+            folder = snapshot_download(**wanted)  # there may be a pytorch_model.bin instead
         return folder
 
 
 def load_tokenizer(path: str):
-    """The tokenizer of a checkpoint folder, with `[PAD]` added (Detail 3: never EOS)."""
+    """Return the tokenizer of a checkpoint folder, with `[PAD]` added so that padding is never EOS (Detail 3)."""
     with or_fail(f"the tokenizer in {path} cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
@@ -992,8 +996,9 @@ def load_tokenizer(path: str):
 
 
 def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
-    """The DatasetDict in a folder written by tldr_dataset.py, or of a Hub id[@revision]. An error where a split or a
-    column is missing, an id is too large, or most of 16 rows are another tokenizer's (eval/check_data.py: all)."""
+    """Load a DatasetDict from a folder written by tldr_dataset.py or from a Hub id[@revision]. Ends with an error if a
+    split or column is missing, an id is too large, or most of 16 sampled rows were made with another tokenizer
+    (eval/check_data.py checks every row)."""
     name, _, revision = path.partition("@")
     with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
@@ -1005,13 +1010,13 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
         looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
         same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
         if 2 * same <= len(looked_at) or largest >= len(tokenizer):
-            found = f"{same} of {len(looked_at)} rows are as the model's tokenizer makes them; largest id {largest}"
-            fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py; eval/check_data.py tells more")
+            found = f"{same} of {len(looked_at)} rows match the model's tokenizer; largest id {largest}"
+            fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py; eval/check_data.py shows the rows")
     return data.with_format("torch")
 
 
 def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
-    """Whether a row's query is the tokens that the tokenizer makes of its text, and the rest end in its EOS."""
+    """Return whether this tokenizer made a row: its query tokens match its text, and its other columns end in EOS."""
     tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
     query = tokens.pop("query_token", None)
     if query is not None and query != tokenizer(row["query"], add_special_tokens=False).input_ids:
@@ -1021,8 +1026,8 @@ def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
 
 @contextmanager
 def writing(accelerator: Accelerator, path: Path):
-    """Yield a name beside `path` for its new content, a file or folder; then that is synced to disk and renamed: `path`
-    is whole or not there. Where this fails what is half-written goes. Called by all processes."""
+    """Yield a temporary path for the new content of `path` (file or folder), sync it to disk and rename it into place,
+    so that `path` is always complete or absent. On an error, partial content is deleted. All processes call it."""
     partial = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -1042,8 +1047,8 @@ def writing(accelerator: Accelerator, path: Path):
 
 
 def begin_run(accelerator: Accelerator, args) -> int:
-    """Make the run folder or, with --resume, load its newest checkpoint, and start the trackers. Returns the update to
-    go on from. Comes last before the training: a bad command leaves nothing behind."""
+    """Make the run folder or, with --resume, load its newest checkpoint, and start the trackers. Returns the number of
+    finished updates. Call it right before training, so that a wrong command leaves nothing behind."""
     folder = Path(args.output_dir)
     settings = {"stage": STAGE, "processes": accelerator.num_processes} | asdict(args)
     old = {}
@@ -1062,7 +1067,7 @@ def begin_run(accelerator: Accelerator, args) -> int:
 
 
 def check_settings(accelerator: Accelerator, folder: Path, old: dict, settings: dict):
-    """Print the settings that --resume changes; an error where one changes what an update means (not MAY_CHANGE)."""
+    """Print what --resume changes. Ends with an error if a change would affect the training (see MAY_CHANGE)."""
     changed = {}
     for key, value in settings.items():
         if key in old and old[key] != value:
@@ -1070,14 +1075,14 @@ def check_settings(accelerator: Accelerator, folder: Path, old: dict, settings: 
     refused = [change for key, change in changed.items() if key not in MAY_CHANGE]
     if refused:
         fail(
-            f"--resume {folder}: {', '.join(refused)} would change the run. Give the old value, or another "
-            f"--output-dir; if a data set or model has only moved, write its new path into {folder}/args.json"
+            f"--resume {folder}: {', '.join(refused)} would change the run. Use the old value or another "
+            f"--output-dir. If a data set or model has only moved, write its new path into {folder}/args.json"
         )
     accelerator.print(f"--resume {folder}, changed: {', '.join(changed.values()) or 'nothing'}")
 
 
 def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
-    """Load the newest checkpoint. Returns its update and its metrics.jsonl; 0 and "" where there is no checkpoint."""
+    """Load the newest checkpoint and return its update and its metrics.jsonl, or 0 and "" if there is none."""
     checkpoints = sorted(folder.glob("checkpoints/update_??????"))
     if not checkpoints:
         return 0, ""
@@ -1089,7 +1094,7 @@ def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
 
 
 def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int):
-    """TensorBoard, and W&B with --track; a resumed run goes on in the same curves."""
+    """Start TensorBoard and, with --track, W&B. A resumed run continues its curves."""
     if args.track:
         seconds = float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))
         tracker = WandBTracker(
@@ -1103,32 +1108,32 @@ def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int)
         )
         accelerator.log_with.append(tracker)
     purge_step = finished + 1 if finished else 0
-    with or_fail("the trackers do not start (WANDB_MODE=offline keeps what W&B gets in the run folder)"):
+    with or_fail("the trackers could not start (with WANDB_MODE=offline, W&B only writes to the run folder)"):
         accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": purge_step}})
 
 
 def write_whole(accelerator: Accelerator, path: Path, text: str):
-    """Write a file whole or not at all."""
+    """Write a text file so that it is always complete or absent."""
     with writing(accelerator, path) as partial:
         if accelerator.is_main_process:
             partial.write_text(text)
 
 
 def updates(accelerator: Accelerator, args, first: int, last: int):
-    """Yield the updates first + 1 to last under a progress bar. After each comes a checkpoint where one is due, or
-    where SIGTERM or SIGUSR1, a scheduler's notice, has come: then the run ends there, with exit code 75."""
+    """Yield the updates first + 1 to last under a progress bar, and write a checkpoint after each update where one is
+    due. After SIGTERM or SIGUSR1, which schedulers send as a notice, write one and end the run with exit code 75."""
     caught = []
     left_over = args.total_episodes - last * args.batch_size
     accelerator.print(f"{STAGE}: {last:,} updates of {args.batch_size}, {left_over} left over, on {accelerator.device}")
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: caught.append(number))  # and no more: it ends between two updates
+        signal.signal(number, lambda number, _: caught.append(number))  # only noted: the run ends after the update
     for update in progress(accelerator, range(first + 1, last + 1), STAGE):
         yield update
         stop = accelerator.reduce(torch.tensor(len(caught), device=accelerator.device), "sum") > 0
         if stop or (args.save_every and update % args.save_every == 0):
             save_checkpoint(accelerator, args, update)
         if stop:
-            accelerator.print(f"stopped by a signal after update {update}; {args.output_dir} continues with --resume")
+            accelerator.print(f"stopped by a signal after update {update}; continue {args.output_dir} with --resume")
             accelerator.end_training()
             raise SystemExit(75)
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -1145,11 +1150,11 @@ def save_checkpoint(accelerator: Accelerator, args, update: int):
             shutil.copy(folder / "metrics.jsonl", partial)
     written = sorted(old for old in path.parent.glob("update_??????") if old <= path)
     for old in written[:-KEPT_CHECKPOINTS]:
-        shutil.rmtree(old, ignore_errors=True)  # every process may
+        shutil.rmtree(old, ignore_errors=True)  # harmless if several processes try
 
 
 def progress(accelerator: Accelerator, items, description: str):
-    """Yield `items` under a rich progress bar with the rate and the time left, shown by the main process only."""
+    """Yield `items` under a progress bar with rate and time left. Only the main process shows it."""
     rate = TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
     columns = [*Progress.get_default_columns(), rate]
     with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
@@ -1157,7 +1162,7 @@ def progress(accelerator: Accelerator, items, description: str):
 
 
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
-    """One line of metrics.jsonl, the same to the trackers; at each twentieth of the run the first five are printed."""
+    """Append a line to metrics.jsonl and log it to the trackers. Print its first five numbers 20 times per run."""
     metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
     line = json.dumps({"update": update, **metrics})
     if accelerator.is_main_process:
@@ -1171,7 +1176,7 @@ def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, la
 
 
 def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
-    """Write a model's weights and its tokenizer into the run folder, as a transformers checkpoint."""
+    """Write a model's weights and its tokenizer into the run folder as a transformers checkpoint."""
     with writing(accelerator, Path(args.output_dir, name)) as partial:
         if accelerator.is_main_process:  # every process has all weights, under ZeRO-2 as well
             model.save_pretrained(partial)
@@ -1179,34 +1184,34 @@ def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
 
 
 def prepare(accelerator: Accelerator, model, args):
-    """Model and AdamW as the launcher asked for them (plain, DDP, DeepSpeed)."""
+    """Return the model and its AdamW optimiser, wrapped as the launcher asked for (plain, DDP or DeepSpeed)."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     settings = {"lr": args.learning_rate, "eps": ADAM_EPS, "weight_decay": WEIGHT_DECAY}
     optimizer = torch.optim.AdamW(parameters, **settings, fused=True)
-    if accelerator.state.deepspeed_plugin:  # what DeepSpeed would else default to, or take from a data loader
+    if accelerator.state.deepspeed_plugin:  # DeepSpeed has other defaults for these
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
         config["gradient_clipping"] = args.max_grad_norm
         config["gradient_accumulation_steps"] = 1
-        config["zero_force_ds_cpu_optimizer"] = False  # offloaded, it is torch's
-        config["data_types"] = {"grad_accum_dtype": "fp32"}  # else the micro-batches' gradients are summed in bfloat16
+        config["zero_force_ds_cpu_optimizer"] = False  # when offloaded, use torch's AdamW
+        config["data_types"] = {"grad_accum_dtype": "fp32"}  # otherwise gradients are summed in bfloat16
         if config["zero_optimization"]["stage"] == 3:
-            fail("ZeRO-3 is not supported: benchmark/accelerate/zero2_offload.yaml takes every size")
+            fail("ZeRO-3 is not supported; use benchmark/accelerate/zero2_offload.yaml, which fits every size")
     return accelerator.prepare(model, optimizer)
 
 
 def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:
-    """One step from the gradients summed so far; returns their global norm before clipping, an error if not finite."""
+    """Take one step with the accumulated gradients and return their norm before clipping, which must be finite."""
     norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf")))
-    if not norm < float("inf"):  # or nan
-        fail(f"{where}: the gradient norm is {norm}; nothing of this update was saved")
+    if not norm < float("inf"):  # also true for nan
+        fail(f"{where}: the gradient norm is {norm}; this update was not saved. Try a lower --learning-rate")
     optimizer.step()
     optimizer.zero_grad()
     return norm
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character of a sample shows another
+    sys.stdout.reconfigure(errors="replace")  # print ? where the terminal cannot show a character
     main(tyro.cli(Args))
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # it leaves threads that can abort the interpreter's end
-        os._exit(0)  # all is written
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # its threads can crash a normal exit
+        os._exit(0)  # everything has been written

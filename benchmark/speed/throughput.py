@@ -108,8 +108,8 @@ def with_pad(folder: Path):
 
 
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
-    """Rows (stop - start,) at the positions start..stop-1 of an endless stream over n rows: each pass is a new shuffle
-    without replacement (Detail 21). A function of (seed, position) alone: every process can name every batch."""
+    """Return the row indices (stop - start,) at positions start..stop-1 of an endless stream over n rows, reshuffled
+    without replacement on each pass (Detail 21). They depend only on (seed, position), so all processes agree."""
     passes = []
     for epoch in range(start // n, (stop - 1) // n + 1):
         shuffled = permutation(n, seed, epoch)
@@ -118,7 +118,7 @@ def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
 
 
 def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
-    """The numbers 0..n-1 in a random order (n,) that depends on seed and epoch alone."""
+    """Return the numbers 0..n-1 in a random order (n,) that depends only on seed and epoch."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(n, generator=generator)
 
