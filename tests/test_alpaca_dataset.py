@@ -81,7 +81,7 @@ def test_the_stages_read_it_though_a_prompt_spells_eos(made, world):
     tokenizer = ppo.load_tokenizer(str(made / "base"))
     data = ppo.load_splits("--dataset", str(made / "sft"), ["query_token"], tokenizer)
     assert [len(data[split]) for split in ("train", "validation")] == [4, 4]
-    with pytest.raises(SystemExit, match="0 of 4 rows are as the model's tokenizer makes them"):  # one without turns
+    with pytest.raises(SystemExit, match="train: 0 of 4 rows "):  # one without turns
         ppo.load_splits("--dataset", str(made / "sft"), ["query_token"], ppo.load_tokenizer(str(world.model)))
 
 

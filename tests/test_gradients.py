@@ -687,7 +687,7 @@ def ppo_by_hand(run, value_model, score, schedule=linear, change_scores=lambda e
                 losses, is_clipped = surrogate(episode.advantages, ratio, 0.9, 1.1)
                 policy_loss = losses.sum() / policy_count
                 values = values_of(episode)
-                near = episode.values + (values - episode.values).clamp(-0.01, 0.01)
+                near = values.clamp(episode.values - 0.01, episode.values + 0.01)  # exactly `values` inside the range
                 errors, near_errors = (values - episode.returns) ** 2, (near - episode.returns) ** 2
                 value_loss = torch.max(errors, near_errors).sum() / 2 / value_count
                 (policy_loss + 0.4 * value_loss).backward()
