@@ -565,6 +565,21 @@ def test_fast_run_learns(fast_work):
     assert table["near_perfect", "win_rate"] > 0.85 and table["reference", "win_rate"] == 0.5
 
 
+@pytest.mark.long
+def test_the_first_commands_of_the_scripts_run(fast_work):
+    """As they stand in the docstrings, in this order, for two updates each."""
+    variants = [f"variants/{name}.py" for name in ("rloo", "grpo", "online_dpo", "ppo_function", "simpo")]
+    for script in ["sft.py", "reward.py", "ppo.py", "dpo.py", *variants]:
+        source = (ROOT / script).read_text()
+        first = source[source.index("    python ") :].partition("\n\n")[0].replace("\\\n", " ").splitlines()[0]
+        [python, *command] = shlex.split(first, comments=True)
+        assert (python, command[0]) == ("python", script)
+        args = run_here(command, updates=2)
+        assert args.output_dir == f"runs/{Path(script).stem}/nano-xs/44413"
+        assert read_jsonl(Path(args.output_dir, "metrics.jsonl"))[-1]["update"] == 2
+        assert Path(args.output_dir, "model/config.json").exists()
+
+
 def test_the_ablation_of_the_readme_runs(fast_work):
     """Its edit and its command as the page shows them, for one update. The edit does what it says."""
     readme = (ROOT / "README.md").read_text()
