@@ -32,3 +32,11 @@ def test_holm_by_hand():
     found = ranking.holm({"a": 0.02, "b": 0.01, "c": 0.9, "d": 0.03})
     assert found == pytest.approx({"b": 0.04, "a": 0.06, "d": 0.06, "c": 0.9})
     assert ranking.holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
+
+
+def test_rows_of_a_seed_replace_those_before_and_others_stay(tmp_path):
+    first = rows().assign(truth=0.0)
+    ranking.write_rows(tmp_path / "seeds.csv", first)
+    ranking.write_rows(tmp_path / "seeds.csv", rows()[rows()["seed"].isin([1, 3])])
+    found = pandas.read_csv(tmp_path / "seeds.csv").pivot(index="seed", columns="policy", values="truth")
+    assert found["rloo"].tolist() == [0.0, 0.78, 0.0, 0.99] and found["dpo"].tolist() == [0.0, 0.71, 0.0, 0.90]

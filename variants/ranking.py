@@ -3,9 +3,10 @@
     bash variants/quickstart.sh --seeds 1 2 3 4 5 6 7 8       # makes the runs and calls it
     python variants/ranking.py --output variants/results      # the same from the rows that are there
 
-A seed has an SFT and a reward model of its own. Reads {tables}/{seed}/variants.csv (compare.py) and writes to --output:
-seeds.csv, a row a policy and seed, and truth_over_kl.png. Differences have 95 % t intervals over seeds; p is of the
-paired t test, Holm's correction is over the policies that are compared.
+Each seed has its own SFT and reward model. Reads {tables}/{seed}/variants.csv (compare.py) and writes to --output:
+seeds.csv, one row per policy and seed, in which rows of other seeds are kept, and truth_over_kl.png. Differences have
+95 % t intervals over seeds; p is that of the paired t test, with Holm's correction over the compared policies. Seconds
+are in seeds.csv, but not in the table, because they only mean something if nothing else ran.
 """
 
 from dataclasses import dataclass
@@ -64,18 +65,26 @@ def draw(rows: pandas.DataFrame, path: Path):
     figure.savefig(path, dpi=90)
 
 
+def write_rows(path: Path, rows: pandas.DataFrame):
+    """Put rows (policy, seed, ...) into a table, in place of those that it has of the same seeds."""
+    if path.exists():
+        kept = pandas.read_csv(path)
+        rows = pandas.concat([kept[~kept["seed"].isin(rows["seed"])], rows])
+    rows.sort_values("seed", kind="stable").to_csv(path, index=False, float_format="%.6g")
+
+
 def main(args: Args):
     args.output.mkdir(parents=True, exist_ok=True)
     if args.tables:
         tables = [pandas.read_csv(args.tables / str(seed) / "variants.csv").assign(seed=seed) for seed in args.seeds]
-        pandas.concat(tables).to_csv(args.output / "seeds.csv", index=False)
+        write_rows(args.output / "seeds.csv", pandas.concat(tables))
     rows = pandas.read_csv(args.output / "seeds.csv")
     policies = [name for name in NAMES if name in set(rows["policy"])]
     compared = {name: paired(rows, name) for name in policies if name not in ("sft", "ppo")}
     corrected = holm({name: found["p"] for name, found in compared.items()})
     print(f"{rows['seed'].nunique()} seeds, mean ± standard deviation over seeds\n")
-    print("| | truth | to PPO, 95 % | p, Holm | win rate | words | KL to SFT | seconds |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| | truth | to PPO, 95 % | p, Holm | win rate | words | KL to SFT |")
+    print("|---|---|---|---|---|---|---|")
     for name in policies:
         own, difference = rows[rows["policy"] == name], ["", ""]
         if name in compared:
@@ -84,7 +93,7 @@ def main(args: Args):
                 f"{found['difference']:+.3f} ({found['low']:+.3f} to {found['high']:+.3f})",
                 f"{corrected[name]:.3f}",
             ]
-        digits = {"truth": 3, "win_rate": 3, "words": 1, "kl": 2, "seconds": 0}
+        digits = {"truth": 3, "win_rate": 3, "words": 1, "kl": 2}
         cells = {key: f"{own[key].mean():.{n}f} ± {own[key].std():.{n}f}" for key, n in digits.items()}
         cells["kl"] = "" if name == "sft" else cells["kl"]
         print("|", " | ".join([NAMES[name], cells.pop("truth"), *difference, *cells.values()]), "|")
