@@ -199,11 +199,14 @@ def test_it_is_exactly_1_and_the_first_kl_exactly_0(start, tmp_path, mixed_preci
 
 
 def test_noise_in_the_rollouts_pass_shows(start, tmp_path, monkeypatch):
-    """The old log-probabilities come from a pass of their own, not from that of the first step."""
+    """The old log-probabilities come from a pass of their own, not from that of the first step, but over the same
+    micro-batches."""
     original = ppo.PolicyAndValue.forward
+    passes = {True: [], False: []}  # with gradient or without: the responses of each call
 
     def noisy(*args):
         logits, values = original(*args)
+        passes[torch.is_grad_enabled()].append(args[2].tolist())
         if not torch.is_grad_enabled():
             logits = logits.clone()
             logits[:, :, ::2] += 0.07  # at temperature 0.7 as much as 0.1 in the log-probability, or less
@@ -213,3 +216,6 @@ def test_noise_in_the_rollouts_pass_shows(start, tmp_path, monkeypatch):
     AcceleratorState._reset_state(True)
     ppo.main(replace(start, mixed_precision="bf16", output_dir=str(tmp_path)))
     assert all(0.03 < line["policy/first_ratio_deviation"] < 0.11 for line in read_metrics(tmp_path))
+    calls = len(passes[False]) // 2  # an update; with gradient there are two epochs of them
+    first_epochs = passes[True][:calls] + passes[True][2 * calls : 3 * calls]
+    assert passes[False] == first_epochs and calls == 5

@@ -23,6 +23,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
 
 ROOT = Path(__file__).resolve().parents[1]
 # fixtures whose work is done once, and the script that does it
@@ -63,8 +64,8 @@ PATCHES = r"""
 - max_query_length: int = 512
 + max_query_length: int = 600
 02 tldr_dataset.py: the error does not name the row
-- fail(f"{where}: {error}")
-+ fail(f"{error}")
+- raise ValueError(f"{row['where']}: {error}")
++ raise ValueError(f"{error}")
 
 03 tldr_dataset.py: no leading space
 - text if text.startswith(" ") else f" {text}"
@@ -110,7 +111,7 @@ test_tldr_dataset.py::test_whole_run tldr_dataset.py: the limit is reported as t
 + "--".join(list(
 06 tldr_dataset.py: rows in place of unique pairs
 - "unique pairs": len(counts)
-+ "unique pairs": len(data["preference"][split])
++ "unique pairs": sum(count for _, count in counts)
 
 07 ppo.py: dropout stays
 - setattr(config, key, 0.0)
@@ -199,12 +200,9 @@ test_helpers.py::test_policy_and_value ppo.py: logits are read one token late
 - "max": rewards.max()
 + "max": rewards.max() - rewards.mean()
 15 reward.py: saved before it is centred
--     shift = -rewards.mean().item()
--     reward_model.model.score.bias.data += shift  # it was 0
-+     shift = -rewards.mean().item()
-+     save_model(accelerator, args, "model", reward_model.model, tokenizer)
-+     save_model = lambda *_: None
-15 reward.py: the pairs are reported as they were before
+- reward_model.model.score.bias.data += shift  # it was 0
++ pass
+16 reward.py: the pairs are reported as they were before centring
 - pair["rejected_reward"] += shift
 + pass
 
@@ -524,7 +522,7 @@ test_gradients.py::test_simpo variants/simpo.py: EOS is not counted
 test_variants.py::test_simpos variants/simpo.py: sums in the evaluation
 - args.beta * logprobs / torch.cat(lengths)
 + args.beta * logprobs
-test_sampling.py::test_it_is_exactly_1 ppo.py: old log-probabilities in other micro-batches
+test_sampling.py::test_noise_in_the_rollouts ppo.py: old log-probabilities in other micro-batches
 - mbs += micro_batches(batch, rows, args.micro_batch_size)
 + mbs += micro_batches(batch, rows, args.micro_batch_size + 3)
 test_sampling.py::test_it_is_exactly_1 ppo.py: a frozen model all in bfloat16
@@ -793,9 +791,9 @@ test_other_models.py::test_a_terminal ppo.py: a terminal that cannot show a char
 16 reward.py: rounding decides a tie
 - frame["rejected_reward"] + TIE
 + frame["rejected_reward"]
-test_gradients.py::test_reward reward.py: rounding decides a tie in training
+test_gradients.py::test_reward reward.py: a tie counts as a hit in training
 - (chosen > rejected + TIE)
-+ (chosen > rejected)
++ (chosen > rejected - TIE)
 test_tldr_dataset.py::test_an_output tldr_dataset.py: renamed onto what is there
 - if not target.exists():
 + if True:
@@ -869,6 +867,7 @@ def run_test(copy: Path, test: str, plugin: Fixtures) -> tuple[int, str]:
     for name in [name for name, x in sys.modules.items() if str(getattr(x, "__file__", "")).startswith(here)]:
         del sys.modules[name]
     file, _, name = test.rpartition("::")
+    AcceleratorState._reset_state(True)  # of an earlier test, which this one would fail on for that reason alone
     options = ["-q", "-x", f"tests/{file or 'test_details.py'}", "-k", name, "-p", "no:cacheprovider", "--tb=short"]
     options += ["--show-capture=no", f"--basetemp={tempfile.mkdtemp(dir=copy.parent)}"]
     with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()):
