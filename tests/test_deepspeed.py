@@ -84,7 +84,7 @@ def test_the_plumbing_under_zero2(tmp_path):
 def test_zero3_is_refused(tmp_path):
     settings = {"deepspeed_config": {"zero_stage": 3, "deepspeed_multinode_launcher": "standard"}}
     code, output = launch(tmp_path, [("prepare", toy_args(tmp_path / "run"))], **settings)
-    assert code != 0 and "error: ZeRO-3 is not supported: benchmark/accelerate/zero2_offload.yaml" in output
+    assert code != 0 and "error: ZeRO-3 is not supported" in output
     assert not (tmp_path / "run").exists()
 
 
