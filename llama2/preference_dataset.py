@@ -58,8 +58,8 @@ Writes OUTPUT_DIR/preference: the columns of tldr_dataset.py's preference data w
 weight, source, tag (helpfulness or safety), turns, chosen_safe, rejected_safe. OUTPUT_DIR/sft holds its prompts, each
 once, with a chosen response that is not labelled unsafe as the reference; use it to train a chat model, to centre
 rewards and to sample from in PPO. OUTPUT_DIR/statistics holds table_6 (the paper's), counts, grades and safety. Rows
-are processed as a stream: a million pairs take 0.55 GiB of memory (llama2/million.py). Disk: 8 bytes x (5 x query + 6
-x response length) a pair, 64 KiB at the defaults, and twice that while it is written.
+are processed as a stream. Disk: 8 bytes x (5 x query + 6 x response length) a pair, 64 KiB at the defaults, and twice
+that while it is written.
 """
 
 import bisect

@@ -20,7 +20,7 @@ OURS = [
     *(f"ensembles/{name}.py" for name in ("alpaca_dataset", "average", "best_of_n", "figures", "gold_label", "study")),
     *(f"eval/{name}.py" for name in ("check_data", "figures", "judge", "rm_report", "samples")),
     *(f"eval/{name}.py" for name in ("study_runs", "visualize_tokens")),
-    *(f"llama2/{name}.py" for name in ("margins", "million", "preference_dataset")),
+    *(f"llama2/{name}.py" for name in ("margins", "preference_dataset")),
     *(f"quickstart/{name}.py" for name in ("curves", "nano", "posts", "pretrain", "report", "scaling", "truth")),
 ]
 # tools may take from the stage scripts, and from each other what is named here; no stage script imports
