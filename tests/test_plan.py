@@ -134,11 +134,13 @@ def test_an_update_of_ppo_by_hand():
     assert plan.item_flop("ppo", "135m", 1) == 29 * body + 15 * 2 * 49153 * 576 * 37
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
-def test_arithmetic_agrees_with_throughput(stage, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("stage", "model"), [("sft", "1b"), ("reward", "1b"), ("dpo", "1b"), ("dpo", "135m")])
+def test_arithmetic_agrees_with_throughput(stage, model, tmp_path):
     """The plan's passes over one item of mean length are those that throughput.py counts in a data set."""
-    monkeypatch.setitem(throughput.SHAPES, "cpu", plan.SHAPES["1b"])
-    pad = plan.SHAPES["1b"][3] - 1
+    config(model).save_pretrained(tmp_path / "model")
+    words = plan.SHAPES[model][3]
+    throughput.word_tokenizer(words).save_pretrained(tmp_path / "model")
+    pad = words - 1
     query, *responses = plan.LENGTHS[stage]
     row = {"query_token": [[pad] * 5 + [1] * query], "reference_response_token": [[1] * responses[0] + [pad] * 3]}
     for side, length in (("chosen", responses[0]), ("rejected", responses[-1])):
@@ -148,7 +150,7 @@ def test_arithmetic_agrees_with_throughput(stage, tmp_path, monkeypatch):
     asked = throughput.Args(stage, device="cpu", batch_size=1, updates=1)
     tokens, flop = throughput.work_done(asked, tmp_path, responses[0])
     assert tokens == sum(plan.LENGTHS[stage])
-    assert plan.item_flop(stage, "1b", 1) == pytest.approx(throughput.PASSES[stage] * flop)
+    assert plan.item_flop(stage, model, 1) == pytest.approx(throughput.PASSES[stage] * flop)
 
 
 # ---- what is allocated ----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import tyro
 from accelerate.state import AcceleratorState
 from conftest import read_csv
 from datasets import Dataset, DatasetDict, load_from_disk
+from transformers import GPTNeoXConfig
 
 from reward import data_order
 
@@ -25,9 +26,11 @@ def args(**changes) -> throughput.Args:
 
 
 @pytest.fixture
-def work(tmp_path, monkeypatch) -> Path:
+def work(tmp_path) -> Path:
     """Two posts and two pairs in numbered words, and a model of width 4 with 1 layer: 192 weights and a head of 160."""
-    monkeypatch.setitem(throughput.SHAPES, "cpu", (4, 1, 1, WORDS))
+    shape = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
+    GPTNeoXConfig(**shape, vocab_size=WORDS).save_pretrained(tmp_path / "model")
+    throughput.word_tokenizer(WORDS).save_pretrained(tmp_path / "model")
     pad = WORDS - 1
     posts = {"query_token": [[pad, 1, 2, 3], [1, 2, 3, 4]], "reference_response_token": [[5, 0, pad], [5, 6, 0]]}
     pairs = {"query_token": posts["query_token"]}
@@ -59,7 +62,7 @@ def test_rows_are_those_of_our_default_seed(work):
 def test_matmul_rate_counts_two_operations_per_multiplication(work, monkeypatch):
     """(micro-batch of 8 x 5 tokens, width 4) x (4, 16) in one second of a clock that goes by seconds."""
     monkeypatch.setattr(throughput.time, "perf_counter", count().__next__)
-    assert throughput.matmul_rate(args(micro_batch_size=8), 5) == 2 * 40 * 4 * 16
+    assert throughput.matmul_rate(args(micro_batch_size=8), work, 5) == 2 * 40 * 4 * 16
 
 
 def test_in_words_keeps_lengths_pads_and_ends(world):
@@ -137,7 +140,7 @@ def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch):
     monkeypatch.setitem(throughput.SHAPES, "cpu", (16, 1, 2, 300))
     monkeypatch.setattr(sys, "argv", ["throughput.py"])
     common = {"updates": 2, "batch_size": 4, "micro_batch_size": 2, "raw": "", "work": str(tmp_path / "work")}
-    monkeypatch.setattr(throughput, "matmul_rate", lambda args, tokens: 1e6)
+    monkeypatch.setattr(throughput, "matmul_rate", lambda args, work, tokens: 1e6)
     for stage in ("sft", "dpo", "ppo"):
         throughput.main(args(stage=stage, **common, output_dir=str(tmp_path / "out")))
     table = {row["who"] + " " + row["stage"]: row for row in read_csv(tmp_path / "out/throughput.csv")}
@@ -155,7 +158,7 @@ def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch):
             seconds = second["time/update"] - second["time/rollout"]
         assert table[name]["of a matrix product"] == f"{operations / seconds / 1e6:.2f}"
     queries = load_from_disk(tmp_path / "work/cpu/sft")["train"]["query_token"]
-    lengths = [throughput.real_length(ids, 300) for ids in queries]
+    lengths = [throughput.real_length(ids, 299) for ids in queries]
     assert 200 < sum(lengths) / len(lengths) < 512  # stretched to the length of real posts
 
     with pytest.raises(SystemExit, match="trl-1.16.0/bin/python is missing"):

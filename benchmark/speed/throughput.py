@@ -2,12 +2,13 @@
 
     python benchmark/speed/throughput.py --stage sft                       # ours alone
     bash benchmark/speed/peers.sh && python benchmark/speed/throughput.py --stage ppo --peer trl
+    python benchmark/speed/throughput.py --stage dpo --runs runs/pretrained/NAME --data data/pretrained/NAME/tldr
 
 The rows have the lengths of the posts and comparisons in --raw (where there are none: of generated ones, stretched);
 the words are numbers and the model is random, of Pythia's shape: what it has learnt does not change its speed. On a CPU
 it has Pythia 1B's 16 layers, at width 256, and 6,100 words, so that body and head keep the 1B's ratio; on a GPU it has
 the shape of the 1B. Its EOS has a chance of 1 in 70 at each position, so that responses have about 37 of at most 53
-tokens.
+tokens. With --runs and --data, the models and rows of benchmark/pretrained.sh are used instead.
 
 Ours and the peer's runs alternate, --pairs of each. Of the --updates updates of a run the first --warmup do not count.
 Seconds are wall time from the end of one update to that of the next, without our evaluation after the last. DPO is
@@ -41,6 +42,8 @@ from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
+    AutoConfig,
+    AutoModel,
     AutoTokenizer,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
@@ -83,6 +86,10 @@ class Args:
     """instead: ours alone at several batch sizes and lengths of the run"""
     peers: str = ".peers"
     """folder of the peers' environments, made by benchmark/speed/peers.sh"""
+    runs: str | None = None
+    """folder with sft/ and reward/, whose models are used instead of random ones"""
+    data: str | None = None
+    """with --runs: folder of tldr_dataset.py that they were trained on"""
     work: str = "data/throughput"
     """folder for data and models, made where it is missing"""
     output_dir: str = "benchmark/results"
@@ -141,7 +148,12 @@ def in_words(data: DatasetDict, tokenizer, words: int, stretch: int) -> DatasetD
 
 
 def make_work(args: Args, work: Path):
-    """work/sft, work/preference, work/few (data), work/model, work/reward (random models)."""
+    """work/sft, work/preference, work/few (data), work/model, work/reward (random models, or those of --runs)."""
+    if args.runs:
+        write_data({name: load_from_disk(str(Path(args.data, name))) for name in ("sft", "preference")}, work)
+        shutil.copytree(Path(args.runs, "sft", "model"), work / "model")
+        shutil.copytree(Path(args.runs, "reward", "model"), work / "reward")
+        return
     width, layers, heads, words = SHAPES[args.device]
     raw, stretch = Path(args.raw), 1
     if not (raw / "tldr_posts").exists():
@@ -154,13 +166,8 @@ def make_work(args: Args, work: Path):
     call("tldr_dataset.py", *flags, "--tokenizer", raw / "tokenizer", "--output-dir", work / "tldr")
     old = with_pad(raw / "tokenizer")
     tokenizer = word_tokenizer(words)
-    for name in ("sft", "preference"):
-        data = in_words(load_from_disk(str(work / "tldr" / name)), old, words, stretch)
-        data["validation"] = data["validation"].select(range(8))  # what is made of it does not count
-        data.save_to_disk(str(work / name))
-    data = load_from_disk(str(work / "sft"))
-    data["train"] = data["train"].select(range(8))  # the references that centre the reward model
-    data.save_to_disk(str(work / "few"))
+    data = {name: load_from_disk(str(work / "tldr" / name)) for name in ("sft", "preference")}
+    write_data({name: in_words(rows, old, words, stretch) for name, rows in data.items()}, work)
     torch.manual_seed(1)
     shape = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": words}
     config = GPTNeoXConfig(**shape, intermediate_size=4 * width, bos_token_id=0, eos_token_id=0)
@@ -177,6 +184,15 @@ def make_work(args: Args, work: Path):
         reward_model.score = nn.Linear(width, 1)  # with a bias, as reward.py saves it
     reward_model.save_pretrained(work / "reward")
     with_pad(work / "model").save_pretrained(work / "reward")
+
+
+def write_data(data: dict[str, DatasetDict], work: Path):
+    """work/sft and work/preference with 8 rows of validation, and work/few with 8 rows of train."""
+    for name, rows in data.items():
+        few = rows["validation"].select(range(8))  # what is made of it does not count
+        DatasetDict(train=rows["train"], validation=few).save_to_disk(str(work / name))
+    train = data["sft"]["train"].select(range(8))  # the references that centre the reward model
+    DatasetDict(train=train, validation=data["sft"]["validation"].select(range(8))).save_to_disk(str(work / "few"))
 
 
 def call(script: str, *flags):
@@ -294,8 +310,12 @@ def rows(args: Args, work: Path) -> torch.Tensor:
 def work_done(args: Args, work: Path, response: float) -> tuple[float, float]:
     """Mean real tokens of an item, and the floating-point operations of one pass forward over them: 2 x parameters x
     tokens, the head where a loss reads it, and attention (4 x width x keys for each token). `response`: of PPO's."""
-    width, layers, _, words = SHAPES[args.device]
-    body, head = 12 * layers * width**2, width * words
+    config, pad_id = AutoConfig.from_pretrained(work / "model"), with_pad(work / "model").pad_token_id
+    width, layers = config.hidden_size, config.num_hidden_layers
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    head = model.get_input_embeddings().weight.numel()
+    body = sum(weights.numel() for weights in model.parameters() if weights.ndim == 2) - head
 
     def forward(query: float, *responses: float) -> float:  # causal: a token sees half of its row, a response all of q
         tokens, keys = query + sum(responses), query**2 / 2 + sum(r * (query + r / 2) for r in responses)
@@ -305,14 +325,14 @@ def work_done(args: Args, work: Path, response: float) -> tuple[float, float]:
     if args.stage in ("sft", "ppo"):
         data = load_from_disk(str(work / "sft"))["train"].select(index)
         query, own = (data[f"{x}_token"] for x in ("query", "reference_response"))
-        lengths = [(real_length(q, words), (real_length(r, words),)) for q, r in zip(query, own, strict=True)]
+        lengths = [(real_length(q, pad_id), (real_length(r, pad_id),)) for q, r in zip(query, own, strict=True)]
     else:
         data = load_from_disk(str(work / "preference"))["train"].select(index)
         columns = [
             data[name] for name in ("query_token", *(f"query_{x}_token_response_label" for x in ("chosen", "rejected")))
         ]
         lengths = [
-            (real_length(q, words), (real_length(c, words), real_length(r, words)))
+            (real_length(q, pad_id), (real_length(c, pad_id), real_length(r, pad_id)))
             for q, c, r in zip(*columns, strict=True)
         ]
     total = 0.0
@@ -326,17 +346,18 @@ def work_done(args: Args, work: Path, response: float) -> tuple[float, float]:
     return tokens / len(lengths), total / len(lengths)
 
 
-def real_length(ids: list[int], words: int) -> int:
-    return sum(i != words - 1 for i in ids)
+def real_length(ids: list[int], pad_id: int) -> int:
+    return sum(i != pad_id for i in ids)
 
 
-def matmul_rate(args: Args, tokens: float) -> float:
-    """Floating-point operations per second of (tokens of a micro-batch, width) x (width, 4 width), the largest product
-    of a layer; the median of 30."""
-    width, device = SHAPES[args.device][0], torch.device(args.device)
+def matmul_rate(args: Args, work: Path, tokens: float) -> float:
+    """Floating-point operations per second of (tokens of a micro-batch, width) x (width, inner width of the MLP), the
+    largest product of a layer; the median of 30."""
+    config, device = AutoConfig.from_pretrained(work / "model"), torch.device(args.device)
+    width, inner = config.hidden_size, config.intermediate_size
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     n = int(tokens * args.micro_batch_size)
-    a, b = torch.randn(n, width, device=device, dtype=dtype), torch.randn(width, 4 * width, device=device, dtype=dtype)
+    a, b = torch.randn(n, width, device=device, dtype=dtype), torch.randn(width, inner, device=device, dtype=dtype)
     seconds = []
     for _ in range(35):
         start = time.perf_counter()
@@ -344,7 +365,7 @@ def matmul_rate(args: Args, tokens: float) -> float:
         if args.device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return 2 * n * 4 * width**2 / statistics.median(seconds[5:])
+    return 2 * n * width * inner / statistics.median(seconds[5:])
 
 
 # ---- report ---------------------------------------------------------------------------------------------------------
@@ -409,7 +430,7 @@ def main(args: Args):
     settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(os.cpu_count())}
     for key, value in (settings | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}).items():
         os.environ.setdefault(key, value)  # for ours and the peer's
-    work = Path(args.work, args.device)
+    work = Path(args.work, Path(args.runs).name if args.runs else args.device)
     if not (work / "reward" / "config.json").exists():
         make_work(args, work)
     (work / "runs").mkdir(exist_ok=True)
@@ -421,7 +442,7 @@ def main(args: Args):
     for _ in range(args.pairs):
         own = ours(args, work)
         tokens, operations = work_done(args, work, own.get("tokens", 0))
-        own["rate"] = matmul_rate(args, tokens)
+        own["rate"] = matmul_rate(args, work, tokens)
         if args.stage == "dpo":
             runs["ours, reference kept"].append(own)
             own = own | {"seconds": own["seconds"] + own["reference"]}
