@@ -6,8 +6,9 @@
 Writes to --output: policies.csv (a row a policy), pairs.csv (reward model and DPO on the validation pairs),
 calibration.csv, curves.csv, invented.csv (what each makes of benchmark/invented_posts.jsonl) and curves.png. ROUGE is
 that of the validation posts at temperature 0.01. Intervals are 95 %: bootstrap over posts, Wilson for shares of pairs.
-The KL to the SFT model is of one more sample a post at the training temperature (variants/compare.py). A copied word is
-a word of the summary that the shortened post has too; a copied 4-gram, four words in a row.
+A response without EOS scores -1, as in training (Detail 23): the reward model has only seen responses that end. The KL
+to the SFT model is of one more sample a post at the training temperature (variants/compare.py). A copied word is a word
+of the summary that the shortened post has too; a copied 4-gram, four words in a row.
 """
 
 import json
@@ -97,6 +98,7 @@ def policy_row(args: Args, stage: str, accelerator, sft, tokenizer, posts) -> di
     rows = pandas.read_csv(
         args.runs / "samples" / "tldr" / stage / "eval" / "samples_validation.csv", keep_default_na=False
     )
+    rows["score"] = rows["score"].where(rows["has_eos"], -1.0)  # as in training (Detail 23)
     sources = [source_of(query) for query in rows["query"]]
     row = {"policy": stage, "posts": len(rows)}
     for metric in ("rouge1", "rougeL", "score"):
@@ -107,6 +109,7 @@ def policy_row(args: Args, stage: str, accelerator, sft, tokenizer, posts) -> di
         shares = [copied(text, source, n) for text, source in zip(rows["response"], sources, strict=True)]
         row[f"copied_{n}"] = fmean(share for share in shares if share is not None)
     row["eos_rate"] = rows["has_eos"].mean()
+    row["questions"] = fmean(text.rstrip().endswith("?") for text in rows["response"])
     if stage not in ("zero_shot", "sft"):
         policy = ppo.load_policy(ppo.checkpoint_folder("--runs", str(args.runs / stage)), tokenizer)
         with accelerator.autocast():
@@ -140,16 +143,9 @@ def agreement_rows(args: Args) -> tuple[list[dict], list[dict]]:
                 continue  # these pairs name no policy
             right = sum(values[i] for i in rows)
             low, high = wilson(right, len(rows))
-            table.append(
-                {
-                    "judged by": judge,
-                    "pairs": len(rows),
-                    "rule": name,
-                    "agreement": right / len(rows),
-                    "low": low,
-                    "high": high,
-                }
-            )
+            row = {"judged by": judge, "pairs": len(rows), "rule": name, "agreement": right / len(rows)}
+            as_longer = fmean(values[i] == hits["the longer summary"][i] for i in rows)
+            table.append(row | {"low": low, "high": high, "as_longer": as_longer})
     return table, [row | {"error": error} for row in bins]
 
 
@@ -175,9 +171,8 @@ def collect(args: Args):
     ]
     shares = [len(source_of(row["query"])) / len(row["post"]) for row in posts]
     table = [policy_row(args, stage, accelerator, sft, tokenizer, posts) for stage in POLICIES]
-    table = [
-        row | {"kept_median": median(shares), "kept_whole": fmean(share == 1 for share in shares)} for row in table
-    ]
+    kept = {"kept_median": median(shares), "kept_whole": fmean(share == 1 for share in shares)}
+    table = [row | kept for row in table]
     pairs, bins = agreement_rows(args)
     invented = {}
     for stage in POLICIES:
@@ -186,12 +181,7 @@ def collect(args: Args):
         )
         for row in rows.to_dict("records"):
             invented.setdefault(row["id"], {"id": row["id"], "reference": row["reference"]})[stage] = row["response"]
-    tables = {
-        "policies": table,
-        "pairs": pairs,
-        "calibration": bins,
-        "invented": list(invented.values()),
-    }
+    tables = {"policies": table, "pairs": pairs, "calibration": bins, "invented": list(invented.values())}
     for name, rows in tables.items():
         pandas.DataFrame(rows).to_csv(args.output / f"{name}.csv", index=False, float_format="%.6g")
 
@@ -212,36 +202,29 @@ def print_page(folder: Path):
     rows = []
     for _, row in policies.iterrows():
         known = pandas.notna(row["kl"])
-        cells = [
-            POLICIES[row["policy"]],
-            with_interval(row, "rouge1"),
-            with_interval(row, "rougeL"),
-            f"{row['words']:.1f}",
-        ]
-        cells += [f"{row['copied_1']:.2f}", f"{row['copied_4']:.2f}", f"{row['eos_rate']:.2f}"]
+        cells = [POLICIES[row["policy"]], with_interval(row, "rouge1"), with_interval(row, "rougeL")]
+        cells += [f"{row['words']:.1f}", f"{row['copied_1']:.2f}", f"{row['copied_4']:.2f}"]
+        cells += [f"{row['questions']:.2f}", f"{row['eos_rate']:.2f}"]
         cells += [f"{row['kl']:.2f} ± {row['kl_error']:.2f}" if known else "", with_interval(row, "score", 2)]
         rows.append([*cells, f"{row['updates'] * row['seconds_an_update']:.0f}" if row["items"] > 0 else ""])
-    header = [
-        "",
-        "ROUGE-1",
-        "ROUGE-L",
-        "words",
-        "copied words",
-        "copied 4-grams",
-        "EOS",
-        "KL to SFT",
-        "score",
-        "seconds",
-    ]
+    header = ["", "ROUGE-1", "ROUGE-L", "words", "copied words", "copied 4-grams"]
+    header += ["ends with ?", "EOS", "KL to SFT", "score", "seconds"]
     print(markdown_table(header, rows))
     pairs = pandas.read_csv(folder / "pairs.csv")
     rows = [
-        [r["judged by"], r["pairs"], r["rule"], f"{r['agreement']:.2f} ({r['low']:.2f} to {r['high']:.2f})"]
+        [
+            *r[["judged by", "pairs", "rule"]],
+            f"{r['agreement']:.2f} ({r['low']:.2f} to {r['high']:.2f})",
+            r["as_longer"],
+        ]
         for _, r in pairs.iterrows()
     ]
-    print(markdown_table(["judged by", "pairs", "who decides", "agreement"], rows))
+    print(markdown_table(["judged by", "pairs", "who decides", "agreement", "same as the longer"], rows))
     bins = pandas.read_csv(folder / "calibration.csv")
-    rows = [[r["pairs"], f"{r['from']:.2f} to {r['to']:.2f}", r["chance"], r["accuracy"]] for _, r in bins.iterrows()]
+    rows = [
+        [f"{r['pairs']:.0f}", f"{r['from']:.2f} to {r['to']:.2f}", r["chance"], r["accuracy"]]
+        for _, r in bins.iterrows()
+    ]
     print(markdown_table(["pairs", "score difference", "chance that it gives", "accuracy"], rows))
     print(f"Expected calibration error {bins['error'][0]:.3f}.\n")
     for _, row in pandas.read_csv(folder / "invented.csv", keep_default_na=False).iterrows():
