@@ -23,6 +23,7 @@ import truth
 import tyro
 from accelerate.state import AcceleratorState
 from conftest import files, read_csv, read_jsonl
+from datasets import load_from_disk
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -578,6 +579,20 @@ def test_the_first_commands_of_the_scripts_run(fast_work):
         assert args.output_dir == f"runs/{Path(script).stem}/nano-xs/44413"
         assert read_jsonl(Path(args.output_dir, "metrics.jsonl"))[-1]["update"] == 2
         assert Path(args.output_dir, "model/config.json").exists()
+
+
+def test_the_commands_for_your_own_data_run(fast_work):
+    """Those of the README: what tldr_dataset.py makes of a folder of posts and one of comparisons passes the check."""
+    readme = (ROOT / "README.md").read_text()
+    section = readme[readme.index("- For your own data") :].partition("\n\n")[0]
+    make, check = (shlex.split(command) for command in re.findall(r"`python ([^`]+)`", section))
+    Path("raw").symlink_to("data/quickstart/posts-1-fast/raw")
+    run_here(make, tokenizer="quickstart/bases/nano-xs")
+    run_here(check, tokenizer="quickstart/bases/nano-xs")
+    for kind, split, rows in (("sft", "train", 2000), ("sft", "test", 4), ("preference", "validation_cnndm", 20)):
+        found = load_from_disk(f"data/tldr/{kind}")[split]
+        same = load_from_disk(f"data/quickstart/posts-1-fast/tldr/{kind}")[split]
+        assert len(found) == rows and found[:] == same[:]
 
 
 def test_the_ablation_of_the_readme_runs(fast_work):
