@@ -4,10 +4,11 @@
         --runs runs/quickstart/posts-1/{ppo,rloo,grpo}/nano-s/1
 
 Each run folder needs eval/samples_validation.csv from ../eval/samples.py (temperature 0.01). From these samples come
-the truth, the win rate against the reference summary, the number of words, and the difference to the SFT policy's
-truth, paired by post, with a 95 % bootstrap interval over the posts. The KL to the SFT model is measured on one more
-sample per post at the training temperature 0.7: the sum of log pi - log pi_sft over a response's tokens, as mean and
-standard error over posts. Seconds are the training time that the run logged, plus DPO's reference pass over all pairs.
+the truth, the win rate against the reference summary, the numbers of words and of wrong facts per summary, and the
+difference to the SFT policy's truth, paired by post, with a 95 % bootstrap interval over the posts. The KL to the SFT
+model is measured on one more sample per post at the training temperature 0.7: the sum of log pi - log pi_sft over a
+response's tokens, as mean and standard error over posts. Seconds are the training time that the run logged, plus DPO's
+reference pass over all pairs.
 """
 
 import csv
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "quickstart")]
 
 from report import bootstrap_interval, fail, read_rows  # noqa: E402
-from truth import judge, score  # noqa: E402
+from truth import find_facts, judge, score  # noqa: E402
 
 import ppo  # noqa: E402
 
@@ -66,6 +67,12 @@ def kl_to_sft(accelerator, policy, sft, tokenizer, queries: torch.Tensor) -> tor
     return kl
 
 
+def wrong_facts(post: str, summary: str) -> int:
+    """Return the number of facts that a summary states and its post does not."""
+    truth, said = find_facts(post), find_facts(summary)
+    return sum(len(said[kind] - truth[kind]) for kind in said)
+
+
 def compare(args: Args) -> list[dict]:
     """Return one row of numbers for the SFT policy and one for each run."""
     transformers_logging.disable_progress_bar()
@@ -92,6 +99,7 @@ def compare(args: Args) -> list[dict]:
         row = {"policy": json.loads((run / "args.json").read_text())["stage"], "truth": fmean(truths)}
         row |= {"above_sft": fmean(differences), "low": low, "high": high}
         row["win_rate"] = fmean(judge(*one) for one in told)
+        row["wrong_facts"] = fmean(wrong_facts(post, summary) for post, summary, _ in told)
         row["words"] = fmean(len(re.findall(r"\w+", summary)) for _, summary, _ in told)
         row |= {"kl": kl.mean().item(), "kl_error": (kl.std() / len(kl) ** 0.5).item()}
         seconds = metrics[0].get("time/reference", 0.0) + metrics[-1]["time/total"]  # only DPO logs time/reference
@@ -102,13 +110,14 @@ def compare(args: Args) -> list[dict]:
 
 def main(args: Args):
     table = compare(args)
-    print("| | truth | above SFT, 95 % | win rate | words | KL to SFT | responses or pairs | seconds |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| | truth | above SFT, 95 % | win rate | wrong facts | words | KL to SFT | responses or pairs | seconds |")
+    print("|" + "---|" * 9)
     for row in table:
         above = f"{row['above_sft']:.3f} ({row['low']:.3f} to {row['high']:.3f})" if row is not table[0] else ""
         kl = f"{row['kl']:.2f} ± {row['kl_error']:.2f}" if row is not table[0] else ""
-        numbers = [f"{row['truth']:.3f}", above, f"{row['win_rate']:.3f}", f"{row['words']:.1f}", kl]
-        print("|", " | ".join([row["policy"], *numbers, f"{row['episodes']:,}", f"{row['seconds']:.0f}"]), "|")
+        numbers = [f"{row[key]:.{digits}f}" for key, digits in (("win_rate", 3), ("wrong_facts", 2), ("words", 1))]
+        cells = [row["policy"], f"{row['truth']:.3f}", above, *numbers, kl]
+        print("|", " | ".join([*cells, f"{row['episodes']:,}", f"{row['seconds']:.0f}"]), "|")
     if args.output:
         with args.output.open("w", newline="") as file:
             writer = csv.DictWriter(file, table[0], lineterminator="\n")

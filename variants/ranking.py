@@ -83,8 +83,8 @@ def main(args: Args):
     compared = {name: paired(rows, name) for name in policies if name not in ("sft", "ppo")}
     corrected = holm({name: found["p"] for name, found in compared.items()})
     print(f"{rows['seed'].nunique()} seeds, mean ± standard deviation over seeds\n")
-    print("| | truth | to PPO, 95 % | p, Holm | win rate | words | KL to SFT |")
-    print("|---|---|---|---|---|---|---|")
+    print("| | truth | to PPO, 95 % | p, Holm | win rate | wrong facts | words | KL to SFT |")
+    print("|" + "---|" * 8)
     for name in policies:
         own, difference = rows[rows["policy"] == name], ["", ""]
         if name in compared:
@@ -93,7 +93,7 @@ def main(args: Args):
                 f"{found['difference']:+.3f} ({found['low']:+.3f} to {found['high']:+.3f})",
                 f"{corrected[name]:.3f}",
             ]
-        digits = {"truth": 3, "win_rate": 3, "words": 1, "kl": 2}
+        digits = {"truth": 3, "win_rate": 3, "wrong_facts": 2, "words": 1, "kl": 2}
         cells = {key: f"{own[key].mean():.{n}f} ± {own[key].std():.{n}f}" for key, n in digits.items()}
         cells["kl"] = "" if name == "sft" else cells["kl"]
         print("|", " | ".join([NAMES[name], cells.pop("truth"), *difference, *cells.values()]), "|")
