@@ -50,16 +50,23 @@ def holm(p: dict[str, float]) -> dict[str, float]:
 
 
 def draw(rows: pandas.DataFrame, path: Path):
-    """Truth over KL: a point a seed, and a larger one for the mean of each policy."""
+    """Truth over KL: a point a seed, and a larger one for the median of each policy. The axis ends a little below SFT;
+    a seed below that is a triangle at its end, with its truth."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axis = figure.subplots()
+    sft = rows[rows["policy"] == "sft"]["truth"].mean()
+    floor = sft - 0.03
     for i, (policy, own) in enumerate((name, rows[rows["policy"] == name]) for name in NAMES if name != "sft"):
         axis.scatter(own["kl"], own["truth"], s=14, alpha=0.45, color=f"C{i}")
         axis.scatter(
-            own["kl"].mean(), own["truth"].mean(), s=110, color=f"C{i}", edgecolor="black", label=NAMES[policy]
+            own["kl"].median(), own["truth"].median(), s=110, color=f"C{i}", edgecolor="black", label=NAMES[policy]
         )
-    axis.axhline(rows[rows["policy"] == "sft"]["truth"].mean(), color="grey", linewidth=0.8, label="SFT")
+        for _, row in own[own["truth"] < floor].iterrows():
+            axis.scatter(row["kl"], floor, s=40, marker="v", color=f"C{i}", clip_on=False)
+            axis.annotate(f"{row['truth']:.2f}", (row["kl"], floor), (8, 4), textcoords="offset points", color=f"C{i}")
+    axis.axhline(sft, color="grey", linewidth=0.8, label="SFT")
     axis.set(xlabel="KL to SFT, nats a response", ylabel="truth, mean over 500 posts")
+    axis.set_ylim(bottom=floor)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=90)

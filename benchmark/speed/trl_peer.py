@@ -52,8 +52,8 @@ elif stage == "reward":
 else:  # takes text alone
     own = {"prompt": "query_token"} | {x: f"query_{x}_token_response_label" for x in ("chosen", "rejected")}
     columns = {name: [tokenizer.decode(without_pad(ids)) for ids in source[column]] for name, column in own.items()}
-    for x in ("chosen", "rejected"):
-        columns[x] = [" " + text for text in columns[x]]
+    for x in ("chosen", "rejected"):  # a tokenizer of whole words decodes to a text without the space before it
+        columns[x] = [" " + text.removeprefix(" ") for text in columns[x]]
     columns["length"] = [
         max(sum(i != pad for i in ids) for ids in pair)
         for pair in zip(source["query_chosen_token"], source["query_rejected_token"], strict=True)
