@@ -18,8 +18,7 @@ Ensembles Help Mitigate Overoptimization".
                   prompts, the method's own objective, and the variance (/ k) of the k scores of that response
    best_of_n.md   a summary of the largest n
    The methods are single_i, the i-th proxy; single, the mean over these; and mean, wco and uwo (equations 3 to 5) of
-   all proxies. Where responses tie in the objective, each is the best with equal chance, so that their gold rewards
-   count by their mean.
+   all proxies. Where several responses have the same objective, the mean of their gold rewards stands for each of them.
 
 Deviation from the paper: 53 new tokens, as for TL;DR, not Alpaca's 256 (--response-length 256).
 """
@@ -262,8 +261,9 @@ def bon_weights(n: int, N: int) -> numpy.ndarray:
 
 
 def bon_values(objective: numpy.ndarray, values: list[numpy.ndarray], weights: numpy.ndarray) -> list[numpy.ndarray]:
-    """The expectation of each of `values` (P, N) at the sample with the largest objective (P, N) of n, for the n whose
-    weights (n, N) are given: each (P, n). What ties in the objective has the mean of its values (random choice)."""
+    """Return, for each of `values` (P, N), its expectation (P, n) at the best of n samples by `objective` (P, N), for the
+    n whose `weights` (n, N) are given. Samples with the same objective are equally likely to be chosen, so each of them
+    counts with the mean of their values."""
     order = objective.argsort(1)
     ordered = numpy.take_along_axis(objective, order, 1)
     new = numpy.ones(ordered.shape, bool)  # unlike the sample before it

@@ -1,11 +1,11 @@
-"""Every row of a finished data set against the tokenizer: is it what tldr_dataset.py would have written?
+"""Check every row of a finished data set: would tldr_dataset.py have written it with this tokenizer?
 
     python eval/check_data.py data/tldr
     python eval/check_data.py me/tldr-sft --tokenizer EleutherAI/pythia-6.9b-deduped
 
-Looks at widths, padding, EOS, ids, labels and text of queries and responses, in the data sets of tldr_dataset.py,
-ensembles/ and the published ones. The first damaged split ends the run with its first damaged row. In some rows of the
-published sets `query` does not tokenise back to query_token, which is counted and is no damage.
+Checks the widths, padding, EOS, ids, labels and texts of queries and responses. It reads data sets that tldr_dataset.py or
+ensembles/ wrote, and the published ones. At the first split with a damaged row, it prints that row and ends with exit code 1.
+In some rows of the published sets, `query` does not tokenise back to query_token. These are counted, but not as damaged.
 """
 
 import os
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tldr_dataset import encode, fail, or_fail  # noqa: E402
 
-QUERY_DIFFERS = "query"  # no damage but that `query` does not tokenise back to query_token
+QUERY_DIFFERS = "query"  # the row is fine, except that `query` does not tokenise back to query_token
 
 
 @dataclass

@@ -6,11 +6,12 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pandas
 import pretrained
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import read_metrics, script
+from conftest import REPOSITORY, read_metrics, script
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -33,6 +34,15 @@ def test_copied_words_and_runs_of_words():
     assert pretrained.copied("The DOG ate a cake!", source, 1) == 4 / 5
     assert pretrained.copied("then the dog slept and snored", source, 4) == 2 / 3
     assert pretrained.copied("dog ate the", source, 4) is None
+
+
+def test_the_first_page_has_the_committed_rows():
+    rows = pandas.read_csv(REPOSITORY / "benchmark/results/pretrained/policies.csv").set_index("policy")
+    page = (REPOSITORY / "README.md").read_text()
+    for name, row in rows.drop(index="zero_shot").iterrows():
+        shown = [pretrained.with_interval(row, "rougeL"), f"{row['words']:.1f}"]
+        shown += [f"{row['questions']:.2f}", f"{row['eos_rate']:.2f}", pretrained.with_interval(row, "score", 2)]
+        assert f"| {' | '.join([name.upper(), *shown])} |\n" in page
 
 
 def test_what_a_query_keeps_of_its_post():

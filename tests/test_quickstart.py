@@ -608,9 +608,9 @@ def test_the_first_commands_of_the_scripts_run(fast_work):
 
 
 def test_the_commands_for_your_own_data_run(fast_work):
-    """Those of the README: what tldr_dataset.py makes of a folder of posts and one of comparisons passes the check."""
-    readme = (ROOT / "README.md").read_text()
-    section = readme[readme.index("- For your own data") :].partition("\n\n")[0]
+    """Those of docs/runs.md: what tldr_dataset.py makes of folders of posts and comparisons passes the check."""
+    page = (ROOT / "docs/runs.md").read_text()
+    section = page[page.index("## Your own data") :].partition("\n## ")[0]
     make, check = (shlex.split(command) for command in re.findall(r"`python ([^`]+)`", section))
     Path("raw").symlink_to("data/quickstart/posts-1-fast/raw")
     run_here(make, tokenizer="quickstart/bases/nano-xs")
@@ -625,7 +625,7 @@ def test_the_ablation_of_the_readme_runs(fast_work):
     """Its edit and its command as the page shows them, for one update. The edit does what it says."""
     readme = (ROOT / "README.md").read_text()
     section = readme[readme.index("## Make an ablation") :]
-    _, edit, after = re.findall(r"^```(?:bash|diff)\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[:3]
+    edit, after = re.findall(r"^```(?:bash|diff)\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[:2]
     source = (ROOT / "ppo.py").read_text()
     for hunk in re.split(r"^@@.*\n", edit, flags=re.MULTILINE):
         lines = hunk.splitlines(keepends=True)

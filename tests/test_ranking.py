@@ -40,3 +40,12 @@ def test_rows_of_a_seed_replace_those_before_and_others_stay(tmp_path):
     ranking.write_rows(tmp_path / "seeds.csv", rows()[rows()["seed"].isin([1, 3])])
     found = pandas.read_csv(tmp_path / "seeds.csv").pivot(index="seed", columns="policy", values="truth")
     assert found["rloo"].tolist() == [0.0, 0.78, 0.0, 0.99] and found["dpo"].tolist() == [0.0, 0.71, 0.0, 0.90]
+
+
+@pytest.mark.parametrize("page", ["README.md", "quickstart/README.md", "variants/README.md"])
+def test_pages_show_the_table_of_the_committed_rows(page):
+    """The first columns of SFT, PPO and DPO, or the whole table. No page has another row of these methods' truth."""
+    lines = ranking.table(pandas.read_csv(REPOSITORY / "variants/results/seeds.csv"))
+    if not page.startswith("variants"):
+        lines = ["|".join(line.split("|")[:7]) + "|" for line in [*lines[:2], *lines[2:5]]]
+    assert "\n".join(lines) + "\n\n" in (REPOSITORY / page).read_text()

@@ -20,6 +20,8 @@ from scipy.stats import t
 
 NAMES = {"sft": "SFT", "ppo": "PPO", "dpo": "DPO", "rloo": "RLOO", "grpo": "GRPO", "online_dpo": "online DPO"}
 NAMES |= {"ppo_function": "PPO with the truth", "simpo": "SimPO"}
+COLUMNS = {"truth": 3, "win_rate": 3, "wrong_facts": 2, "words": 1, "kl": 2}  # digits of each
+HEADS = ["truth", "win rate", "wrong facts", "words", "KL to SFT"]
 
 
 @dataclass
@@ -80,30 +82,34 @@ def write_rows(path: Path, rows: pandas.DataFrame):
     rows.sort_values("seed", kind="stable").to_csv(path, index=False, float_format="%.6g")
 
 
+def table(rows: pandas.DataFrame) -> list[str]:
+    """Return Markdown lines: two of head, then one for each policy with mean ± standard deviation over seeds, and the
+    difference of its truth to PPO's."""
+    policies = [name for name in NAMES if name in set(rows["policy"])]
+    compared = {name: paired(rows, name) for name in policies if name not in ("sft", "ppo")}
+    corrected = holm({name: found["p"] for name, found in compared.items()})
+    lines = ["| | " + " | ".join([*HEADS, "truth less PPO's, 95 %", "p, Holm"]) + " |", "|" + "---|" * 8]
+    for name in policies:
+        own, difference = rows[rows["policy"] == name], ["", ""]
+        if name in compared:
+            found = compared[name]
+            interval = f"({found['low']:+.3f} to {found['high']:+.3f})"
+            difference = [f"{found['difference']:+.3f} {interval}", f"{corrected[name]:.3f}"]
+        cells = [f"{own[key].mean():.{digits}f} ± {own[key].std():.{digits}f}" for key, digits in COLUMNS.items()]
+        if name == "sft":
+            cells[-1] = ""  # its KL to itself
+        lines.append(f"| {' | '.join([NAMES[name], *cells, *difference])} |")
+    return lines
+
+
 def main(args: Args):
     args.output.mkdir(parents=True, exist_ok=True)
     if args.tables:
         tables = [pandas.read_csv(args.tables / str(seed) / "variants.csv").assign(seed=seed) for seed in args.seeds]
         write_rows(args.output / "seeds.csv", pandas.concat(tables))
     rows = pandas.read_csv(args.output / "seeds.csv")
-    policies = [name for name in NAMES if name in set(rows["policy"])]
-    compared = {name: paired(rows, name) for name in policies if name not in ("sft", "ppo")}
-    corrected = holm({name: found["p"] for name, found in compared.items()})
     print(f"{rows['seed'].nunique()} seeds, mean ± standard deviation over seeds\n")
-    print("| | truth | to PPO, 95 % | p, Holm | win rate | wrong facts | words | KL to SFT |")
-    print("|" + "---|" * 8)
-    for name in policies:
-        own, difference = rows[rows["policy"] == name], ["", ""]
-        if name in compared:
-            found = compared[name]
-            difference = [
-                f"{found['difference']:+.3f} ({found['low']:+.3f} to {found['high']:+.3f})",
-                f"{corrected[name]:.3f}",
-            ]
-        digits = {"truth": 3, "win_rate": 3, "wrong_facts": 2, "words": 1, "kl": 2}
-        cells = {key: f"{own[key].mean():.{n}f} ± {own[key].std():.{n}f}" for key, n in digits.items()}
-        cells["kl"] = "" if name == "sft" else cells["kl"]
-        print("|", " | ".join([NAMES[name], cells.pop("truth"), *difference, *cells.values()]), "|")
+    print(*table(rows), sep="\n")
     draw(rows, args.output / "truth_over_kl.png")
 
 
