@@ -6,10 +6,13 @@ the machine, and the time.
     python benchmark/plan.py ppo --model 135m --gpus 1 --zero 0
     python benchmark/plan.py --table        # every stage and size of the paper: benchmark/results/plan.md
 
-Needs neither network nor weights: the shapes stand below. The arithmetic is held against what nano runs allocate
-(tests/test_plan.py). What it cannot know, the buffers of NCCL and the gaps of the allocator, is --reserve. 135m is
-SmolLM2-135M, a Llama: its parameters and cache are exact, its activations are those of a small Llama on a CPU, and its
-tokenizer is taken to make as many tokens as Pythia's.
+Needs neither network nor weights: the shapes stand below. The memory is held against what nano runs allocate and
+against the peaks of 1b on one H100 (tests/test_plan.py). What it cannot know, the buffers of NCCL and the gaps of the
+allocator, is --reserve. The hours divide all arithmetic of a stage by the rate that its training phase, forward and
+backward passes with the optimiser's steps, reached at 1b on one H100 (benchmark/results/h100). PPO's sampling and
+scoring, other sizes and several GPUs are assumed to reach the same rate. 135m is SmolLM2-135M, a Llama: its parameters
+and cache are exact, its activations are those of a small Llama on a CPU, and its tokenizer is taken to make as many
+tokens as Pythia's.
 """
 
 from dataclasses import dataclass, replace
@@ -47,6 +50,8 @@ RESPONSE, FORWARD_ROWS = 53, 32  # --response-length and --forward-batch-size of
 SAMPLE_ROWS = {"1b": 256, "2.8b": 128, "6.9b": 64}  # --sample-batch-size of ppo.py, 32 for other models
 PPO_EPOCHS = 4  # --num-ppo-epochs, of one optimiser step each
 FORWARD_GROUP = 4  # --forward-batch-size of reward.py and dpo.py, in micro-batches
+# TFLOP/s of training at 1b on one H100: PFLOP by seconds in results/h100/stages.csv (samples: no time is estimated)
+RATES = {"sft": 314, "reward": 176, "dpo": 190, "ppo": 326, "samples": 326}
 
 
 @dataclass
@@ -73,8 +78,8 @@ class Args:
     """Adam's states in the machine's memory (zero2_offload.yaml)"""
     reserve: float = 4
     """GB for what is not counted: CUDA context, NCCL, kernels' workspaces, gaps of the allocator"""
-    flops: float = 400
-    """TFLOP/s that a device keeps up on real tokens, for the time (an assumption: 40 % of an H100's peak)"""
+    flops: float | None = None
+    """TFLOP/s that a device keeps up on real tokens, for the time; default: as an H100 trained this stage at 1b"""
     link: float = 25
     """GB/s from page-locked memory to a device (an assumption: PCIe 5 that neighbours share)"""
     gpus_per_machine: int = 8
@@ -310,7 +315,8 @@ def plan(args: Args) -> dict:
     phases = phases_of(args, micro, sample_rows, offload)
     travel = sum(frozen_models(args)) if offload else 0.0
     travel_seconds = travel / (args.link * 1e9)
-    arithmetic = item_flop(args.stage, args.model, args.reward_models) * items / (args.gpus * args.flops * 1e12)
+    flops = 1e12 * (args.flops or RATES[args.stage])
+    arithmetic = item_flop(args.stage, args.model, args.reward_models) * items / (args.gpus * flops)
     return {
         "micro_batch_size": micro,
         "micro_batches": -(-batch // args.gpus // micro) or 1,
@@ -366,7 +372,8 @@ def table() -> str:
 
 def main(args: Args):
     if args.table:
-        text = "# Memory and time by the arithmetic of benchmark/plan.py: nothing here was run on a GPU\n\n" + table()
+        text = "# Memory and time by the arithmetic of benchmark/plan.py\n\nNo run in this table was measured. "
+        text += "The hours assume that each GPU keeps up the rate at which one H100 trained Pythia 1B.\n\n" + table()
         return Path(args.output_dir, "plan.md").write_text(text, encoding="utf-8")
     if args.stage is None:
         fail("which stage? sft, reward, dpo, ppo or samples; or --table for all")
@@ -392,7 +399,9 @@ def main(args: Args):
         print(f"travel: {found['travel'] / 1e9:.1f} GB of offloaded models to each device in an update, {seconds}")
     print(f"a machine's memory: {found['host'] / 1e9:.0f} GB (to load the models and to save the trained ones)")
     if args.stage != "samples":  # whose time is that of reading weights, not of arithmetic
-        print(f"{found['hours']:.1f} h for {items:,} items at {args.flops:g} TFLOP/s, without evaluation and saving")
+        rate, seconds = args.flops or RATES[args.stage], 3600 * found["hours"] * batch / items
+        print(f"{found['hours']:.2f} h for {items:,} items, {seconds:.2f} s an update of {batch}", end="")
+        print(f", at {rate:g} TFLOP/s, without evaluation and saving")
 
 
 if __name__ == "__main__":

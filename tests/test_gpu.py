@@ -1,6 +1,7 @@
 """benchmark/speed/gpu.sh, all of its parts on a CPU; and its arithmetic."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,18 @@ def test_a_run_that_ends_is_timed_after_its_warmup(fake):
 def test_a_run_that_does_not_end_well_fails_and_leaves_its_updates(fake, lines, last, told):
     code, [row], page = fake(lines, last)
     assert code == 1 and told in page and row["updates"] == f"{len(lines)} of 2"
+
+
+def test_the_page_of_the_h100_is_made_from_its_tables(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # main goes elsewhere
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    kept = ROOT / "benchmark/results/h100"
+    for file in kept.glob("*.csv"):
+        shutil.copy(file, tmp_path)
+    gpu.main(gpu.Args("page", str(tmp_path)))
+    assert (tmp_path / "page.md").read_text() == (kept / "page.md").read_text()
+    with pytest.raises(SystemExit, match="torch finds no GPU"):
+        gpu.main(gpu.Args("device", str(tmp_path)))
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """benchmark/plan.py against what transformers, torch and the stages make: parameters, and bytes that are allocated."""
 
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import plan
 import pytest
 import throughput
 import torch
+from conftest import read_csv
 from datasets import Dataset, DatasetDict
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
@@ -256,6 +258,53 @@ def test_states_of_a_plain_run_are_what_torch_allocates():
     assert expected["buckets"] == 0 and expected["weights"] == sum(x.nbytes for x in model.parameters())
     assert sum(x.grad.nbytes for x in model.parameters()) == expected["gradients"]
     assert adam == pytest.approx(expected["optimizer"], rel=1e-3)  # and counts of steps
+
+
+# ---- what one H100 measured -----------------------------------------------------------------------------------------
+
+# of the rows that it trained on: mean real tokens as in LENGTHS, and the longest micro-batch as in COLUMNS
+H100_ROWS = {
+    "sft": ((366, 29), (496, 496)),
+    "reward": ((366, 47, 54), (688, 0)),
+    "dpo": ((366, 47, 54), (688, 384)),
+    "ppo": ((366, 47), (464 + 53, 53)),
+}
+
+
+@pytest.fixture(params=STAGES)
+def h100(request, monkeypatch):
+    """What plan.py is asked about a stage at 1b on one GPU, with the rows of the measurement, and what was measured."""
+    lengths, columns = H100_ROWS[request.param]
+    monkeypatch.setitem(plan.LENGTHS, request.param, lengths)
+    monkeypatch.setitem(plan.COLUMNS, request.param, columns)
+    rows = read_csv(Path(plan.__file__).parent / "results/h100/stages.csv")
+    [row] = [row for row in rows if row["stage"] == request.param]
+    return plan.Args(request.param, gpus=1, zero=0, reserve=0), row
+
+
+def test_memory_is_the_h100s_and_less_than_a_term_more(h100):
+    """Without any term the plan would be below the peak; only PPO's logits are smaller than what the plan has over."""
+    args, row = h100
+    found, measured = plan.plan(args), float(row["peak GiB"]) * 2**30
+    assert found["micro_batch_size"] == int(row["micro-batch"])
+    assert measured <= found["peak"] <= 1.08 * measured
+    terms = {name: size for name, size in found["terms"]["training"].items() if size}
+    assert set(terms) >= {"weights", "gradients", "optimizer", "bfloat16 weights", "activations"}
+    for name, size in terms.items():
+        assert found["peak"] - size < measured or (args.stage, name) == ("ppo", "logits")
+
+
+def test_rates_and_arithmetic_are_the_h100s(h100):
+    args, row = h100
+    batch, items, _ = plan.STAGES[args.stage]
+    training = re.search(r"update ([\d.]+)", row["phases, s"])
+    seconds = float(training[1]) if training else batch / float(row["items/s"])
+    assert plan.RATES[args.stage] == round(float(row["PFLOP of training"]) * 1e3 / seconds)
+    planned = plan.plan(args)["hours"] * 3600 * batch / items
+    if args.stage == "dpo":
+        planned *= 3 / 4  # the measured updates come after the reference's pass
+    measured = batch / float(row["items/s"])  # ppo: with sampling and scoring, which are slower for their arithmetic
+    assert planned == pytest.approx(measured, rel=0.01) or args.stage == "ppo" and 0.95 * measured < planned < measured
 
 
 # ---- what is printed ------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The READMEs against the repository: links lead somewhere, every link of the form [`snippet`](file#L12) to a line
 that holds the snippet; every flag in a command or in backticks is one of its script's; the table of metrics has the
-keys that the stage scripts write; the table of speed is throughput.csv; a folder's README names its scripts.
+keys that the stage scripts write; the tables of speed are throughput.csv and, for the H100, results/h100 and plan.py; a
+folder's README names its scripts.
 
 `python tests/test_readme.py` rewrites lines and speed after an edit of the scripts or another measurement.
 """
@@ -12,6 +13,8 @@ import shlex
 from functools import cache
 from pathlib import Path
 
+import conftest
+import plan
 import pytest
 from test_copies import OURS, STAGES
 
@@ -158,7 +161,7 @@ def speed_table() -> str:
     with (ROOT / "benchmark/results/throughput.csv").open() as file:
         rows = {row["stage"] + row["who"]: row for row in csv.DictReader(file)}
     lines = [
-        "| stage | ours, items/s | TRL, items/s | ratio (least, most) | of a matrix product | peak GiB |",
+        "| stage | ours, items/s | TRL, items/s | ratio (least, most) | share of the product's rate | peak GiB |",
         "|" + "---|" * 6,
     ]
     for row in rows.values():
@@ -170,13 +173,41 @@ def speed_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_the_table_of_speed_is_what_was_measured():
-    assert speed_table() in (ROOT / "benchmark/README.md").read_text(), "run python tests/test_readme.py"
+def h100_tables() -> list[str]:
+    """Two tables: speed on the H100 beside TRL's; and hours and memory, as measured and as plan.py has them."""
+    names = ("device", "stages", "trl")
+    product, stages, peers = (conftest.read_csv(ROOT / f"benchmark/results/h100/{name}.csv") for name in names)
+    rate, peers = float(product[0]["TFLOP/s of a product"]), {row["stage"]: row for row in peers}
+    speed = "| 1B on one H100 | ours, items/s | TRL, items/s | ratio | TFLOP/s in training |"
+    speed += " share of the product's rate | seconds of an update | seconds of PPO's phases |\n" + "|---" * 8 + "|\n"
+    hours = "| 1B on one H100 | items of a run | hours at the measured speed | hours by plan.py |"
+    hours += " peak GB, measured | peak GB by plan.py |\n" + "|---" * 6 + "|\n"
+    for row in sorted(stages, key=lambda row: list(plan.STAGES).index(row["stage"])):
+        stage, per_second, peer = row["stage"], float(row["items/s"]), peers[row["stage"]]
+        ratio = f"**{peer['ours faster by'].split()[0]}**" if peer["items/s"] else "not measured"
+        phases = row["phases, s"].partition(";")[0].replace("update", "training")
+        seconds = f"{int(row['items of an update']) / per_second:.2f}"
+        cells = [stage, row["items/s"], peer["items/s"] or "not measured", ratio, plan.RATES[stage]]
+        cells += [f"{plan.RATES[stage] / rate:.2f}", seconds, phases]
+        speed += f"| {' | '.join(map(str, cells))} |\n"
+        items, planned = plan.STAGES[stage][1], plan.plan(plan.Args(stage, gpus=1, zero=0, reserve=0))
+        cells = [stage, f"{items:,}", f"{items / per_second / 3600:.2f}", f"{planned['hours']:.2f}"]
+        cells += [f"{float(row['peak GiB']) * 2**30 / 1e9:.1f}", f"{planned['peak'] / 1e9:.1f}"]
+        hours += f"| {' | '.join(cells)} |\n"
+    return [speed, hours]
+
+
+def test_the_tables_of_speed_are_what_was_measured():
+    text = (ROOT / "benchmark/README.md").read_text()
+    assert all(table in text for table in [speed_table(), *h100_tables()]), "run python tests/test_readme.py"
 
 
 if __name__ == "__main__":
     speed = ROOT / "benchmark/README.md"
     text = LINK.sub(lambda m: f"[`{m[1]}`](../{m[2]}#L{found_lines(m[1], m[2])[0]})", DETAILS.read_text())
     DETAILS.write_text(text)
-    table = re.compile(r"\| stage \| ours, items/s .*\n(\|.*\n)+")
-    speed.write_text(table.sub(lambda _: speed_table(), speed.read_text()))
+    text = speed.read_text()
+    for table in [speed_table(), *h100_tables()]:  # known by their first two columns
+        start = re.escape("|".join(table.split("|")[:3]))
+        text = re.sub(rf"^{start}.*\n(\|.*\n)+", lambda _, table=table: table, text, flags=re.MULTILINE)
+    speed.write_text(text)

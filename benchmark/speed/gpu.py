@@ -8,7 +8,7 @@
                             -> decoding.csv
     ppo, sft, reward, dpo   the stage scripts: speed, share of the matrix product's rate, memory -> stages.csv
     trl                     TRL's trainers on the same rows, where benchmark/speed/peers.sh has put them -> trl.csv
-    page                    all of it as Markdown, beside what the arithmetic asks for -> page.md
+    page                    all of it as Markdown, beside what the arithmetic asks for -> page.md; needs no GPU
 
 Needs no Hub. Every part but `page` ends with writing the page. A part fails, with exit code 1 and a line on the page,
 when a number is not finite or when a stage's run fails or is cut off at --limit. What a run has written until then is
@@ -505,7 +505,9 @@ def page(args: Args):
         if rows:
             cells = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
             text += f"\n## {title}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in cells)
-    text += "\nShare of the bandwidth: weights, keys and values that a step reads, by its time and the copy's rate.\n"
+    if read(args, "decoding"):
+        shown = "weights, keys and values that a step reads, by its time and the copy's rate"
+        text += f"\nShare of the bandwidth: {shown}.\n"
     if failures(args):
         text += "\n## Failed\n\n" + "".join(f"- {line}\n" for line in failures(args))
     Path(args.output_dir, "page.md").write_text(text, encoding="utf-8")
@@ -513,7 +515,7 @@ def page(args: Args):
 
 def main(args: Args):
     os.chdir(ROOT)
-    if args.device == "cuda" and not torch.cuda.is_available():
+    if args.part != "page" and args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("error: --device cuda: torch finds no GPU; --device cpu --tiny tries all parts on a CPU")
     torch.backends.cuda.enable_cudnn_sdp(False)  # as in the stage scripts: cuDNN builds a plan for every new shape
     failed = failures(args)
