@@ -261,9 +261,9 @@ def bon_weights(n: int, N: int) -> numpy.ndarray:
 
 
 def bon_values(objective: numpy.ndarray, values: list[numpy.ndarray], weights: numpy.ndarray) -> list[numpy.ndarray]:
-    """Return, for each of `values` (P, N), its expectation (P, n) at the best of n samples by `objective` (P, N), for the
-    n whose `weights` (n, N) are given. Samples with the same objective are equally likely to be chosen, so each of them
-    counts with the mean of their values."""
+    """Return, for each of `values` (P, N), its expectation (P, n) at the best of n samples by `objective` (P, N), for
+    the n whose `weights` (n, N) are given. Samples with the same objective are equally likely to be chosen, so each of
+    them counts with the mean of their values."""
     order = objective.argsort(1)
     ordered = numpy.take_along_axis(objective, order, 1)
     new = numpy.ones(ordered.shape, bool)  # unlike the sample before it

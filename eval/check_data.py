@@ -3,9 +3,10 @@
     python eval/check_data.py data/tldr
     python eval/check_data.py me/tldr-sft --tokenizer EleutherAI/pythia-6.9b-deduped
 
-Checks the widths, padding, EOS, ids, labels and texts of queries and responses. It reads data sets that tldr_dataset.py or
-ensembles/ wrote, and the published ones. At the first split with a damaged row, it prints that row and ends with exit code 1.
-In some rows of the published sets, `query` does not tokenise back to query_token. These are counted, but not as damaged.
+Checks the widths, padding, EOS, ids, labels and texts of queries and responses. It reads data sets that tldr_dataset.py
+or ensembles/ wrote, and the published ones. At the first split with a damaged row, it prints that row and ends with
+exit code 1. In some rows of the published sets, `query` does not tokenise back to query_token. These are counted, but
+not as damaged.
 """
 
 import os
