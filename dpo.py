@@ -36,7 +36,6 @@ import shutil
 import signal
 import sys
 import time
-import warnings
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -58,7 +57,7 @@ from huggingface_hub import snapshot_download
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 STAGE = "dpo"
@@ -448,17 +447,48 @@ def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
 
 
 def load_policy(path: str, tokenizer):
-    """Return a causal language model in float32, without dropout, with an embedding for every id of the tokenizer."""
-    settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
+    """Return a causal language model in float32, without dropout, with an embedding for every id of the tokenizer. Its
+    generation config is what transformers' generate() needs to sample as ppo.py does."""
     with or_fail(f"the model in {path} cannot be read"):
         config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
+        settings = {"dtype": torch.float32, "trust_remote_code": False}
         model = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
+    check_layers(model, path)
+    check_head(model, path)
+    fit_tokenizer(model, tokenizer, path)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    never = [tokenizer.pad_token_id, *range(len(tokenizer), model.get_input_embeddings().num_embeddings)]
+    model.generation_config = GenerationConfig(**ids, suppress_tokens=never)
+    return model
+
+
+def fit_tokenizer(model, tokenizer, path: str):
+    """Give a model an embedding for every id of the tokenizer, and its config the tokenizer's EOS and [PAD]."""
     rows = model.get_input_embeddings().num_embeddings
     if rows < len(tokenizer) - 1:
         fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
-    if rows < len(tokenizer):
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    return model
+    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
+    model.config.eos_token_id = tokenizer.eos_token_id
+    model.config.pad_token_id = tokenizer.pad_token_id  # after resizing: some models check that the id has a row
+
+
+def check_layers(model, path: str):
+    """End with an error if a model has layers that cannot be trained or sampled from here."""
+    name = type(model).__name__
+    if model.config._attn_implementation != "sdpa":
+        fail(f"{path}: {name} has no scaled dot-product attention in transformers. Choose another model")
+    other = set(getattr(model.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if other:
+        fail(f"{path}: {name} has {', '.join(sorted(other))} layers; only full and sliding attention are supported")
+
+
+@torch.no_grad()
+def check_head(model, path: str):
+    """End with an error if a model scales or caps the logits of its head, because we use the head alone."""
+    tokens = torch.arange(4)[None]
+    logits = model.get_output_embeddings()(model.base_model(tokens).last_hidden_state)
+    if not torch.allclose(logits, model(tokens).logits, atol=1e-4):
+        fail(f"{path}: {type(model).__name__} scales or caps the logits of its head. Choose another model")
 
 
 def check_positions(model, path: str, splits: list, column: str, pad_id: int, sampled: int = 0):
@@ -605,7 +635,6 @@ def make_accelerator(args) -> Accelerator:
     transformers_logging.set_verbosity_error()  # its warnings are about intended things, such as a new head
     transformers_logging.disable_progress_bar()
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns that tied weights are saved once
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # from DeepSpeed
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # otherwise accelerate divides the loss by it
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
@@ -651,6 +680,10 @@ def load_tokenizer(path: str):
     """Return the tokenizer of a checkpoint folder, with `[PAD]` added so that padding is never EOS (Detail 3)."""
     with or_fail(f"the tokenizer in {path} cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    if max(tokenizer.get_vocab().values()) != len(tokenizer) - 1:
+        fail(f"the tokenizer in {path} leaves ids out, so [PAD] would get the id of another token")
+    if tokenizer("a").input_ids != tokenizer("a", add_special_tokens=False).input_ids:
+        tokenizer.add_bos_token = False  # as in the data: no row begins with a BOS
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
 
@@ -756,7 +789,6 @@ def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
 def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int):
     """Start TensorBoard and, with --track, W&B. A resumed run continues its curves."""
     if args.track:
-        seconds = float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))
         tracker = WandBTracker(
             None,
             config=asdict(args),
@@ -764,7 +796,6 @@ def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int)
             name="__".join(Path(args.output_dir).parts[-3:]),
             id=wandb_id,
             resume="allow",
-            settings={"finish_timeout": seconds},
         )
         accelerator.log_with.append(tracker)
     purge_step = finished + 1 if finished else 0
@@ -783,8 +814,7 @@ def updates(accelerator: Accelerator, args, first: int, last: int):
     """Yield the updates first + 1 to last under a progress bar, and write a checkpoint after each update where one is
     due. After SIGTERM or SIGUSR1, which schedulers send as a notice, write one and end the run with exit code 75."""
     caught = []
-    left_over = args.total_episodes - last * args.batch_size
-    accelerator.print(f"{STAGE}: {last:,} updates of {args.batch_size}, {left_over} left over, on {accelerator.device}")
+    accelerator.print(f"{STAGE}: {last:,} updates of {args.batch_size}, on {accelerator.device}")
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: caught.append(number))  # only noted: the run ends after the update
     for update in progress(accelerator, range(first + 1, last + 1), STAGE):

@@ -249,9 +249,14 @@ def main(args: Args):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
     if tokenizer.eos_token is None:
         fail(f"--tokenizer {args.tokenizer} has no EOS token, which must end every response (Detail 3)")
+    if max(tokenizer.get_vocab().values()) != len(tokenizer) - 1:
+        fail(f"--tokenizer {args.tokenizer} leaves ids out, so [PAD] would get the id of another token")
     added = tokenizer.convert_ids_to_tokens(tokenizer("")["input_ids"])
     if added:
-        console.print(f"--tokenizer {args.tokenizer} adds {' '.join(added)} to a text; no row here has it")
+        console.print(
+            f"--tokenizer {args.tokenizer} adds {' '.join(added)} to a text; no row here has it, so a model that "
+            "expects it is trained without"
+        )
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # Detail 3: never EOS, whatever padding it had before
 
     # ---- 2. raw rows -----------------------------------------------------------------------------

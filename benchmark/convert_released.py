@@ -6,7 +6,7 @@
 The paper's 12 are named in released_checkpoints.csv; the released SFT, PPO and DPO policies are plain transformers
 checkpoints, which the stages take as id@revision. A released reward model has its weights under other names
 (`lm_backbone.*`, `scalar_head.*`) in .bin or .safetensors files, the shape of its backbone in `base_config`, and a
-`bias` in its config that is subtracted from every reward: here `score.bias` less that number.
+`bias` in its config that is subtracted from every reward. Here that number less the head's bias is `reward_mean`.
 """
 
 import csv
@@ -21,7 +21,6 @@ import torch
 import tyro
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
-from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 
@@ -70,13 +69,13 @@ def weight_files(path: str) -> list[Path]:
 
 
 def convert(folder: str, output: Path):
-    """Write the reward model in `folder` as an AutoModelForSequenceClassification with one label, in float32, whose
-    head has a bias, with its tokenizer."""
+    """Write the reward model in `folder` as an AutoModelForSequenceClassification with one label, in float32, with
+    `reward_mean` in its config, and its tokenizer."""
     settings = json.loads(Path(folder, "config.json").read_text())
     config = AutoConfig.for_model(**settings["base_config"])
     config.num_labels = 1
+    config.problem_type = "regression"  # a text-classification pipeline then returns the bare score
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    model.score = nn.Linear(model.score.weight.shape[1], 1)
     state, base = {}, model.base_model_prefix
     if list(Path(folder).glob("model.safetensors*")):
         for file in weight_files(folder):
@@ -85,11 +84,11 @@ def convert(folder: str, output: Path):
         for file in sorted(Path(folder).glob("pytorch_model*.bin")):  # as the paper's were released
             state |= torch.load(file, map_location="cpu", weights_only=True)  # numbers, never code
     state = {key.replace("lm_backbone.", f"{base}.").replace("scalar_head.", "score."): state[key] for key in state}
-    state["score.bias"] = state["score.bias"] - settings.get("bias", 0.0)
+    model.config.reward_mean = settings.get("bias", 0.0) - state.pop("score.bias").item()
     missing = model.load_state_dict(state, strict=False).missing_keys
     if missing:
         fail(f"{folder}: these weights are missing: {missing[:4]}")
-    model.save_pretrained(output, state_dict=model.state_dict())
+    model.save_pretrained(output)
     AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(output)
 
 

@@ -86,7 +86,7 @@ def card(stage: str, load: str, settings: dict, lines: list[dict], tables: dict[
     )
     text += f'\n\nmodel = {load}.from_pretrained("{repository}", revision="{revision}")\n```\n\n'
     if load == "AutoModelForSequenceClassification":
-        text += "The head's bias, `score.bias`, is in the weights and left out by transformers: a constant.\n\n"
+        text += "The reward is this model's logit minus `reward_mean` of its config, a constant.\n\n"
     licence = "Apache 2.0, as its base model." if base else f"that of its base model, {settings['model']}."
     text += f"Licence: {licence}\n\n![curves](curves.png)\n\n## Metrics of update {lines[-1]['update']}\n\n"
     text += markdown([{"metric": key, "value": value} for key, value in last.items()])

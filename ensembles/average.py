@@ -21,6 +21,7 @@ import sys
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
 import pandas
 import torch
@@ -116,6 +117,7 @@ def main(args: Args):
     # ---- average, accuracies ---------------------------------------------------------------------
     mean = load_reward_model(folders[first], tokenizer).eval()
     mean.model.load_state_dict(mean_weights(list(states.values())))
+    mean.model.score.reward_mean = fmean(model.model.score.reward_mean for model in models.values())
     rows = []
     for path, model in [*models.items(), ("average", mean)]:
         found = accuracies(model.to(device), pairs, tokenizer.pad_token_id, args.micro_batch_size, path)
@@ -130,7 +132,7 @@ def main(args: Args):
     unfinished = output_dir.with_name(output_dir.name + ".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     with or_fail(f"{output_dir} could not be written"):
-        mean.model.save_pretrained(unfinished / "model")
+        mean.finished().save_pretrained(unfinished / "model")
         tokenizer.save_pretrained(unfinished / "model")
         pandas.DataFrame(rows).to_csv(unfinished / "accuracy.csv", index=False)
         settings = {"stage": "average"} | asdict(args)

@@ -6,8 +6,8 @@ One process:    python llama2/reward.py --model helpful --sft-model-path runs/sf
 N processes:    torchrun --nproc_per_node 8 llama2/reward.py --model helpful ... --margin small --run-eval
 
 Training starts from the SFT model with the same name and seed. The run folder holds model/ (a sequence classifier with
-one label, whose head has a bias that plain transformers ignores), metrics.jsonl, args.json, TensorBoard files, eval/
-(table 5) and checkpoints/. The algorithm comes first and plumbing last. To see what differs from reward.py, run
+one label, and in its config `reward_mean`, which our scripts subtract), metrics.jsonl, args.json, TensorBoard files,
+eval/ (table 5) and checkpoints/. The algorithm comes first and plumbing last. To see what differs from reward.py, run
 `git diff --no-index reward.py llama2/reward.py`.
 
 Shapes: n is the number of rows of a split, b the number of pairs or rows in a function's input, Q the width of the
@@ -17,7 +17,7 @@ The script deviates from the paper and the authors' code on purpose:
 - A pair is one row `query + chosen + rejected`, in which `rejected` does not see `chosen` and its positions restart
   after the query. This gives the same rewards for nearly half the work. The authors run two rows.
 - The head's bias is not trained, because it cancels in the loss and Adam would only amplify rounding; the authors train
-  it. Detail 15 sets it after training, whereas the authors store that shift in the config and subtract it.
+  it.
   --safety-coef does train it.
 - The head runs in float32. The authors run it under bf16 autocast, which keeps only three digits of a reward.
 - An epoch shows every pair once. The authors' released runs shuffled differently on every rank, so they showed 65.8 %.
@@ -32,7 +32,6 @@ import shutil
 import signal
 import sys
 import time
-import warnings
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -286,7 +285,7 @@ def main(args: Args):
     compared = [train] + [data[split] for split in data if split == "validation" or args.run_eval]
     check_pairs(reward_model.model.to(accelerator.device), sft_folder, compared, pad_id)
     check_positions(reward_model.model, sft_folder, [references], "query_reference_response_token", pad_id)
-    reward_model.model.score.bias.requires_grad_(args.safety_coef > 0)  # else it cancels, and Detail 15 sets it
+    reward_model.model.score.bias.requires_grad_(args.safety_coef > 0)  # else it cancels
     model, optimizer = prepare(accelerator, reward_model, args)
     # register state of your own here: accelerator.register_for_checkpointing(it). --resume restores its tensors on the
     # CPU, so move them to the device yourself.
@@ -362,20 +361,20 @@ def main(args: Args):
     write_table(accelerator, args, "reference_rewards", reference_table(rewards), title)
 
     # ---- centre (Detail 15) and save -------------------------------------------------------------
-    shift = -rewards.mean().item()
+    reward_mean = rewards.mean().item()
     if args.safety_coef:  # training has put safe responses above 0 and others below
-        shift = 0.0
-    reward_model.model.score.bias.data += shift
+        reward_mean = 0.0
+    reward_model.model.score.reward_mean = reward_mean
     if args.run_eval:
         table = []
         for split in data:
             for pair in pairs[split]:
-                pair["chosen_reward"] += shift
-                pair["rejected_reward"] += shift
+                pair["chosen_reward"] -= reward_mean
+                pair["rejected_reward"] -= reward_mean
             write_table(accelerator, args, f"pairs_{split}", pairs[split])
             table += accuracy_table(split, pairs[split])
         write_table(accelerator, args, "accuracy", table, "validation accuracy (table 5)")
-    save_model(accelerator, args, "model", reward_model.model, tokenizer)
+    save_model(accelerator, args, "model", reward_model.finished(), tokenizer)
     accelerator.print(f"done in {time.time() - run_start:.0f} s: {args.output_dir}", flush=True)
     accelerator.end_training()
 
@@ -519,20 +518,26 @@ def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
 
 
 class ScalarHead(nn.Linear):
-    """A reward model's head, (b, T, d) -> (b, T, 1), in float32 even under autocast or in a bfloat16 model."""
+    """A reward model's head, (b, T, d) -> (b, T, 1), in float32 even under autocast or in a bfloat16 model. It
+    subtracts the constant `reward_mean` (Detail 15)."""
 
     def forward(self, hidden):
         with torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(hidden.float(), self.weight.float(), self.bias.float())
+            return F.linear(hidden.float(), self.weight.float(), self.bias.float()) - self.reward_mean
 
 
 class RewardModel(nn.Module):
-    """A transformers sequence classifier with one label that returns its scalar at every position."""
+    """A transformers sequence classifier with one label that returns its scalar at every position. In training, its
+    head has a bias that starts at 0."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
         self.config = model.config
+        head = model.score  # a plain nn.Linear without bias
+        head.__class__ = ScalarHead
+        head.bias = nn.Parameter(torch.zeros(1))
+        head.reward_mean = getattr(model.config, "reward_mean", 0.0)
 
     def forward(self, input_ids, **inputs):
         """Return the reward logits (b, T) of rows (b, T), in float32. For pairs, also pass attention_mask (b, 1, T, T)
@@ -541,23 +546,48 @@ class RewardModel(nn.Module):
         hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
         return self.model.score(hidden).squeeze(-1)
 
+    def finished(self):
+        """Return the transformers model to save. Its head has a weight alone, because the bias becomes part of the
+        config's `reward_mean`. Do not use this RewardModel afterwards."""
+        head = self.model.score
+        self.config.reward_mean = head.reward_mean - head.bias.item()
+        head.bias = None
+        return self.model
+
 
 def new_reward_model(path: str, tokenizer) -> RewardModel:
     """Return the SFT model of a checkpoint folder with a new scalar head: normal weights with standard deviation 1 /
     sqrt(d + 1), and bias 0 (Detail 11)."""
-    settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
     with or_fail(f"the model in {path} cannot be read"):
         config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
+        settings = {"dtype": torch.float32, "trust_remote_code": False}
         model = AutoModelForSequenceClassification.from_pretrained(path, config=config, **settings)
+    check_layers(model, path)
+    fit_tokenizer(model, tokenizer, path)
+    model.config.problem_type = "regression"  # a text-classification pipeline then returns the bare score
+    model.score = ScalarHead(model.score.in_features, 1)
+    nn.init.normal_(model.score.weight, std=1 / (model.score.in_features + 1) ** 0.5)
+    return RewardModel(model)
+
+
+def fit_tokenizer(model, tokenizer, path: str):
+    """Give a model an embedding for every id of the tokenizer, and its config the tokenizer's EOS and [PAD]."""
     rows = model.get_input_embeddings().num_embeddings
     if rows < len(tokenizer) - 1:
         fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
     model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
+    model.config.eos_token_id = tokenizer.eos_token_id
     model.config.pad_token_id = tokenizer.pad_token_id  # after resizing: some models check that the id has a row
-    model.score = ScalarHead(model.score.in_features, 1)
-    nn.init.normal_(model.score.weight, std=1 / (model.score.in_features + 1) ** 0.5)
-    nn.init.zeros_(model.score.bias)
-    return RewardModel(model)
+
+
+def check_layers(model, path: str):
+    """End with an error if a model has layers that cannot be trained or sampled from here."""
+    name = type(model).__name__
+    if model.config._attn_implementation != "sdpa":
+        fail(f"{path}: {name} has no scaled dot-product attention in transformers. Choose another model")
+    other = set(getattr(model.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if other:
+        fail(f"{path}: {name} has {', '.join(sorted(other))} layers; only full and sliding attention are supported")
 
 
 def check_positions(model, path: str, splits: list, column: str, pad_id: int, sampled: int = 0):
@@ -731,7 +761,6 @@ def make_accelerator(args) -> Accelerator:
     transformers_logging.set_verbosity_error()  # its warnings are about intended things, such as a new head
     transformers_logging.disable_progress_bar()
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns that tied weights are saved once
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # from DeepSpeed
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # otherwise accelerate divides the loss by it
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
@@ -777,6 +806,10 @@ def load_tokenizer(path: str):
     """Return the tokenizer of a checkpoint folder, with `[PAD]` added so that padding is never EOS (Detail 3)."""
     with or_fail(f"the tokenizer in {path} cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    if max(tokenizer.get_vocab().values()) != len(tokenizer) - 1:
+        fail(f"the tokenizer in {path} leaves ids out, so [PAD] would get the id of another token")
+    if tokenizer("a").input_ids != tokenizer("a", add_special_tokens=False).input_ids:
+        tokenizer.add_bos_token = False  # as in the data: no row begins with a BOS
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
 
@@ -882,7 +915,6 @@ def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
 def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int):
     """Start TensorBoard and, with --track, W&B. A resumed run continues its curves."""
     if args.track:
-        seconds = float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))
         tracker = WandBTracker(
             None,
             config=asdict(args),
@@ -890,7 +922,6 @@ def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int)
             name="__".join(Path(args.output_dir).parts[-3:]),
             id=wandb_id,
             resume="allow",
-            settings={"finish_timeout": seconds},
         )
         accelerator.log_with.append(tracker)
     purge_step = finished + 1 if finished else 0
@@ -909,8 +940,7 @@ def updates(accelerator: Accelerator, args, first: int, last: int):
     """Yield the updates first + 1 to last under a progress bar, and write a checkpoint after each update where one is
     due. After SIGTERM or SIGUSR1, which schedulers send as a notice, write one and end the run with exit code 75."""
     caught = []
-    left_over = args.total_episodes - last * args.batch_size
-    accelerator.print(f"{STAGE}: {last:,} updates of {args.batch_size}, {left_over} left over, on {accelerator.device}")
+    accelerator.print(f"{STAGE}: {last:,} updates of {args.batch_size}, on {accelerator.device}")
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: caught.append(number))  # only noted: the run ends after the update
     for update in progress(accelerator, range(first + 1, last + 1), STAGE):

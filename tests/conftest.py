@@ -111,19 +111,27 @@ def give_other_tokenizer(world, folder: Path):
 
 
 def make_reward_model(source: Path, folder: Path, bias: float = 0.0) -> Path:
-    """A reward model with a random head on the base in `source`."""
+    """A reward model with a random head on the base in `source`, and minus `bias` as its `reward_mean`."""
     import reward
 
     tokenizer = reward.load_tokenizer(str(source))
-    model = reward.new_reward_model(str(source), tokenizer).model
-    torch.nn.init.constant_(model.score.bias, bias)
-    model.save_pretrained(folder, state_dict=model.state_dict())
+    model = reward.new_reward_model(str(source), tokenizer)
+    torch.nn.init.constant_(model.model.score.bias, bias)
+    model.finished().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
+def head_of(folder: Path) -> tuple[torch.Tensor, float]:
+    """Weight (1, D) of a saved reward model's head, and the constant that is added to it."""
+    from safetensors.torch import load_file
+
+    weight = load_file(Path(folder, "model.safetensors"))["score.weight"]
+    return weight, -json.loads(Path(folder, "config.json").read_text()).get("reward_mean", 0.0)
+
+
 def make_constant(source: Path, folder: Path) -> Path:
-    """A copy of a reward model that says its head's bias of everything."""
+    """A copy of a reward model that gives everything the same reward, minus its `reward_mean`."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(source, folder)

@@ -201,7 +201,7 @@ def wrong_models(world, made) -> dict[str, str]:
         ("sft", {"model": "{small}"}, ["{small}", "128 embeddings"]),
         ("ppo", {"reward_model_path": "{other reward}"}, ["--reward-model-path {other reward}", "another tokenizer"]),
         ("ppo", {"reward_model_path": "{policy}"}, ["{policy}", "score.weight"]),
-        ("ppo", {"sft_model_path": "{granite}"}, ["{granite}: the logits of GraniteForCausalLM"]),
+        ("ppo", {"sft_model_path": "{granite}"}, ["{granite}: GraniteForCausalLM scales or caps"]),
         ("ppo", {"num_mini_batches": 3}, ["--batch-size 8: no multiple of 3"]),
         ("sft", {"total_episodes": 7}, ["--batch-size 8", "7"]),
         ("ppo", {"total_episodes": 7}, ["--batch-size 8", "--total-episodes"]),

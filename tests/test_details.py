@@ -24,7 +24,7 @@ import pandas
 import pytest
 import rm_report
 import torch
-from conftest import close, make_talker, read_csv, read_jsonl, record, script, write_jsonl
+from conftest import close, head_of, make_talker, read_csv, read_jsonl, record, script, write_jsonl
 from datasets import load_from_disk
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
@@ -68,8 +68,8 @@ class PlainReward(torch.nn.Module):
 
     def __init__(self, folder: Path):
         super().__init__()
-        self.backbone, state = AutoModel.from_pretrained(folder), load_file(folder / "model.safetensors")
-        self.weight, self.bias = state["score.weight"], state["score.bias"]
+        self.backbone = AutoModel.from_pretrained(folder)
+        self.weight, self.bias = head_of(folder)
 
     def forward(self, rows: list[list[int]]) -> torch.Tensor:
         """Unpadded rows -> logits (b, T); what lies behind a row's end is without meaning."""
@@ -514,7 +514,7 @@ def test_detail_07_no_dropout(world, gpt2, tmp_path):
                 policy = stage.load_policy(str(folder), tokenizer).train()
                 assert torch.equal(policy(tokens).logits, policy(tokens).logits), (architecture, field, stage)
             new = reward.new_reward_model(str(folder), tokenizer).train()
-            new.model.save_pretrained(trained)
+            reward.new_reward_model(str(folder), tokenizer).finished().save_pretrained(trained)
             edit_config(trained, **{field: rate})
             for model in (new, ppo.load_reward_model(str(trained), tokenizer).train()):
                 assert torch.equal(model(tokens), model(tokens)), (architecture, field)
@@ -626,7 +626,7 @@ def test_detail_14_padding_does_not_change_a_reward(world, gpt2, reward_run, tmp
     pad = tokenizer.pad_token_id
     absolute = reward.new_reward_model(str(gpt2), tokenizer)
     absolute.model.transformer.wpe.weight.data *= 20  # positions that matter
-    absolute.model.save_pretrained(tmp_path / "gpt2")
+    absolute.finished().save_pretrained(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "gpt2")
     queries, responses = [[5, 6, 7, 8, 9], [10, 11, 12]], [[13, 14, 0], [15, 16, 17, 18, 0]]
 
@@ -663,7 +663,7 @@ def test_detail_15_rewards_are_centred(short, reward_run):
     assert not reward_run.start["score.bias"].any()
     centred = reference_rewards_by_hand(model, short)
     assert abs(centred.mean()) < 1e-6
-    before = reference_rewards_by_hand(model, short, -model.bias.item())
+    before = reference_rewards_by_hand(model, short, -model.bias)
     assert abs(before.mean()) > 0.01  # there was something to centre
     table = read_csv(reward_run.folder / "eval/reference_rewards.csv")
     reported = {row["statistic"]: float(row["value"]) for row in table}
@@ -959,15 +959,18 @@ def test_detail_21_queries_without_replacement(short, ppo_run):
 def test_detail_22_value_model(talker, reward_run, ppo_run):
     """Its values and its training: test_gradients.py::test_ppo."""
     trained = load_file(reward_run.folder / "model" / "model.safetensors")
-    assert trained["score.bias"].item() != 0
-    assert_same_weights(ppo_run.starts[0].value, trained, 0)  # all weights, the head and its bias included
+    start = dict(ppo_run.starts[0].value)
+    assert start.pop("score.bias").item() == 0
+    assert_same_weights(start, trained, 0)  # all weights, the head included
     assert ppo_run.starts[0].shared == 0
     policy = AutoModelForCausalLM.from_pretrained(talker).state_dict()
     assert_same_weights(ppo_run.starts[0].policy, policy, 0)
     saved = load_file(ppo_run.folder / "value_model" / "model.safetensors")
     tokenizer = padded_tokenizer(ppo_run.folder / "value_model")
     again = ppo.load_reward_model(str(ppo_run.folder / "value_model"), tokenizer)
-    assert_same_weights(again.model.state_dict(), saved, 0)
+    assert_same_weights(again.model.state_dict(), saved | {"score.bias": torch.zeros(1)}, 0)
+    means = [head_of(folder)[1] for folder in (reward_run.folder / "model", ppo_run.folder / "value_model")]
+    assert 0 < abs(means[0] - means[1]) < 0.1 < abs(means[0])  # the trained bias has become part of it
 
 
 def test_detail_23_truncation_penalty_and_place_of_the_score():

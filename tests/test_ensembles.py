@@ -19,10 +19,18 @@ import pytest
 import torch
 import tyro
 from accelerate.state import AcceleratorState
-from conftest import free_port, give_other_tokenizer, make_constant, make_talker, read_metrics, sample_by_hand, script
+from conftest import (
+    free_port,
+    give_other_tokenizer,
+    head_of,
+    make_constant,
+    make_talker,
+    read_metrics,
+    sample_by_hand,
+    script,
+)
 from datasets import load_from_disk
 from kill_runs import weights
-from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import ppo as ppo_of_one
@@ -62,13 +70,14 @@ def save_reward(folder: Path, base: Path, seed: int, away: float = 0.0) -> Path:
     """An untrained reward model whose head is drawn from the seed, so that members differ a good deal; its body is that
     of the base, or `away` of each weight's standard deviation from it."""
     tokenizer, generator = reward.load_tokenizer(str(base)), torch.Generator().manual_seed(seed)
-    model = reward.new_reward_model(str(base), tokenizer).model
+    reward_model = reward.new_reward_model(str(base), tokenizer)
+    model = reward_model.model
     with torch.no_grad():
         model.score.weight.normal_(generator=generator)
         for parameter in model.base_model.parameters() if away else []:
             parameter += away * parameter.std(correction=0) * torch.randn(parameter.shape, generator=generator)
         model.score.bias.fill_(seed / 10)
-    model.save_pretrained(folder, state_dict=model.state_dict())
+    reward_model.finished().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -139,7 +148,7 @@ def plain_samples(setting, world, policy_folder: Path, update: int = -1, tempera
     pad_id = tokenizer.pad_token_id
     policy, reference = (AutoModelForCausalLM.from_pretrained(x).eval() for x in (policy_folder, setting.sft))
     backbones = [AutoModel.from_pretrained(x).eval() for x in (*setting.members, setting.gold)]
-    heads = [load_file(x / "model.safetensors") for x in (*setting.members, setting.gold)]
+    heads = [head_of(x) for x in (*setting.members, setting.gold)]
     allowed, found = torch.tensor([i for i in range(len(tokenizer)) if i != pad_id]), []
     for i, row in enumerate(load_from_disk(str(world.dataset))[split].select(range(ROWS))):
         query, key = [token for token in row["query_token"] if token != pad_id], ppo.noise_keys(SEED, update, [i])
@@ -151,8 +160,8 @@ def plain_samples(setting, world, policy_folder: Path, update: int = -1, tempera
             logits = (model(both).logits[0, before].double() / (temperature + 1e-7))[:, allowed]
             logs.append(logits.log_softmax(1).gather(1, torch.searchsorted(allowed, torch.tensor(tokens))[:, None]))
         scores = [
-            (model(both).last_hidden_state[0, -1] @ head["score.weight"][0] + head["score.bias"][0]).item()
-            for model, head in zip(backbones, heads, strict=True)
+            (model(both).last_hidden_state[0, -1] @ weight[0]).item() + constant
+            for model, (weight, constant) in zip(backbones, heads, strict=True)
         ]
         kl = sum(0.5 * x**2 for x in (logs[0] - logs[1]).flatten().tolist())
         text = tokenizer.decode(tokens, skip_special_tokens=True)

@@ -108,7 +108,7 @@ def test_frozen_models_are_of_the_trained_ones_precision():
         for kind in (GPTNeoXForCausalLM, GPTNeoXForSequenceClassification):
             model = kind(GPTNeoXConfig(**shape, vocab_size=8, num_labels=1))
             if kind is GPTNeoXForSequenceClassification:
-                model.score = ppo.ScalarHead(16, 1)
+                model = ppo.RewardModel(model).model
             found = ppo.frozen_model(accelerator(deepspeed, precision), model, False)
             dtypes = {name: parameter.dtype for name, parameter in found.named_parameters()}
             head = {name for name in dtypes if name.startswith("score.")}

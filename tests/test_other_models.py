@@ -1,8 +1,6 @@
 """Models and tokenizers that are not Pythia's: what their attention does in a row of their own, our rows do, or the
 model is refused before anything is written."""
 
-import json
-import shutil
 import sys
 from types import SimpleNamespace
 
@@ -12,14 +10,13 @@ import torch
 from accelerate.state import AcceleratorState
 from conftest import close, make_reward_model
 from datasets import Dataset
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     FalconConfig,
     Gemma3TextConfig,
     GPT2Config,
-    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
@@ -43,7 +40,6 @@ CONFIGS = {
     "falcon": lambda n: FalconConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=n, alibi=True
     ),
-    "lfm2": lambda n: Lfm2Config(**LLAMA, vocab_size=n, layer_types=["conv", "full_attention"]),
     "llama": lambda n: LlamaConfig(**LLAMA, vocab_size=n),
     "opt": lambda n: OPTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, ffn_dim=64, vocab_size=n),
 }
@@ -124,12 +120,11 @@ def short_pairs(width: int) -> list[dict]:
     return [{f"query_{side}_token": torch.zeros(width) for side in ("chosen", "rejected")}]
 
 
-@pytest.mark.parametrize("name", ["falcon", "lfm2"])
-def test_a_model_that_sees_more_than_its_mask_is_refused(models, name):
-    """Falcon's ALiBi counts columns, and LFM2's convolutions take the columns before, whatever the mask says."""
-    tokenizer = sft.load_tokenizer(models[name])
-    model = sft.load_policy(models[name], tokenizer).eval()
-    with pytest.raises(SystemExit, match="^error: here: (Falcon|Lfm2)ForCausalLM cannot process a pair in one row"):
+def test_a_model_that_sees_more_than_its_mask_is_refused(models):
+    """Falcon's ALiBi counts columns, whatever the mask says."""
+    tokenizer = sft.load_tokenizer(models["falcon"])
+    model = sft.load_policy(models["falcon"], tokenizer).eval()
+    with pytest.raises(SystemExit, match="^error: here: FalconForCausalLM cannot process a pair in one row"):
         reward.check_pairs(model, "here", [short_pairs(60)], tokenizer.pad_token_id)
 
 
@@ -175,29 +170,6 @@ def test_a_vocabulary_without_a_row_for_pad_gets_one(models, tmp_path, name):
     kept = next(value for key, value in before.items() if key.endswith("embed_tokens.weight"))
     grown = next(value for key, value in after.items() if key.endswith("embed_tokens.weight"))
     assert torch.equal(grown[: len(kept)], kept)
-
-
-def test_weights_come_from_model_safetensors_or_from_what_its_index_names(models, tmp_path):
-    tokenizer = sft.load_tokenizer(models["llama"])
-    whole = make_reward_model(models["llama"], tmp_path / "whole")
-    rows = torch.tensor([[5, 6, 7, 8]])
-
-    def score(folder) -> float:
-        with torch.no_grad():
-            return ppo.load_reward_model(str(folder), tokenizer)(rows)[0, -1].item()
-
-    weights = load_file(whole / "model.safetensors")
-    expected = score(whole)
-    for stray in ("a.safetensors", "model-00001-of-00002.safetensors", "z.safetensors"):
-        save_file({key: torch.zeros_like(value) for key, value in weights.items()}, whole / stray)
-    assert score(whole) == expected
-    parts = shutil.copytree(whole, tmp_path / "parts")
-    (parts / "model.safetensors").unlink()
-    names = {key: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, key in enumerate(weights)}
-    for file in set(names.values()):
-        save_file({key: value for key, value in weights.items() if names[key] == file}, parts / file)
-    (parts / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    assert score(parts) == expected
 
 
 @pytest.mark.parametrize("path", ["j@lab/a", "a b/c"])
@@ -281,7 +253,7 @@ def test_a_bos_that_is_left_out_is_told(world, beginning, tmp_path, capsys):
         tldr_dataset.main(tldr_dataset.Args(**arguments, tokenizer=str(tokenizer), output_dir=str(output)))
         said[tokenizer] = capsys.readouterr().out
     assert "no row here has it" not in said[world.tokenizer]
-    assert said[beginning].splitlines()[0].endswith("adds <|bos|> to a text; no row here has it")
+    assert "adds <|bos|> to a text; no row here has it" in said[beginning].replace("\n", " ")
     rows = tldr_dataset.load_from_disk(str(tmp_path / beginning.name / "sft"))["train"]
     bos = AutoTokenizer.from_pretrained(beginning).bos_token_id
     assert all(bos not in row["query_reference_response_token"] for row in rows)

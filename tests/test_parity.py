@@ -40,7 +40,7 @@ def test_a_bound_is_ten_times_the_floor_and_at_least_a_millionth_of_the_largest_
 def test_a_reason_counts_only_where_the_difference_goes_without_it(monkeypatch):
     """Two deviations of made-up code: one moves `a`, one is said to move `b` and does not, none is said to move `c`."""
     first = our_side.Deviation("x: [ad]", "ppo.py", "The policy loss is divided by", [("first", "")])
-    second = our_side.Deviation("x: [bd]", "ppo.py", "the value head's bias holds", [("second", "")])
+    second = our_side.Deviation("x: [bd]", "ppo.py", "The score is added one position", [("second", "")])
     monkeypatch.setattr(our_side, "DEVIATIONS", [first, second])
     expected = {key: tensor(1.0) for key in "abcd"}
 
@@ -63,10 +63,7 @@ def test_deviations_are_told_by_the_docstrings_and_their_patches_fit(tmp_path):
     for deviation in our_side.DEVIATIONS:
         file, line = our_side.line_of(deviation).split("#L")
         assert file == deviation.script and int(line) < 60
-        module = our_side.load(
-            deviation.script, tmp_path, [(a, b.replace("{shift}", "0.5")) for a, b in deviation.undone]
-        )
-        assert module.Args
+        assert our_side.load(deviation.script, tmp_path, deviation.undone).Args
     with pytest.raises(SystemExit, match="sft.py does not hold this text once"):
         our_side.load("sft.py", tmp_path, [("no such text", "")])
 

@@ -42,9 +42,7 @@ def language_model(model: str):
 
 
 def classifier(model: str):
-    made = AutoModelForSequenceClassification.from_config(config(model))
-    made.score = reward.ScalarHead(made.config.hidden_size, 1)
-    return made
+    return reward.RewardModel(AutoModelForSequenceClassification.from_config(config(model))).model
 
 
 def config(model: str):

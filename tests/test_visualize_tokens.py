@@ -14,7 +14,6 @@ import torch
 import visualize_tokens
 from conftest import give_other_tokenizer, make_reward_model, record
 from datasets import load_from_disk
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 import reward
@@ -148,8 +147,7 @@ def outputs(made, name: str, i: int, tokens: list[int]) -> torch.Tensor:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
             return model(row).logits[0, :, : made.tokenizer.pad_token_id], start  # [PAD] and what is beyond come last
         model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32).eval()
-        bias = load_file(folder / "model.safetensors")["score.bias"]
-        return (model.base_model(row).last_hidden_state @ model.score.weight.T + bias)[0, :, 0], start
+        return (model.base_model(row).last_hidden_state @ model.score.weight.T + 0.7)[0, :, 0], start
 
 
 def test_every_number_is_that_of_a_single_row(made, written):

@@ -58,7 +58,6 @@ import signal
 import struct
 import sys
 import time
-import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -77,13 +76,13 @@ from huggingface_hub import snapshot_download
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 from rich.table import Table
-from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     StaticCache,
 )
 from transformers.masking_utils import create_masks_for_generate
@@ -251,7 +250,6 @@ def main(args: Args):
     reward_model = frozen_model(accelerator, load_reward_model(reward_folder, tokenizer), args.offload)
     ref_policy = frozen_model(accelerator, load_policy(sft_folder, tokenizer), args.offload)
     policy = load_policy(sft_folder, tokenizer).to(device)  # now, so that host memory holds one model at a time
-    check_head(policy, sft_folder)
     check_positions(reward_model.model, reward_folder, [train, validation], "query_token", pad_id, args.response_length)
     check_positions(policy, sft_folder, [train, validation], "query_token", pad_id, args.response_length)
     banned = banned_ids(policy, tokenizer).to(device)
@@ -687,20 +685,26 @@ def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
 
 
 class ScalarHead(nn.Linear):
-    """A reward model's head, (b, T, d) -> (b, T, 1), in float32 even under autocast or in a bfloat16 model."""
+    """A reward model's head, (b, T, d) -> (b, T, 1), in float32 even under autocast or in a bfloat16 model. It
+    subtracts the constant `reward_mean` (Detail 15)."""
 
     def forward(self, hidden):
         with torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(hidden.float(), self.weight.float(), self.bias.float())
+            return F.linear(hidden.float(), self.weight.float(), self.bias.float()) - self.reward_mean
 
 
 class RewardModel(nn.Module):
-    """A transformers sequence classifier with one label that returns its scalar at every position."""
+    """A transformers sequence classifier with one label that returns its scalar at every position. In training, its
+    head has a bias that starts at 0."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
         self.config = model.config
+        head = model.score  # a plain nn.Linear without bias
+        head.__class__ = ScalarHead
+        head.bias = nn.Parameter(torch.zeros(1))
+        head.reward_mean = getattr(model.config, "reward_mean", 0.0)
 
     def forward(self, input_ids, **inputs):
         """Return the rewards (b, T) of right-padded rows (b, T), in float32. The rows need no mask, because no token of
@@ -708,42 +712,73 @@ class RewardModel(nn.Module):
         hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
         return self.model.score(hidden).squeeze(-1)
 
+    def finished(self):
+        """Return the transformers model to save. Its head has a weight alone, because the bias becomes part of the
+        config's `reward_mean`. Do not use this RewardModel afterwards."""
+        head = self.model.score
+        self.config.reward_mean = head.reward_mean - head.bias.item()
+        head.bias = None
+        return self.model
+
 
 def load_reward_model(path: str, tokenizer) -> RewardModel:
-    """Return a trained reward model in float32 without dropout, with the head's bias in `score.bias`. To use the
-    paper's released models, convert them with benchmark/convert_released.py."""
+    """Return a trained reward model in float32 without dropout. To use the paper's released models, convert them with
+    benchmark/convert_released.py."""
+    settings = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
     with or_fail(f"{path} holds no reward model that can be read; make one with reward.py"):
         config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
-        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-        model.config.pad_token_id = tokenizer.pad_token_id
-        model.score = ScalarHead(model.score.weight.shape[1], 1)
-        weights = {}
-        for file in weight_files(path):
-            weights |= load_file(file)
-        model.load_state_dict(weights)
+        model, found = AutoModelForSequenceClassification.from_pretrained(path, config=config, **settings)
+    wrong = {kind: sorted(keys)[:3] for kind, keys in found.items() if keys}
+    if wrong:  # transformers would go on, with a random head where there is none
+        fail(f"{path} holds no reward model as reward.py saves it: {wrong}")
+    check_layers(model, path)
+    model.config.pad_token_id = tokenizer.pad_token_id
     return RewardModel(model)
 
 
-def weight_files(path: str) -> list[Path]:
-    """Return the safetensors files of a checkpoint folder: model.safetensors, or the files that its index names."""
-    if Path(path, "model.safetensors").exists():
-        return [Path(path, "model.safetensors")]
-    index = json.loads(Path(path, "model.safetensors.index.json").read_text())
-    return [Path(path, name) for name in sorted(set(index["weight_map"].values()))]
-
-
 def load_policy(path: str, tokenizer):
-    """Return a causal language model in float32, without dropout, with an embedding for every id of the tokenizer."""
-    settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
+    """Return a causal language model in float32, without dropout, with an embedding for every id of the tokenizer. Its
+    generation config is what transformers' generate() needs to sample as ppo.py does."""
     with or_fail(f"the model in {path} cannot be read"):
         config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
+        settings = {"dtype": torch.float32, "trust_remote_code": False}
         model = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
+    check_layers(model, path)
+    check_head(model, path)
+    fit_tokenizer(model, tokenizer, path)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    never = [tokenizer.pad_token_id, *range(len(tokenizer), model.get_input_embeddings().num_embeddings)]
+    model.generation_config = GenerationConfig(**ids, suppress_tokens=never)
+    return model
+
+
+def fit_tokenizer(model, tokenizer, path: str):
+    """Give a model an embedding for every id of the tokenizer, and its config the tokenizer's EOS and [PAD]."""
     rows = model.get_input_embeddings().num_embeddings
     if rows < len(tokenizer) - 1:
         fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
-    if rows < len(tokenizer):
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    return model
+    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
+    model.config.eos_token_id = tokenizer.eos_token_id
+    model.config.pad_token_id = tokenizer.pad_token_id  # after resizing: some models check that the id has a row
+
+
+def check_layers(model, path: str):
+    """End with an error if a model has layers that cannot be trained or sampled from here."""
+    name = type(model).__name__
+    if model.config._attn_implementation != "sdpa":
+        fail(f"{path}: {name} has no scaled dot-product attention in transformers. Choose another model")
+    other = set(getattr(model.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if other:
+        fail(f"{path}: {name} has {', '.join(sorted(other))} layers; only full and sliding attention are supported")
+
+
+@torch.no_grad()
+def check_head(model, path: str):
+    """End with an error if a model scales or caps the logits of its head, because we use the head alone."""
+    tokens = torch.arange(4)[None]
+    logits = model.get_output_embeddings()(model.base_model(tokens).last_hidden_state)
+    if not torch.allclose(logits, model(tokens).logits, atol=1e-4):
+        fail(f"{path}: {type(model).__name__} scales or caps the logits of its head. Choose another model")
 
 
 def check_positions(model, path: str, splits: list, column: str, pad_id: int, sampled: int = 0):
@@ -802,15 +837,6 @@ def fill_sizes(args, world: int) -> int:
     if args.batch_size % (args.num_mini_batches * world):
         fail(f"--batch-size {args.batch_size}: no multiple of {args.num_mini_batches} mini-batches x {world} processes")
     return args.total_episodes // args.batch_size
-
-
-@torch.no_grad()
-def check_head(policy, path: str):
-    """End with an error if a model changes its head's logits (soft cap, scale), because we only use the head."""
-    tokens = torch.arange(4, device=policy.device)[None]
-    own = response_logits(policy, tokens, tokens, torch.zeros_like(tokens[0, :1], dtype=torch.bool))
-    if not torch.allclose(own, policy(tokens).logits, atol=1e-4):
-        fail(f"{path}: the logits of {type(policy).__name__} are not those of its head, so ppo.py cannot train it")
 
 
 # ==== evaluation ==================================================================================
@@ -906,7 +932,6 @@ def make_accelerator(args) -> Accelerator:
     transformers_logging.set_verbosity_error()  # its warnings are about intended things, such as a new head
     transformers_logging.disable_progress_bar()
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns that tied weights are saved once
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # from DeepSpeed
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # otherwise accelerate divides the loss by it
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
@@ -952,6 +977,10 @@ def load_tokenizer(path: str):
     """Return the tokenizer of a checkpoint folder, with `[PAD]` added so that padding is never EOS (Detail 3)."""
     with or_fail(f"the tokenizer in {path} cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    if max(tokenizer.get_vocab().values()) != len(tokenizer) - 1:
+        fail(f"the tokenizer in {path} leaves ids out, so [PAD] would get the id of another token")
+    if tokenizer("a").input_ids != tokenizer("a", add_special_tokens=False).input_ids:
+        tokenizer.add_bos_token = False  # as in the data: no row begins with a BOS
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
 
@@ -1057,7 +1086,6 @@ def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
 def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int):
     """Start TensorBoard and, with --track, W&B. A resumed run continues its curves."""
     if args.track:
-        seconds = float(os.environ.get("WANDB_FINISH_TIMEOUT", 300))
         tracker = WandBTracker(
             None,
             config=asdict(args),
@@ -1065,7 +1093,6 @@ def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int)
             name="__".join(Path(args.output_dir).parts[-3:]),
             id=wandb_id,
             resume="allow",
-            settings={"finish_timeout": seconds},
         )
         accelerator.log_with.append(tracker)
     purge_step = finished + 1 if finished else 0
@@ -1084,8 +1111,7 @@ def updates(accelerator: Accelerator, args, first: int, last: int):
     """Yield the updates first + 1 to last under a progress bar, and write a checkpoint after each update where one is
     due. After SIGTERM or SIGUSR1, which schedulers send as a notice, write one and end the run with exit code 75."""
     caught = []
-    left_over = args.total_episodes - last * args.batch_size
-    accelerator.print(f"{STAGE}: {last:,} updates of {args.batch_size}, {left_over} left over, on {accelerator.device}")
+    accelerator.print(f"{STAGE}: {last:,} updates of {args.batch_size}, on {accelerator.device}")
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: caught.append(number))  # only noted: the run ends after the update
     for update in progress(accelerator, range(first + 1, last + 1), STAGE):

@@ -68,19 +68,6 @@ DEVIATIONS = [
         ],
     ),
     Deviation(
-        "PPO.*(bias of the value model|value model after|value loss|values|returns|advantages|clip fraction|weights)",
-        "ppo.py",
-        "the value head's bias holds Detail 15's shift",
-        [
-            ("self.weight.float(), self.bias.float())", "self.weight.float(), self.bias.float()) - SHIFT"),
-            (
-                "        model.load_state_dict(weights)\n",
-                "        model.load_state_dict(weights)\n        model.score.bias.data += SHIFT\n",
-            ),
-            ('STAGE = "ppo"', 'STAGE = "ppo"\nSHIFT = {shift}'),
-        ],
-    ),
-    Deviation(
         "ensembles: UWO in PPO",
         "ensembles/ppo.py",
         "uwo's variance is over k models",
@@ -145,6 +132,11 @@ def flat(state: dict) -> torch.Tensor:
     state = {key.replace("embed_out.", "lm_head.").removeprefix("model."): x for key, x in state.items()}
     kept = sorted(key for key in state if key != "score.bias")
     return torch.cat([state[key].detach().double().flatten() for key in kept])
+
+
+def reward_mean(folder: Path) -> torch.Tensor:
+    """The constant (1,) that is subtracted from the output of a saved head."""
+    return torch.tensor([json.loads((folder / "config.json").read_text())["reward_mean"]], dtype=torch.float64)
 
 
 def column(lines: list[dict], key: str) -> torch.Tensor:
@@ -345,8 +337,7 @@ def ppo(work: Path, patches, job: dict) -> dict:
     policy, value = (load_file(work / f"run_ppo/{name}/model.safetensors") for name in ("model", "value_model"))
     quantities["weights of the policy after the last update"] = flat(policy)
     quantities["weights of the value model after the last update"] = flat(value)
-    bias = value["score.bias"].double() - getattr(module, "SHIFT", 0.0)
-    quantities["bias of the value model after the last update"] = bias
+    quantities["bias of the value model after the last update"] = -reward_mean(work / "run_ppo/value_model")
     return quantities
 
 

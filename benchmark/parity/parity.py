@@ -331,7 +331,7 @@ def reward(args: Args, job: dict) -> list[Row]:
     rows += compare("reward model", our_side.head_initialisation(work, model), runs)
     key = "rewards of a model of ours in their format"
     weights = our_side.load_file(work / "run_reward/model/model.safetensors")
-    weights = {name: value for name, value in weights.items() if not name.startswith("lm_head")}
+    weights["score.bias"] = -our_side.reward_mean(work / "run_reward/model").float()
     runs = theirs(args, "format", kind="rewards_of_ours", model=model, weights=weights, references=more["references"])
     ours = {key: our_side.rewards(work, work / "run_reward/model", more["references"])}
     trained = [run["centred rewards of the references"] for run in torch.load(work / "reward model.theirs.pt")]
@@ -376,7 +376,6 @@ def ppo(args: Args, job: dict) -> list[Row]:
 
 def ppo_case(args: Args, job: dict, title: str, whiten_rewards: bool, mini_batches: int) -> list[Row]:
     work = Path(args.work)
-    shift = json.loads((work / "their_reward/config.json").read_text())["bias"]
     run = ppo_run(args, job, mini_batches)
     settings = {"whiten_rewards": whiten_rewards, "num_mini_batches": mini_batches}
     runs = theirs(
@@ -394,8 +393,7 @@ def ppo_case(args: Args, job: dict, title: str, whiten_rewards: bool, mini_batch
     own = job | run | {"arguments": arguments | settings, "converted_reward_model": str(work / "converted")}
 
     def again(patches):
-        filled = [(old, new.replace("{shift}", repr(shift))) for old, new in patches]
-        return our_side.ppo(work, filled, own)
+        return our_side.ppo(work, patches, own)
 
     rows = compare(title, again(()), runs)
     explain(rows, title, again, runs, "ppo.py")

@@ -40,7 +40,6 @@ from datasets import DatasetDict, Features, Sequence, Value, disable_progress_ba
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -181,7 +180,6 @@ def make_work(args: Args, work: Path):
     config.num_labels, config.pad_token_id = 1, words - 1
     with torch.device(args.device):
         reward_model = GPTNeoXForSequenceClassification(config)
-        reward_model.score = nn.Linear(width, 1)  # with a bias, as reward.py saves it
     reward_model.save_pretrained(work / "reward")
     with_pad(work / "model").save_pretrained(work / "reward")
 
