@@ -251,6 +251,8 @@ def pytest_terminal_summary(terminalreporter):
             "of generate()",
             "ratio",
         ],
+        "generate": ["architecture", "responses of sft, dpo and ppo", "with EOS", "that differ from generate()'s"],
+        "rewards": ["architecture", "rows", "reward_mean", "largest other difference to plain transformers"],
         "parity": ["break", "quantities above their bounds", "the first"],
     }
     titles = {
@@ -258,6 +260,8 @@ def pytest_terminal_summary(terminalreporter):
         "parity": "breaks of ours beside the authors' code",
         "sampling": "sampling beside generate()",
         "gpu": "correctness",
+        "generate": "saved policies: our sampler at temperature 1e-6 beside generate()",
+        "rewards": "saved reward models: our rewards beside plain transformers'",
     }
     reports = terminalreporter.getreports("passed")
     for name, header in headers.items():

@@ -1,7 +1,8 @@
 """What the stages save, read by plain transformers: generate() gives the tokens of our sampler, and a sequence
 classifier or a pipeline gives our rewards but for the constant `reward_mean`. What we cannot train is refused at load.
 
-`python -m pytest -m long tests/test_saved_models.py` does it for all architectures.
+`python -m pytest -m "long or not long" tests/test_saved_models.py` does it for all architectures, with its last output in
+benchmark/results/saved_models.txt.
 """
 
 import json
@@ -116,7 +117,9 @@ def saved(request, world, tmp_path_factory) -> SimpleNamespace:
     assert AutoTokenizer.from_pretrained(base)("a").input_ids[0] == tokenizer.eos_token_id
     data, pairs = {"dataset": str(world.dataset)}, {"preference_dataset": str(world.preference_dataset)}
     found = SimpleNamespace(name=request.param, root=root)
-    found.sft = run(sft, root / "sft", model=str(base), loss_on="response", total_episodes=320, **data)
+    found.sft = run(
+        sft, root / "sft", model=str(base), loss_on="response", learning_rate=1e-2, total_episodes=800, **data
+    )
     of_sft = {"sft_model_path": str(found.sft)}
     found.reward = run(reward, root / "reward", total_episodes=64, **of_sft, **data, **pairs)
     found.dpo = run(dpo, root / "dpo", total_episodes=16, learning_rate=1e-4, **of_sft, **pairs)
@@ -132,14 +135,14 @@ def test_generate_gives_the_tokens_of_our_sampler(saved, world, record_property)
     for folder in (saved.sft, saved.dpo, saved.ppo):
         tokenizer = ppo.load_tokenizer(str(folder))
         ours = ppo.load_policy(str(folder), tokenizer).eval()
-        queries, keys = torch.tensor(posts["query_token"]), ppo.noise_keys(1, 1, range(16))
-        cache = ppo.KeyValueCache(ours.config, queries.shape[1] + RESPONSE)
-        expected, _ = ppo.generate(ours, queries, tokenizer, RESPONSE, 1e-6, keys, cache)
         plain = AutoTokenizer.from_pretrained(folder, padding_side="left")
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         inputs = plain(posts["query"], return_tensors="pt", padding=True)
         width = inputs.input_ids.shape[1]
-        assert torch.equal(inputs.input_ids, queries[:, -width:])
+        without_bos = plain(posts["query"], add_special_tokens=False, padding=True).input_ids
+        assert inputs.input_ids.tolist() == without_bos
+        keys, cache = ppo.noise_keys(1, 1, range(16)), ppo.KeyValueCache(ours.config, width + RESPONSE)
+        expected, _ = ppo.generate(ours, inputs.input_ids, tokenizer, RESPONSE, 1e-6, keys, cache)
         found = model.generate(**inputs, do_sample=False, max_new_tokens=RESPONSE)[:, width:]
         found = torch.nn.functional.pad(found, (0, RESPONSE - found.shape[1]), value=plain.pad_token_id)
         differ += (found != expected).any(1).sum().item()
@@ -160,6 +163,7 @@ def test_plain_transformers_gives_our_rewards_but_for_a_constant(saved, world, r
         tokenizer = ppo.load_tokenizer(str(folder))
         pad_id = tokenizer.pad_token_id
         tokens = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows])
+        tokens = tokens[:, : ppo.trimmed_width(tokens, pad_id)]
         ours = reward.response_rewards(ppo.load_reward_model(str(folder), tokenizer).eval(), tokens, pad_id)
         plain = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
         theirs = plain(tokens, attention_mask=(tokens != pad_id).long()).logits[:, 0]
