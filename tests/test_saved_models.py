@@ -1,7 +1,7 @@
 """What the stages save, read by plain transformers: generate() gives the tokens of our sampler, and a sequence
 classifier or a pipeline gives our rewards but for the constant `reward_mean`. What we cannot train is refused at load.
 
-`python -m pytest -m "long or not long" tests/test_saved_models.py` does it for all architectures, with its last output in
+`python -m pytest -m "long or not long" tests/test_saved_models.py` does it for all architectures. Its last output is in
 benchmark/results/saved_models.txt.
 """
 
