@@ -81,7 +81,8 @@ def accuracies(model, pairs, pad_id: int, size: int, name: str) -> dict[str, flo
         batch = pairs[start : start + size]
         chosen = last_rewards(model, batch["query_chosen_token"].to(device), pad_id)
         rejected = last_rewards(model, batch["query_rejected_token"].to(device), pad_id)
-        tied = (chosen - rejected).abs() <= 1e-5  # equal but for rounding
+        same = (batch["query_chosen_token"] == batch["query_rejected_token"]).all(1).to(device)
+        tied = same | ((chosen - rejected).abs() <= 1e-6 * (chosen.abs() + rejected.abs()))  # equal but for rounding
         won = torch.where(tied, 0.5, (chosen > rejected).float()).tolist()
         for label, win in zip(batch.get("batch", []), won, strict=False):
             wins[label].append(win)

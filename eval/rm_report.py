@@ -29,8 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ppo import fail  # noqa: E402
 
-TIE = 1e-5  # as in reward.py: rewards no further apart are equal but for rounding
-
 
 @dataclass
 class Args:
@@ -90,6 +88,11 @@ def table_5(accuracies: dict, statistics: dict, models: tuple[str, ...]) -> list
     return rows
 
 
+def is_hit(frame: pandas.DataFrame) -> pandas.Series:
+    """Whether the chosen reward is higher, for each pair (n,). A tie is no hit; the stages mark it."""
+    return (frame["chosen_reward"] > frame["rejected_reward"]) & ~frame.get("tie", False)
+
+
 def calibration(differences: numpy.ndarray, bins: int) -> tuple[list[dict], float]:
     """Differences (n,) of the rewards of chosen and rejected -> rows of a calibration curve, and the expected
     calibration error. A pair's score difference is |difference|, the chance that it gives the higher reward
@@ -118,7 +121,7 @@ def judge_agreement(pairs: dict, judged: pandas.DataFrame) -> dict[tuple[str, in
     for key, frame in pairs.items():
         if len(rows) == 0 or rows.max() >= len(frame):
             fail(f"--judged: rows up to {max(rows, default=None)}, but the split of {key} has {len(frame)} pairs")
-        hits = (frame["chosen_reward"] > frame["rejected_reward"] + TIE).to_numpy()[rows]
+        hits = is_hit(frame).to_numpy()[rows]
         found[key] = len(rows), float((hits == wins).mean())
     return found
 
@@ -166,7 +169,7 @@ def main(args: Args):
     compared = []
     for kind, found in (("reward model", pairs), ("DPO, implicit", implicit)):
         for m in models:
-            hits = [(x["chosen_reward"] > x["rejected_reward"] + TIE).mean() for k, x in found.items() if k[0] == m]
+            hits = [is_hit(frame).mean() for key, frame in found.items() if key[0] == m]
             if hits:
                 sd = float(numpy.std(hits, ddof=1)) if len(hits) > 1 else 0.0
                 compared.append(

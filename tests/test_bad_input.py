@@ -213,6 +213,40 @@ def test_a_model_or_a_number_that_cannot_be(stage_args, wrong_models, stage, cha
     expect(stage, stage_args(stage, **changes), *(part.format(**wrong_models) for part in parts))
 
 
+@pytest.mark.parametrize(
+    ("stage", "changes", "range"),
+    [
+        ("sft", {"batch_size": -8}, "must be above 0"),
+        ("sft", {"batch_size": 0}, "must be above 0"),
+        ("sft", {"micro_batch_size": -1}, "must be above 0"),
+        ("sft", {"seed": -1}, "must be between 0 and 4294967295"),
+        ("sft", {"seed": 2**32}, "must be between 0 and 4294967295"),
+        ("sft", {"save_every": -1}, "must be between 0 and inf"),
+        ("sft", {"learning_rate": float("nan")}, "must be between 0 and inf"),
+        ("ppo", {"temperature": -0.7}, "must be above 0"),
+        ("ppo", {"temperature": 0.0}, "must be above 0"),
+        ("ppo", {"num_ppo_epochs": 0}, "must be above 0"),
+        ("ppo", {"response_length": 0}, "must be above 0"),
+        ("ppo", {"eval_rows": 0}, "must be above 0"),
+        ("ppo", {"lam": 1.01}, "must be between 0 and 1"),
+        ("dpo", {"beta": 0.0}, "must be above 0"),
+    ],
+)
+def test_a_number_out_of_its_range(stage_args, stage, changes, range):
+    """Even where no other argument is right: the check comes before anything is read."""
+    [(field, value)] = changes.items()
+    nothing = {"model": "nowhere"} if stage == "sft" else {"sft_model_path": "nowhere"}
+    expect(stage, stage_args(stage, **nothing, **changes), f"{flag(field)} {value} {range}")
+
+
+def test_rows_of_different_width(stage_args, made, tmp_path):
+    data = load_from_disk(str(made.dataset))
+    shorter = data["train"].map(lambda row, i: {"query_token": row["query_token"][i == 3 :]}, with_indices=True)
+    DatasetDict({**data, "train": shorter}).save_to_disk(str(tmp_path / "ragged"))
+    parts = ["--dataset", "train: the rows of query_token differ in width"]
+    expect("ppo", stage_args("ppo", dataset=str(tmp_path / "ragged")), *parts)
+
+
 def test_an_sft_model_without_a_row_for_pad_is_no_error(stage_args, world, tmp_path):
     """A base model of the Hub, such as GPT-2, in the place of a run of sft.py: [PAD] needs one row more."""
     folder = tmp_path / "gpt2"

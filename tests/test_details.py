@@ -24,6 +24,7 @@ import pandas
 import pytest
 import rm_report
 import torch
+from accelerate.state import AcceleratorState
 from conftest import close, head_of, make_talker, read_csv, read_jsonl, record, script, write_jsonl
 from datasets import load_from_disk
 from safetensors.torch import load_file
@@ -676,12 +677,47 @@ def test_detail_15_rewards_are_centred(short, reward_run):
         assert close(reported[key], expected), key
 
 
+def test_detail_16_a_tie_is_no_hit():
+    """The tolerance follows the sums that are compared: of sums of 200 nats, 1.5e-4 is rounding in float32."""
+    scores = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0]), torch.tensor([1.0, 1.0 - 1.5e-6, 1.0 - 1e-5, 1.0 + 1e-5, 0.0])
+    assert reward.is_tie(*scores, torch.tensor(2.0), "no").tolist() == [True, True, False, False, False]
+    assert dpo.is_tie(*scores, torch.tensor(200.0), "no").tolist() == [True, True, True, True, False]
+    assert reward.is_tie(*scores, torch.tensor(2.0), "bf16").tolist() == [True, True, True, True, False]
+    columns = ("chosen_reward", "rejected_reward", "tie")
+    pairs = [dict(zip(columns, row, strict=True)) for row in [(2, 1, False), (2, 1, True), (1, 2, False)]]
+    assert reward.accuracy_table("validation", pairs)[0]["accuracy"] == 1 / 3
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("path", ["reward.py", "dpo.py", "llama2/reward.py", "variants/simpo.py"])
-def test_detail_16_a_tie_is_no_hit(path):
-    """Rewards of equal responses, whose rounding depends on the micro-batch."""
-    rewards = [(1.0, 1.0), (1.0 + 3e-6, 1.0), (1.0, 1.0 + 3e-6), (1.0 + 1e-4, 1.0), (2.0, 1.0)]
-    pairs = [{"chosen_reward": chosen, "rejected_reward": rejected, "grade": "none"} for chosen, rejected in rewards]
-    assert script(path).accuracy_table("validation", pairs)[0]["accuracy"] == 2 / 5
+def test_detail_16_equal_responses_are_equal_in_bfloat16(short, path, size):
+    """Whatever the micro-batch, and where the responses of other pairs are longer."""
+    module, tokenizer = script(path), padded_tokenizer(short.model)
+    batch = load_from_disk(str(short.preference_dataset))["train"].with_format("torch")[:5]
+    for key in ("token", "token_response_label"):
+        batch[f"query_rejected_{key}"][1:4] = batch[f"query_chosen_{key}"][1:4]
+    is_reward = hasattr(module, "new_reward_model")
+    model = (module.new_reward_model if is_reward else module.load_policy)(str(short.model), tokenizer).eval()
+    batch, differ = {key: batch[key] for key in module.PAIR_COLUMNS}, {}
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for mb in module.pair_micro_batches(batch, size, tokenizer.pad_token_id, "cpu"):
+            scores = (module.pair_rewards if is_reward else module.pair_logprobs)(model, mb, tokenizer.pad_token_id)
+            differ |= zip(mb["index"].tolist(), (scores[0] != scores[1]).tolist(), strict=True)
+    assert differ == {0: True, 1: False, 2: False, 3: False, 4: True}
+
+
+@pytest.mark.parametrize(("precision", "beta"), [("no", 0.05), ("no", 1e-6), ("bf16", 0.05)])
+@pytest.mark.parametrize("micro_batch", [1, 2, 8])
+def test_dpos_first_batch_has_no_preference_yet(short, tmp_path, precision, beta, micro_batch):
+    """Policy and reference are equal, but for the rounding of other micro-batches."""
+    arguments = {"model": "nano", "sft_model_path": str(short.model), "output_dir": str(tmp_path / "run"), "seed": SEED}
+    arguments |= {"preference_dataset": str(short.preference_dataset), "mixed_precision": precision, "beta": beta}
+    AcceleratorState._reset_state(True)
+    sizes = {"batch_size": 24, "total_episodes": 48, "micro_batch_size": micro_batch, "forward_batch_size": 32}
+    dpo.main(dpo.Args(**arguments, **sizes, learning_rate=1e-2))
+    AcceleratorState._reset_state(True)
+    _, first, second = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert first["accuracy/train"] == 0 < second["accuracy/train"] < 1
 
 
 def test_detail_16_accuracy_by_group(short, reward_run):
@@ -712,6 +748,7 @@ def test_detail_16_accuracy_by_group(short, reward_run):
 
     rows = [
         {"chosen_reward": i, "rejected_reward": 1.5, "batch": b, "confidence": c, "split": "s", "policies": "a--b"}
+        | {"tie": False}
         for i, b, c in ((0.0, "x", 3), (1.0, "x", None), (2.0, "y", 3), (3.0, None, 9))
     ]
     table = {(row["group"], row["value"]): (row["pairs"], row["accuracy"]) for row in reward.accuracy_table("d", rows)}

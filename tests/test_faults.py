@@ -4,10 +4,13 @@ run with one message or not at all, and never costs what was saved.
 The plumbing is one text in every stage (test_copies.py), so most of it is tried here on a stage that is nothing else
 (`toy`); killed and resumed stages are in test_invariance.py and kill_runs.py."""
 
+import errno
+import io
 import json
 import os
 import pickle
 import resource
+import runpy
 import shutil
 import signal
 import subprocess
@@ -20,10 +23,12 @@ from types import SimpleNamespace
 import kill_runs
 import pytest
 import torch
+import tyro
 from accelerate.state import AcceleratorState
-from conftest import free_port, make_reward_model
+from conftest import free_port, make_reward_model, read_jsonl
+from datasets import DatasetDict, load_from_disk
 from kill_runs import left_behind
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ppo
 import sft
@@ -117,9 +122,63 @@ def test_a_signal_saves_after_the_update_and_ends_with_75(tmp_path, whole, numbe
     assert end_of(tmp_path / "run") == whole
 
 
-def test_after_the_last_update_a_signal_ends_the_run_at_once(tmp_path):
-    toy(toy_args(tmp_path / "run"))
-    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+def test_ctrl_c_is_one_line(monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr(tyro, "cli", interrupted)
+    with pytest.raises(SystemExit, match="^error: stopped by Ctrl-C$"):
+        runpy.run_path(sft.__file__, run_name="__main__")
+
+
+# ---- two runs in one folder -------------------------------------------------------------------------------------
+
+HOLD = """
+import fcntl, os, sys, time
+file = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_run_waits_two_minutes_for_the_first_and_ends(tmp_path, whole, monkeypatch):
+    folder, waited = tmp_path / "run", []
+    folder.mkdir()
+    with subprocess.Popen([sys.executable, "-c", HOLD, folder / ".lock"], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "locked\n"
+        monkeypatch.setattr(sft.time, "sleep", waited.append)
+        with pytest.raises(SystemExit, match=f"^error: {folder}: another run still writes there"):
+            toy(toy_args(folder))
+        assert sum(waited) == 120 and [path.name for path in folder.iterdir()] == [".lock"]
+        # the kernel frees the lock of a killed process
+        monkeypatch.setattr(sft.time, "sleep", lambda _: (other.kill(), other.wait()))
+        assert toy(toy_args(folder)) == [1, 2, 3, 4, 5, 6] and end_of(folder) == whole
+
+
+def test_a_run_that_came_first_is_not_overwritten(tmp_path, monkeypatch):
+    """The second run has passed its first check while the first one, which ends in the meantime, held the lock."""
+    folder = tmp_path / "run"
+    lock = sft.lock
+
+    def other_run_ends(path):
+        lock(path)
+        (path / "args.json").write_text("{}")
+
+    monkeypatch.setattr(sft, "lock", other_run_ends)
+    with pytest.raises(SystemExit, match="already holds a run"):
+        toy(toy_args(folder))
+    assert (folder / "args.json").read_text() == "{}" and not (folder / "metrics.jsonl").exists()
+
+
+def test_a_file_system_without_locks_is_told_and_the_run_goes_on(tmp_path, whole, monkeypatch, capsys):
+    def none(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(sft.fcntl, "lockf", none)
+    assert toy(toy_args(tmp_path / "run")) == [1, 2, 3, 4, 5, 6] and end_of(tmp_path / "run") == whole
+    assert capsys.readouterr().out.count("is on a file system without locks") == 1
 
 
 # ---- checkpoints that are not what was written ------------------------------------------------------------------
@@ -178,7 +237,7 @@ def test_no_run_is_overwritten(halfway, left):
     assert contents(halfway) == before
 
 
-@pytest.mark.parametrize("changes", [{"seed": 8}, {"learning_rate": 0.2}, {"dataset": "moved"}])
+@pytest.mark.parametrize("changes", [{"seed": 8}, {"learning_rate": 0.2}])
 def test_resume_refuses_what_would_change_an_update(halfway, changes):
     before, [(key, value)] = contents(halfway), changes.items()
     with pytest.raises(SystemExit, match=f"^error: --resume .*--{key.replace('_', '-')} .* -> {value}"):
@@ -191,10 +250,50 @@ def test_resume_takes_what_changes_no_update(halfway, whole):
     assert toy(toy_args(halfway, resume=True, **changes)) == [5, 6] and end_of(halfway) == whole
 
 
-def test_a_data_set_that_has_moved_is_written_into_args_json(halfway, whole):
-    settings = json.loads((halfway / "args.json").read_text())
-    (halfway / "args.json").write_text(json.dumps(settings | {"dataset": "moved"}))
-    assert toy(toy_args(halfway, resume=True, dataset="moved")) == [5, 6] and end_of(halfway) == whole
+def stopped_sft(world, folder: Path) -> sft.Args:
+    """Arguments of an SFT run in folder/run that was stopped after the first of four updates, on copies of the world's
+    data and model in folder."""
+    shutil.copytree(world.dataset, folder / "data")
+    shutil.copytree(world.model, folder / "nano")
+    paths = {"dataset": str(folder / "data"), "model": str(folder / "nano"), "output_dir": str(folder / "run")}
+    args = sft.Args(**paths, batch_size=8, total_episodes=32)
+    with pytest.MonkeyPatch.context() as patch:
+        write = sft.write_metrics
+
+        def stop(accelerator, args, metrics, update, last):
+            write(accelerator, args, metrics, update, last)
+            if update == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        patch.setattr(sft, "write_metrics", stop)
+        AcceleratorState._reset_state(True)
+        with pytest.raises(SystemExit) as end:
+            sft.main(args)
+    assert end.value.code == 75
+    AcceleratorState._reset_state(True)
+    return replace(args, resume=True)
+
+
+def test_resume_compares_data_and_model_by_content(world, tmp_path):
+    args = stopped_sft(world, tmp_path)
+    before = contents(tmp_path / "run")
+    config, data = tmp_path / "nano" / "config.json", load_from_disk(str(world.dataset))
+    settings = config.read_text()
+    config.write_text(settings.replace('"use_cache": true', '"use_cache": false'))
+    with pytest.raises(SystemExit, match="^error: --resume .*: the content of --model .* would change the run"):
+        sft.main(replace(args))
+    config.write_text(settings)
+    shutil.rmtree(tmp_path / "data")
+    swapped = data["train"].select([1, 0, *range(2, 64)])  # as many rows and tokens
+    DatasetDict({**data, "train": swapped}).save_to_disk(str(tmp_path / "data"))
+    AcceleratorState._reset_state(True)
+    with pytest.raises(SystemExit, match="^error: --resume .*: the content of --dataset .* would change the run"):
+        sft.main(replace(args))
+    assert contents(tmp_path / "run") == before
+    data.save_to_disk(str(tmp_path / "moved"), num_shards={split: 2 for split in data})  # the same rows elsewhere
+    AcceleratorState._reset_state(True)
+    sft.main(replace(args, dataset=str(tmp_path / "moved")))
+    assert [line["update"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("changes", [{}, {"seed": 8, "dataset": "none"}])
@@ -234,7 +333,7 @@ def test_a_full_disk_while_saving(tmp_path, whole, full_disk):
         toy(toy_args(folder), lambda update: full_disk(100_000) if update == 3 else None)  # the weights have 360,000
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert str(end.value).startswith(f"error: {folder}/checkpoints/update_000004 ") and "\n" not in str(end.value)
-    assert [x.name for x in (folder / "checkpoints").iterdir()] == ["update_000002"]
+    assert [x.name for x in (folder / "checkpoints").glob("update_??????")] == ["update_000002"]
     assert toy(toy_args(folder, resume=True)) == [3, 4, 5, 6] and end_of(folder) == whole
 
 
@@ -304,6 +403,20 @@ def test_a_gradient_that_is_no_number_stops_before_the_step(tmp_path):
     assert newest(tmp_path / "run").name == "update_000002"
     assert all(x.isfinite().all() for x in load_file(newest(tmp_path / "run") / "model.safetensors").values())
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_score_that_is_no_number_names_its_model_and_episode(world, tmp_path):
+    folder = make_reward_model(world.model, tmp_path / "reward")
+    state = load_file(folder / "model.safetensors")
+    state["score.weight"][0, 0] = float("nan")
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    arguments = {"model": "nano", "sft_model_path": str(world.model), "reward_model_path": str(folder)}
+    arguments |= {"dataset": str(world.dataset), "output_dir": str(tmp_path / "run"), "response_length": 4}
+    AcceleratorState._reset_state(True)
+    with pytest.raises(SystemExit) as end:
+        ppo.main(ppo.Args(**arguments, batch_size=8, total_episodes=8, eval_rows=2))
+    assert str(end.value).startswith(f"error: update 1, episode 0: the score of {folder} is nan;")
+    assert read_jsonl(tmp_path / "run" / "metrics.jsonl") == []
 
 
 # ---- the process's end -------------------------------------------------------------------------------------------

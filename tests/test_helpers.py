@@ -96,6 +96,13 @@ def test_pair_rows_splits_what_is_shared():
     assert found["rejected_start"].tolist() == [pair[2][4] for pair in PAIRS]
 
 
+def test_pair_rows_takes_columns_of_different_width():
+    batch = stored_pairs(PAIRS)
+    expected = {key: value.tolist() for key, value in reward.pair_rows(batch, PAD).items()}
+    wider = batch | {key: torch.nn.functional.pad(batch[key], (0, 2), value=PAD) for key in batch if "rejected" in key}
+    assert {key: value.tolist() for key, value in reward.pair_rows(wider, PAD).items()} == expected
+
+
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def small(request, world, tmp_path_factory):
     """Policy, tokenizer with [PAD], and checkpoint folder of one architecture. Larger weights than at initialisation,

@@ -34,9 +34,9 @@ def test_grade_of_a_confidence():
 
 
 def test_accuracy_and_gap_by_grade_and_safety():
-    columns = ("chosen_reward", "rejected_reward", "grade", "safety")
+    columns = ("chosen_reward", "rejected_reward", "grade", "safety", "tie")
     rows = [(1.0, 0.5, "better", "both safe"), (0.0, 2.0, "better", None), (3.0, 0.0, "none", "both safe")]
-    table = graded_reward.accuracy_table("d", [dict(zip(columns, row, strict=True)) for row in rows])
+    table = graded_reward.accuracy_table("d", [dict(zip(columns, (*row, False), strict=True)) for row in rows])
     assert [tuple(row.values()) for row in table] == [
         ("d", "overall", "all", 3, pytest.approx(2 / 3), pytest.approx(0.5)),
         ("d", "grade", "better", 2, 0.5, -0.75),
@@ -45,7 +45,7 @@ def test_accuracy_and_gap_by_grade_and_safety():
         ("d", "safety", "null", 1, 0.0, -2.0),
     ]
     labels = {"chosen_safe": [safe for safe, _ in SAFE[:5]], "rejected_safe": [safe for _, safe in SAFE[:5]]}
-    graded = graded_reward.pair_table(labels | {"grade": GRADES}, torch.zeros(5, 2))
+    graded = graded_reward.pair_table(labels | {"grade": GRADES}, torch.zeros(5, 2), torch.zeros(5))
     bins = [pair["safety"] for pair in graded]
     assert bins == ["chosen alone safe", "both safe", "both unsafe", None, None]
 

@@ -8,7 +8,7 @@ import check_data
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import close, make_reward_model
+from conftest import close, make_reward_model, record
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import (
@@ -153,6 +153,16 @@ def test_rows_that_just_fit_the_models_positions_are_taken(models):
     for lengths, sampled in (((3, 65), 0), ((48,), 17)):
         with pytest.raises(SystemExit, match="GPT2LMHeadModel has 64"):
             sft.check_positions(model, "here", [rows(*lengths)], "x", pad_id, sampled)
+
+
+@pytest.mark.parametrize("pad_id", [0, 1, 511])
+def test_a_model_is_tried_on_real_tokens_whatever_the_id_of_pad(models, monkeypatch, pad_id):
+    tokenizer = sft.load_tokenizer(models["llama"])
+    model = reward.new_reward_model(models["llama"], tokenizer).model.eval()
+    calls = record(monkeypatch, reward, "pair_inputs")
+    reward.check_pairs(model, "here", [short_pairs(600)], pad_id)
+    tokens = torch.cat(calls[0].args[:3], 1)
+    assert (tokens != pad_id).all() and len(tokens.unique()) == len(tokenizer) - 1 and tokens.max() < len(tokenizer)
 
 
 # ---- checkpoints ------------------------------------------------------------------------------------------------

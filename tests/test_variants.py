@@ -73,10 +73,11 @@ def test_grpos_epsilon_leaves_next_to_nothing_of_a_spread_far_below_it():
 
 
 def test_a_pair_of_equal_scores_is_tied_rounding_aside():
-    """That it is the best and the worst: test_gradients.py."""
-    scores = torch.tensor([0.5, 2.0, -1.0, -1.0, 0.3, 0.3 + 3e-6])
-    pairs, untied = online_dpo.best_and_worst(scores, 2)
-    assert pairs[0].tolist() == [1, 0] and untied.tolist() == [True, False, False]
+    """That it is the best and the worst: test_gradients.py. The last pair is of equal responses."""
+    scores = torch.tensor([0.5, 2.0, -1.0, -1.0, 0.3, 0.3 + 3e-7, 0.3, 0.3 + 3e-6, 0.3, 0.4])
+    responses = torch.arange(10)[:, None].clamp(max=8)
+    pairs, untied = online_dpo.best_and_worst(scores, responses, 2, "no")
+    assert pairs[0].tolist() == [1, 0] and untied.tolist() == [True, False, False, True, False]
 
 
 @pytest.mark.parametrize("labels", ["hard", "soft"])
@@ -86,7 +87,7 @@ def test_where_online_dpo_ends(labels):
     beta, scores = 0.5, torch.tensor([0.0, 2.0, 1.0, 0.5, 1.0], dtype=torch.float64)
     reference = torch.tensor([0.3, 0.15, 0.25, 0.2, 0.1], dtype=torch.float64).log()
     both = torch.cartesian_prod(torch.arange(5), torch.arange(5))  # (25, 2) responses
-    pairs, untied = online_dpo.best_and_worst(scores[both].flatten(), 2)
+    pairs, untied = online_dpo.best_and_worst(scores[both].flatten(), both.flatten()[:, None], 2, "no")
     chosen, rejected = both.flatten()[pairs].T
     flip = online_dpo.flip_probability(torch.cat([scores[chosen], scores[rejected]]), labels)
     logits, kls = reference.clone().requires_grad_(), []

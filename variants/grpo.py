@@ -54,6 +54,7 @@ A prompt's k episodes are consecutive. The script deviates from other implementa
 - Sampling, padding, temperature and old log-probabilities are the same as in ppo.py.
 """
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -81,7 +82,7 @@ from accelerate.utils import gather_object, set_seed
 from datasets import DatasetDict, load_dataset, load_from_disk
 from huggingface_hub import snapshot_download
 from rich.console import Console
-from rich.progress import Progress, TextColumn
+from rich.progress import track
 from rich.table import Table
 from torch import nn
 from transformers import (
@@ -316,6 +317,8 @@ def main(args: Args):
         batch |= {key: accelerator.reduce(value, "sum") for key, value in outputs.items()}  # other rows are 0
 
         # ---- 3. rewards --------------------------------------------------------------------------
+        where = [f"update {update}, episode {i}" for i in episodes]
+        check_scores(batch["raw_scores"][:, None], [args.reward_model_path], where)
         has_eos = (batch["responses"] == tokenizer.eos_token_id).any(1)  # (B,)
         scores = batch["raw_scores"]
         if args.penalty_reward_value is not None:
@@ -465,6 +468,12 @@ def reward_scores(accelerator: Accelerator, reward_model, batch: dict, pad_id: i
                 rewards = reward_model(tokens)  # (b, T)
             scores[mb["rows"]] = rewards.gather(1, last[:, None]).squeeze(1)
     return scores
+
+
+def check_scores(scores: torch.Tensor, names: list[str], where: list[str]):
+    """End with an error if one of the scores (b, k) is not finite, naming its model (k,) and its row (b,)."""
+    for row, k in (~scores.isfinite()).nonzero().tolist():
+        fail(f"{where[row]}: the score of {names[k]} is {scores[row, k].item()}; fix that model or leave it out")
 
 
 @contextmanager
@@ -879,7 +888,9 @@ def validation_score(accelerator: Accelerator, policy, reward_model, data, token
         keys = noise_keys(args.seed, 0, index)  # training never has an update 0
         responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, 0.01)
         batch = make_batch(queries, responses, pad_id)
-        scores = reward_scores(accelerator, reward_model, batch, pad_id, args).tolist()
+        scores = reward_scores(accelerator, reward_model, batch, pad_id, args)
+        check_scores(scores[:, None], [args.reward_model_path], [f"validation post {i}" for i in index])
+        scores = scores.tolist()
     return sum(gather_object(scores)) / len(data)
 
 
@@ -909,9 +920,16 @@ def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, u
 MAY_CHANGE = {"micro_batch_size", "forward_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes"}
 MAY_CHANGE |= {"eval_every", "eval_rows", "run_eval", "sample_every", "gold_every", "track"}
 MAY_CHANGE |= {"save_every", "resume", "output_dir"}
+MAY_CHANGE |= {"dataset", "preference_dataset", "sft_model_path", "reward_model_path", "reward_model_paths"}
+CONTENTS = {}  # digests of the models and data sets that a run starts from: they may move, but not change
+POSITIVE = {"batch_size", "micro_batch_size", "forward_batch_size", "sample_batch_size", "num_mini_batches"}
+POSITIVE |= {"num_ppo_epochs", "response_length", "temperature", "beta", "eval_rows"}
+NOT_NEGATIVE = {"seed", "total_episodes", "num_train_epochs", "learning_rate", "max_grad_norm", "kl_coef", "vf_coef"}
+NOT_NEGATIVE |= {"cliprange", "cliprange_value", "gamma", "lam", "label_smoothing"}
+NOT_NEGATIVE |= {"eval_every", "save_every", "sample_every"}
+LARGEST = {"seed": 2**32 - 1, "gamma": 1, "lam": 1, "label_smoothing": 1}
 ADAM_EPS = 1e-5  # the paper's tables
 WEIGHT_DECAY = 0.01  # torch's default for AdamW, as in the authors' code
-KEPT_CHECKPOINTS = 2
 
 
 def fail(message: str):
@@ -929,8 +947,15 @@ def or_fail(message: str):
 
 
 def fill_templates(args):
-    """Replace {model} and {seed} in the arguments. Ends with an error if the output folder already holds a run. With
-    --resume, ends the process successfully if that run is already complete."""
+    """Replace {model} and {seed} in the arguments, and check the numbers and the output folder."""
+    CONTENTS.clear()
+    for key, value in vars(args).items():
+        flag = f"--{key.replace('_', '-')} {value}"
+        largest = LARGEST.get(key, float("inf"))
+        if key in POSITIVE and value is not None and not value > 0:
+            fail(f"{flag} must be above 0")
+        if key in NOT_NEGATIVE and value is not None and not 0 <= value <= largest:
+            fail(f"{flag} must be between 0 and {largest}")
     model = os.path.expanduser(args.model)
     local = Path(model).exists()
     name = Path(os.path.abspath(model) if local else model.partition("@")[0]).name
@@ -938,6 +963,12 @@ def fill_templates(args):
         if isinstance(value, str):
             value = value.replace("{model}", name).replace("{seed}", str(args.seed))
             setattr(args, key, os.path.expanduser(value))
+    check_folder(args)
+
+
+def check_folder(args):
+    """End with an error if the output folder already holds a run. With --resume, end the process successfully if that
+    run is already complete."""
     folder = Path(args.output_dir)
     if args.resume and (folder / "model").exists():  # a run writes this last
         print(f"--resume: the run in {folder} has ended, so there is nothing left to do", flush=True)
@@ -947,8 +978,7 @@ def fill_templates(args):
 
 
 def make_accelerator(args) -> Accelerator:
-    """Return the Accelerator that the launcher asked for. Ends with an error where accelerate would silently run
-    something else."""
+    """Return the Accelerator that the launcher asked for. Ends with an error if accelerate started something else."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # against memory fragmentation
     # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
@@ -979,22 +1009,21 @@ def make_accelerator(args) -> Accelerator:
 
 def checkpoint_folder(flag: str, path: str) -> str:
     """Return the local folder of a checkpoint given as a run folder, checkpoint folder or Hub id[@revision]."""
-    for folder in (Path(path) / "model", Path(path)):
-        if (folder / "config.json").exists():
-            return str(folder)
-    name, _, revision = path.partition("@")
-    if name.count("/") != 1 or name.startswith((".", "/")):
-        runs, *run = path.split("/")
-        if runs == "runs" and len(run) == 3 and run[1] in ("1b", "2.8b", "6.9b"):
-            stage, model, seed = run
-            fail(f"{flag} {path}: no checkpoint there. Make it with: python {stage}.py --model {model} --seed {seed}")
-        fail(f"{flag} {path}: no checkpoint there, neither in that folder nor in its model/, and it is not a Hub id")
-    wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # skips PPO's value_model/
-    with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
-        folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"])
-        if not list(Path(folder).glob("*.safetensors")):
-            folder = snapshot_download(**wanted)  # there may be a pytorch_model.bin instead
-        return folder
+    folder = Path(path, "model") if Path(path, "model/config.json").exists() else Path(path)
+    if not (folder / "config.json").exists():
+        name, _, revision = path.partition("@")
+        if name.count("/") != 1 or name.startswith((".", "/")):
+            fail(f"{flag} {path}: no checkpoint there, neither in that folder nor in its model/. Run its stage first")
+        wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # skips PPO's value_model/
+        with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
+            folder = Path(snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
+            if not list(folder.glob("*.safetensors")):
+                folder = Path(snapshot_download(**wanted))  # there may be a pytorch_model.bin instead
+    weights = [(file.name, file.stat().st_size) for file in sorted(folder.glob("*model*"))]
+    content = f"{(folder / 'config.json').read_text()}{weights}".encode()
+    key = f"the content of {flag}"
+    CONTENTS[key] = CONTENTS.get(key, "") + hashlib.sha256(content).hexdigest()[:16]
+    return str(folder)
 
 
 def load_tokenizer(path: str):
@@ -1019,13 +1048,24 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
         for split in ("train", "validation", *data):
             data[split].select_columns(columns)[0]
     keys = [column for column in columns if "_token" in column]
+    content = hashlib.sha256()
     for split, rows in data.items():
-        largest = max(pc.max(pc.list_flatten(rows.data.column(key))).as_py() for key in keys)
+        largest = 0
+        for key in keys:
+            column = rows.data.column(key)
+            if len(pc.unique(pc.list_value_length(column))) != 1:
+                fail(f"{flag} {path}: {split}: the rows of {key} differ in width. Pad them, as tldr_dataset.py does")
+            tokens = pc.list_flatten(column)
+            largest = max(largest, pc.max(tokens).as_py())
+            content.update(f"{split} {key} {len(rows)}".encode())
+            for chunk in tokens.chunks:
+                content.update(chunk.to_numpy())
         looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
         same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
         if 2 * same <= len(looked_at) or largest >= len(tokenizer):
             found = f"{same} of {len(looked_at)} rows match the model's tokenizer; largest id {largest}"
             fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py; eval/check_data.py shows the rows")
+    CONTENTS[f"the content of {flag}"] = content.hexdigest()[:16]
     return data.with_format("torch")
 
 
@@ -1041,30 +1081,30 @@ def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
 @contextmanager
 def writing(accelerator: Accelerator, path: Path):
     """Yield a temporary path for the new content of `path` (file or folder), sync it to disk and rename it into place,
-    so that `path` is always complete or absent. On an error, partial content is deleted. All processes call it."""
+    so that `path` is always complete or absent. All processes call it."""
     partial = path.with_suffix(".tmp")
-    try:
+    with or_fail(f"{path} could not be written: make room, then continue with --resume"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)  # a killed run may have left one
         accelerator.wait_for_everyone()
         yield partial
-        accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()  # each process writes its part
         if accelerator.is_main_process:
             os.sync()
             shutil.rmtree(path, ignore_errors=True)
             os.replace(partial, path)
         accelerator.wait_for_everyone()
-    except Exception as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.unlink(missing_ok=True)
-        fail(f"{path} could not be written ({error!r:.300}): make room, then continue with --resume")
 
 
 def begin_run(accelerator: Accelerator, args) -> int:
     """Make the run folder or, with --resume, load its newest checkpoint, and start the trackers. Returns the number of
     finished updates. Call it right before training, so that a wrong command leaves nothing behind."""
     folder = Path(args.output_dir)
-    settings = {"stage": STAGE, "processes": accelerator.num_processes} | asdict(args)
+    if accelerator.is_main_process:
+        lock(folder)
+    accelerator.wait_for_everyone()
+    check_folder(args)  # again, because another run may have been here since
+    settings = {"stage": STAGE, "processes": accelerator.num_processes} | asdict(args) | CONTENTS
     old = {}
     if (folder / "args.json").exists():
         old = json.loads((folder / "args.json").read_text())
@@ -1080,18 +1120,32 @@ def begin_run(accelerator: Accelerator, args) -> int:
     return finished
 
 
+def lock(folder: Path):
+    """Lock the run folder for this process, so that no other run writes there. The kernel frees the lock when the
+    process ends, however it ends. Waits up to two minutes, because a requeued job may meet the old one still ending."""
+    with or_fail(f"{folder} cannot be made"):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)  # stays open: closing it would free the lock
+    for _ in range(120):
+        try:
+            return fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # another process holds it
+            time.sleep(1)
+        except OSError as error:
+            return print(f"{folder} is on a file system without locks ({error}): start no second run there", flush=True)
+    fail(f"{folder}: another run still writes there. Wait until it has ended, or choose another --output-dir")
+
+
 def check_settings(accelerator: Accelerator, folder: Path, old: dict, settings: dict):
     """Print what --resume changes. Ends with an error if a change would affect the training (see MAY_CHANGE)."""
     changed = {}
     for key, value in settings.items():
         if key in old and old[key] != value:
-            changed[key] = f"--{key.replace('_', '-')} {old[key]} -> {value}"
+            name = key if key in CONTENTS else f"--{key.replace('_', '-')}"
+            changed[key] = f"{name} {old[key]} -> {value}"
     refused = [change for key, change in changed.items() if key not in MAY_CHANGE]
     if refused:
-        fail(
-            f"--resume {folder}: {', '.join(refused)} would change the run. Use the old value or another "
-            f"--output-dir. If a data set or model has only moved, write its new path into {folder}/args.json"
-        )
+        fail(f"--resume {folder}: {', '.join(refused)} would change the run. Undo it, or use another --output-dir")
     accelerator.print(f"--resume {folder}, changed: {', '.join(changed.values()) or 'nothing'}")
 
 
@@ -1109,16 +1163,9 @@ def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
 
 def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int):
     """Start TensorBoard and, with --track, W&B. A resumed run continues its curves."""
-    if args.track:
-        tracker = WandBTracker(
-            None,
-            config=asdict(args),
-            dir=args.output_dir,
-            name="__".join(Path(args.output_dir).parts[-3:]),
-            id=wandb_id,
-            resume="allow",
-        )
-        accelerator.log_with.append(tracker)
+    if args.track:  # accelerate's own tracker would override WANDB_PROJECT
+        run = {"name": "__".join(Path(args.output_dir).parts[-3:]), "id": wandb_id, "resume": "allow"}
+        accelerator.log_with.append(WandBTracker(None, config=asdict(args), dir=args.output_dir, **run))
     purge_step = finished + 1 if finished else 0
     with or_fail("the trackers could not start (with WANDB_MODE=offline, W&B only writes to the run folder)"):
         accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": purge_step}})
@@ -1134,6 +1181,7 @@ def write_whole(accelerator: Accelerator, path: Path, text: str):
 def updates(accelerator: Accelerator, args, first: int, last: int):
     """Yield the updates first + 1 to last under a progress bar, and write a checkpoint after each update where one is
     due. After SIGTERM or SIGUSR1, which schedulers send as a notice, write one and end the run with exit code 75."""
+    folder = Path(args.output_dir)
     caught = []
     accelerator.print(f"{STAGE}: {last:,} updates of {args.batch_size}, on {accelerator.device}")
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -1142,34 +1190,21 @@ def updates(accelerator: Accelerator, args, first: int, last: int):
         yield update
         stop = accelerator.reduce(torch.tensor(len(caught), device=accelerator.device), "sum") > 0
         if stop or (args.save_every and update % args.save_every == 0):
-            save_checkpoint(accelerator, args, update)
+            with writing(accelerator, folder / "checkpoints" / f"update_{update:06d}") as partial:
+                accelerator.save_state(str(partial))
+                if accelerator.is_main_process:
+                    shutil.copy(folder / "metrics.jsonl", partial)
+            for old in sorted(folder.glob("checkpoints/update_??????"))[:-2]:
+                shutil.rmtree(old, ignore_errors=True)  # harmless if several processes try
         if stop:
-            accelerator.print(f"stopped by a signal after update {update}; continue {args.output_dir} with --resume")
+            accelerator.print(f"stopped by a signal after update {update}; continue {folder} with --resume")
             accelerator.end_training()
             raise SystemExit(75)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
-
-
-def save_checkpoint(accelerator: Accelerator, args, update: int):
-    """Write checkpoints/update_NNNNNN and delete all but the newest KEPT_CHECKPOINTS."""
-    folder = Path(args.output_dir)
-    path = folder / "checkpoints" / f"update_{update:06d}"
-    with writing(accelerator, path) as partial:
-        accelerator.save_state(str(partial))
-        if accelerator.is_main_process:
-            shutil.copy(folder / "metrics.jsonl", partial)
-    written = sorted(old for old in path.parent.glob("update_??????") if old <= path)
-    for old in written[:-KEPT_CHECKPOINTS]:
-        shutil.rmtree(old, ignore_errors=True)  # harmless if several processes try
 
 
 def progress(accelerator: Accelerator, items, description: str):
-    """Yield `items` under a progress bar with rate and time left. Only the main process shows it."""
-    rate = TextColumn("{task.completed:.0f}/{task.total:.0f}, {task.speed!s:.4}/s")
-    columns = [*Progress.get_default_columns(), rate]
-    with Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
-        yield from bar.track(items, len(items), description=description)
+    """Return `items` to iterate over under a progress bar, shown by the main process."""
+    return track(items, description, console=Console(stderr=True), disable=not accelerator.is_main_process)
 
 
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
@@ -1177,9 +1212,8 @@ def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, la
     metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
     line = json.dumps({"update": update, **metrics})
     if accelerator.is_main_process:
-        with or_fail("metrics.jsonl could not be written"):
-            with Path(args.output_dir, "metrics.jsonl").open("a") as file:
-                file.write(line + "\n")
+        with or_fail("metrics.jsonl could not be written"), Path(args.output_dir, "metrics.jsonl").open("a") as file:
+            file.write(line + "\n")
     accelerator.log(metrics, step=update)
     if update % max(1, last // 20) == 0:
         numbers = [f" {key} {metrics[key]:.4g}" for key in list(metrics)[:5]]
@@ -1223,6 +1257,9 @@ def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: fl
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # print ? where the terminal cannot show a character
-    main(tyro.cli(Args))
+    try:
+        main(tyro.cli(Args))
+    except KeyboardInterrupt:
+        fail("stopped by Ctrl-C")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # its threads can crash a normal exit
         os._exit(0)  # everything has been written
