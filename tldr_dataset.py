@@ -38,6 +38,7 @@ The script deviates from the paper and the authors' code on purpose:
 """
 
 import bisect
+import functools
 import json
 import os
 import re
@@ -72,6 +73,7 @@ MAX_RM_RESPONSE_LENGTH_CNNDM = 155  # Detail 4
 MEASURED_WIDTHS = {(512, 53): 562, (512, 169): 638, (MAX_QUERY_LENGTH_CNNDM, MAX_RM_RESPONSE_LENGTH_CNNDM): 2021}
 RESPONSES = {"sft": ("reference_response",), "preference": ("chosen", "rejected")}
 SPLITS = {"sft": ("train", "validation", "test"), "preference": ("train", "validation", "test", "validation_cnndm")}
+BETWEEN_WORDS = re.compile(r"(?<=\w)[ \n](?=\w)")
 RawRows = list[tuple[str, dict]]  # [(where, row), …]
 
 # No markup, because policies and titles are data. Wide enough for the tables if the output goes to a file.
@@ -130,21 +132,37 @@ def truncate_query(row: dict, tokenizer: PreTrainedTokenizerBase, max_length: in
         query = format_query({**row, field: body})
         return query, encode(tokenizer, query)
 
+    def too_long(cut: int) -> bool:
+        return len(query_of(body[:cut])[1]) > max_length
+
     body = row[field]
     query, tokens = query_of(body)
     if len(tokens) > max_length:
-        # A shortcut with the same result, for very long posts. No token continues over a single space or newline
-        # between two words into the next word, so a cut there never has more tokens than a later cut. Therefore the
-        # first such cut that is too long rules out all later ones.
-        cuts = [match.start() for match in re.finditer(r"(?<=\w)[ \n](?=\w)", body)]
-        first = bisect.bisect_left(cuts, True, key=lambda cut: len(query_of(body[:cut])[1]) > max_length)
-        body = body[: cuts[first]] if first < len(cuts) else body
+        # A shortcut with the same result: find the last cut that fits, and skip all later ones. A text does not get
+        # more tokens by losing its last one, and no token has more than `longest` characters. So a cut that fits has
+        # another one that fits within `longest` characters before it, and where so many cuts in a row are too long,
+        # all later ones are. At a single space or newline between two words one cut is enough, because no token
+        # continues over it into the next word.
+        longest = longest_token(tokenizer)
+        end = bisect.bisect_left(range(len(body)), True, key=too_long)  # it is too long, and the cut before it fits
+        for cut in range(end, len(body)):
+            if not too_long(cut):
+                end = cut + 1
+            elif cut - end == longest or BETWEEN_WORDS.match(body, cut):
+                break
+        body = body[: max(end, 1)]
     while len(tokens) > max_length:
         if not body:
             raise ValueError(f"{field}: the query has {len(tokens)} tokens without it, more than {max_length}")
         body = body[: body.rfind("\n")]  # rfind is -1 without a newline: drops the last character
         query, tokens = query_of(body)
     return query, tokens
+
+
+@functools.cache
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the most characters that a token of the vocabulary has."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str | list[str]) -> list:

@@ -32,6 +32,7 @@ sys.path += [str(ROOT), str(ROOT / "eval"), str(ROOT / "quickstart"), str(ROOT /
 from compare import kl_to_sft  # noqa: E402
 from report import bootstrap_interval, markdown_table  # noqa: E402
 from rm_report import calibration  # noqa: E402
+from run_metrics import read_metrics  # noqa: E402
 
 import ppo  # noqa: E402
 
@@ -89,10 +90,6 @@ def source_of(query: str) -> str:
 # ---- from the runs ---------------------------------------------------------------------------------------------------
 
 
-def metrics_of(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def policy_row(args: Args, stage: str, accelerator, sft, tokenizer, posts) -> dict:
     """Means over the validation posts of one policy's samples, and what its training took."""
     rows = pandas.read_csv(
@@ -116,7 +113,7 @@ def policy_row(args: Args, stage: str, accelerator, sft, tokenizer, posts) -> di
             kl = kl_to_sft(accelerator, policy, sft, tokenizer, posts["query_token"][:])
         row |= {"kl": kl.mean().item(), "kl_error": (kl.std() / len(kl) ** 0.5).item()}
     if stage != "zero_shot":
-        metrics = metrics_of(args.runs / stage)
+        metrics = read_metrics(args.runs / stage)
         updates = [line["time/update"] for line in metrics if "time/update" in line]
         row |= {"items": metrics[-1]["episode"], "updates": len(updates), "seconds_an_update": median(updates)}
     return row
@@ -153,7 +150,7 @@ def collect_curves(args: Args):
     """Write curves.csv from the runs that are there."""
     rows = []
     for stage, metrics in CURVES.items():
-        for line in metrics_of(args.runs / stage) if (args.runs / stage).exists() else []:
+        for line in read_metrics(args.runs / stage) if (args.runs / stage).exists() else []:
             place = {"stage": stage, "update": line["update"], "episode": line.get("episode", 0)}
             rows += [place | {"metric": key, "value": line[key]} for key in [*metrics, "time/update"] if key in line]
     pandas.DataFrame(rows).to_csv(args.output / "curves.csv", index=False, float_format="%.6g")

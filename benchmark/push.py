@@ -9,6 +9,7 @@ card, README.md. It loads by `me/pythia-1b-ppo-tldr@ppo__1b__44413` wherever a s
 """
 
 import json
+import sys
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -18,6 +19,10 @@ import pandas
 import tyro
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCardData
 from matplotlib.figure import Figure
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
+
+from run_metrics import read_metrics  # noqa: E402
 
 BASES = {size: f"EleutherAI/pythia-{size}-deduped" for size in ("1b", "2.8b", "6.9b")}  # under Apache 2.0
 PANELS = 4  # of the figure
@@ -103,7 +108,7 @@ def main(args: Args):
         if not (run / name).exists():
             fail(f"{run}: no {name} there; name the folder of a run that has ended")
     settings = json.loads((run / "args.json").read_text())
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(run)
     stage, model = settings["stage"], settings["model"]
     name = Path(model if Path(model).exists() else model.partition("@")[0]).name
     name = f"{stage}__{name}__{settings['seed']}"

@@ -26,6 +26,7 @@ replicates of one method end at very different KL, and the proxy scores are left
 """
 
 import json
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,10 @@ import pandas
 import tyro
 from matplotlib.figure import Figure
 from scipy import stats
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
+
+from run_metrics import read_metrics  # noqa: E402
 
 METHODS = {"single": ("C7", "o"), "mean": ("C1", "s"), "wco": ("C2", "^"), "uwo": ("C0", "D"), "warm": ("C3", "v")}
 NAMES = {"single": "single", "mean": "mean", "wco": "WCO", "uwo": "UWO", "warm": "WARM"}
@@ -108,7 +113,7 @@ def read_ppo(folder: Path, settings: dict) -> Run | None:
     if not file.exists():
         return None
     with or_fail(f"{file} cannot be read"):
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        lines = read_metrics(folder, may_be_empty=True)
         scored = [line for line in lines if "gold/score" in line]
         if not scored or scored[-1]["update"] < settings["total_episodes"] // settings["batch_size"]:
             return None

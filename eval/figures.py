@@ -27,6 +27,7 @@ import numpy
 import pandas
 import tyro
 from matplotlib.figure import Figure
+from run_metrics import read_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -243,7 +244,7 @@ def curves_panel(metrics: dict, stage: str, args: Args, key: str, title: str) ->
     """A metric over episodes, a line per model: the moving mean over a twentieth of the updates, at up to POINTS."""
     rows, window = [], 1
     for model in args.models:
-        found = [{x["episode"]: x.get(key) for x in metrics[stage, model, seed]} for seed in args.seeds]
+        found = [{x.get("episode", 0): x.get(key) for x in metrics[stage, model, seed]} for seed in args.seeds]
         found = [pandas.Series(line, dtype=float).dropna() for line in found]
         found = [line for line in found if len(line)]
         if not found:
@@ -477,7 +478,7 @@ def main(args: Args):
     metrics = {key: [] for key in keys}
     for key, run in folders.items():
         if (run / "metrics.jsonl").exists():
-            metrics[key] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            metrics[key] = read_metrics(run, may_be_empty=True)
     if not folders:
         fail(f"{args.runs}: no runs of {', '.join(args.models)} there ({{stage}}/{{model}}/{{seed}})")
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)

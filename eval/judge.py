@@ -8,7 +8,8 @@
 An endpoint is asked with the paper's prompt (appendix B); OPENAI_API_KEY holds its key. Which summary comes first is
 drawn per example from the seed. With --both-orders both orders are asked, and a judge whose choice depends on the order
 has seen a tie. An answer that does not end with A or B in the requested form counts as invalid and enters no
-win rate. Every answer is appended to a JSON Lines file under a hash of judge and prompt, and is never asked for again.
+win rate. Every answer is appended to a JSON Lines file under a hash of endpoint, judge and prompt, and is never asked
+for again. A request whose answer has no content has failed, and the same command asks it again.
 A reward model or a function scores both summaries, and the higher score wins.
 
 Reads eval/samples_validation.csv of a run, or any CSV file with its columns id, query, response, reference. Writes
@@ -26,7 +27,7 @@ import random
 import re
 import sys
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, isfinite, log
 from pathlib import Path
 from typing import Annotated
 
@@ -153,8 +154,10 @@ def verdict(answer: str) -> str | None:
 
 
 def key(args: Args, prompt: str) -> str:
-    """What an answer is kept under: a hash of the judge and the whole question."""
-    return hashlib.blake2b(f"{args.judge}\n{args.temperature}\n{prompt}".encode(), digest_size=16).hexdigest()
+    """What an answer is kept under: a hash of the endpoint, the judge and the whole question."""
+    endpoint = args.base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
+    asked = f"{endpoint.rstrip('/')}\n{args.judge}\n{args.temperature}\n{prompt}"
+    return hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
 
 
 def read_answers(file: Path) -> dict[str, str]:
@@ -194,11 +197,14 @@ async def ask(args: Args, prompts: list[str], file: Path, known: dict[str, str])
                         messages=[{"role": "user", "content": prompt}],
                         temperature=args.temperature,
                     )
-                    known[name] = said.choices[0].message.content or ""
+                    answer = said.choices[0].message.content
+                    if not answer:  # cut off, or filtered
+                        raise ValueError(f"an answer without content, finish_reason {said.choices[0].finish_reason}")
                 except (OpenAIError, ValueError, TypeError, IndexError, AttributeError) as error:  # nothing to keep
                     failed.append(f"{error!r:.300}")
                     return
-            row = {"key": name, "answer": known[name], "usage": said.usage.model_dump() if said.usage else None}
+            known[name] = answer
+            row = {"key": name, "answer": answer, "usage": said.usage.model_dump() if said.usage else None}
             with or_fail(f"{file}: an answer could not be written; make room, and the same command goes on"):
                 with file.open("a") as answers:
                     answers.write(json.dumps(row) + "\n")
@@ -277,15 +283,23 @@ def model_scores(judge: str, texts: list[tuple[str, str]], size: int = 16) -> li
     return [scores[row] for row in rows]
 
 
-def by_scores(args: Args, kind: str, frame: pandas.DataFrame) -> list[list[float | None]]:
+def by_scores(args: Args, kind: str, frame: pandas.DataFrame, file: Path) -> list[list[float | None]]:
     """Per example: 1, 0.5 or 0 as a reward model, or a function of post and summary, scores the summary above, as or
-    below the other."""
+    below the other. An exception in the function, or a score that is not finite, is an error that names `file` and
+    id."""
+    rows = [f"{file}, id {identity}: --judge {args.judge}" for identity in [*frame["id"], *frame["id"]]]
     texts = [*zip(frame["query"], frame["summary"], strict=True), *zip(frame["query"], frame["other"], strict=True)]
     if kind == "function":
         score = load_function("--judge", args.judge)
-        scores = [score(query, summary) for query, summary in texts]
+        scores = []
+        for row, (query, summary) in zip(rows, texts, strict=True):
+            with or_fail(f"{row} does not return a number for this row"):
+                scores.append(float(score(query, summary)))
     else:
         scores = model_scores(args.judge, texts)
+    for row, value in zip(rows, scores, strict=True):
+        if not isfinite(value):
+            fail(f"{row} gives a summary the score {value}. Only finite scores can be compared: correct the judge")
     differences = [mine - others for mine, others in zip(scores[: len(frame)], scores[len(frame) :], strict=True)]
     return [[0.5 + 0.5 * ((x > 1e-9) - (x < -1e-9))] for x in differences]  # sums of equal terms tie in any order
 
@@ -370,7 +384,7 @@ def judge_samples(args: Args, samples: str) -> dict:
     of = "" if file.stem == "samples_validation" else f"_of_{file.stem}"
     stem = file.with_name(f"judge_{args.name or re.sub('[^A-Za-z0-9.-]+', '-', args.judge) + against}{of}")
     frame["summary_is_a"] = [first_is_a(args.seed, identity) for identity in frame["id"]]
-    wins = by_endpoint(args, frame, Path(f"{stem}.jsonl")) if kind == "endpoint" else by_scores(args, kind, frame)
+    wins = by_endpoint(args, frame, Path(f"{stem}.jsonl")) if kind == "endpoint" else by_scores(args, kind, frame, file)
     # both orders: an example counts where both answers are valid, half where they contradict each other
     frame["win"] = [None if None in row else sum(row) / len(row) for row in wins]
     frame["length_ratio"] = [length_ratio(a, b) for a, b in zip(frame["summary"], frame["other"], strict=True)]

@@ -16,6 +16,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -60,7 +61,8 @@ class Args:
     splits: tuple[str, ...] = ("validation", "test")
     """splits whose posts are summarised; one that the data lack is left out"""
     dataset: str | None = None
-    """SFT data: folder or Hub id[@revision]; default the run's, else data/tldr/sft if there, else the published set"""
+    """SFT data: folder or Hub id[@revision]; default the run's or its SFT model's, for a checkpoint that is no run
+    data/tldr/sft if there, else the published set"""
     output_dir: str | None = None
     """folder in which eval/ is written; default the run folder, else runs/samples/{its name}/{seed}"""
     seed: int | None = None
@@ -81,7 +83,7 @@ class Args:
 def sampled(accelerator: Accelerator, policy, reward_model, data, tokenizer, args, split: str) -> list[dict]:
     """Sampled summaries of every row of a split, in order: dicts of id, query, response, reference, response_tokens
     (EOS counted), has_eos, with a reward model score (whether there is an EOS or not) and reference_score, and the
-    F-measures rouge1, rouge2, rougeL (no stemming, as the authors)."""
+    F-measures rouge1, rouge2, rougeL (no stemming, as the authors). A score that is not finite is an error."""
     pad_id = tokenizer.pad_token_id
     rouge = RougeScorer(["rouge1", "rouge2", "rougeL"])
     samples = []
@@ -104,6 +106,9 @@ def sampled(accelerator: Accelerator, policy, reward_model, data, tokenizer, arg
             row["has_eos"] = tokenizer.eos_token_id in tokens
             for name, values in scores.items():
                 row[name] = values[i]
+                if not isfinite(values[i]):
+                    where = f"{split}, row {index[i]}, id {row['id']}: --reward-model-path {args.reward_model_path}"
+                    fail(f"{where} gives the {name} {values[i]}, which is not finite. Choose another reward model")
             for name, measure in rouge.score(row["reference"], row["response"]).items():
                 row[name] = measure.fmeasure
             samples.append(row)
@@ -128,15 +133,35 @@ def sample_summary(split: str, rows: list[dict]) -> dict:
     return {"split": split, "rows": len(rows)} | means
 
 
+def settings_of(folder: Path) -> dict:
+    """The arguments of a run, from its args.json; {} for a folder that is no run."""
+    file = folder / "args.json"
+    with or_fail(f"{file} cannot be read"):
+        return json.loads(file.read_text()) if file.exists() else {}
+
+
+def dataset_of(checkpoint: str, known: dict) -> str:
+    """The data set of a run with the arguments `known`: its own or, because DPO and SimPO have only pairs, its SFT
+    model's. A checkpoint that is no run ({}) has the default one; a run whose data set is not known is an error."""
+    if not known:
+        return "data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET
+    found, sft_model = known.get("dataset"), known.get("sft_model_path")
+    if sft_model and not found:
+        folder = Path(sft_model)  # the run folder, or model/ in it
+        found = (settings_of(folder) or settings_of(folder.parent)).get("dataset")
+    if not found:
+        fail(
+            f"{checkpoint}/args.json names no SFT data, and its SFT model, {sft_model}, is no run folder that does. "
+            "Pass the posts to summarise with --dataset"
+        )
+    return found
+
+
 def main(args: Args):
-    run, known = Path(args.checkpoint, "args.json"), {}
-    if run.exists():
-        with or_fail(f"{run} cannot be read"):
-            known = json.loads(run.read_text())
+    known = settings_of(Path(args.checkpoint))
     args.seed = known.get("seed", 44413) if args.seed is None else args.seed
     args.response_length = args.response_length or known.get("response_length", 53)
-    args.dataset = args.dataset or known.get("dataset")
-    args.dataset = args.dataset or ("data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET)
+    args.dataset = args.dataset or dataset_of(args.checkpoint, known)
     local = Path(args.checkpoint).exists()
     name = Path(args.checkpoint if local else args.checkpoint.partition("@")[0]).name
     args.output_dir = args.output_dir or (args.checkpoint if known else f"runs/samples/{name}/{args.seed}")

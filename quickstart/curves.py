@@ -7,7 +7,7 @@ The reward model's score and the truth (truth.py) are means over the same valida
 The KL is the mean over the responses of each update.
 """
 
-import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +16,10 @@ import pandas
 import tyro
 from matplotlib.figure import Figure
 from tyro.conf import Positional
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
+
+from run_metrics import read_metrics  # noqa: E402
 
 PANELS = {
     "gold/proxy": "reward model's score",
@@ -34,8 +38,7 @@ class Args:
 
 def read_curves(run: Path) -> pandas.DataFrame:
     """Rows (metric, episode, value) of the metrics that are drawn."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [(key, line["episode"], line[key]) for key in PANELS for line in lines if key in line]
+    rows = [(key, line["episode"], line[key]) for key in PANELS for line in read_metrics(run) if key in line]
     return pandas.DataFrame(rows, columns=["metric", "episode", "value"])
 
 

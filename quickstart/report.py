@@ -34,6 +34,10 @@ from rich.table import Table
 from rouge_score.rouge_scorer import RougeScorer
 from truth import FACTS, find_facts, judge, score
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
+
+from run_metrics import read_metrics  # noqa: E402
+
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
@@ -209,7 +213,7 @@ def read_pair_rewards(args: Args, folders: dict[str, Path], splits: list[str]) -
 
 def read_panels(folders: dict[str, Path]) -> tuple[dict, list[dict]]:
     """(curves, seconds) of a Chain."""
-    metrics = {name: read_rows(folder / "metrics.jsonl", ["update"]) for name, folder in folders.items()}
+    metrics = {name: read_metrics(folder) for name, folder in folders.items()}
     seconds = [{"stage": STAGES[name], "seconds": rows[-1].get("time/total")} for name, rows in metrics.items()]
     curves = {}
     for name, key, title in PANELS:

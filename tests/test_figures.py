@@ -13,9 +13,13 @@ import numpy
 import pandas
 import pytest
 import tyro
-from conftest import write_csv
+from accelerate.state import AcceleratorState
+from conftest import read_metrics, write_csv
 from datasets import Dataset, DatasetDict
 from matplotlib.figure import Figure
+
+import dpo
+import sft
 
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = {
@@ -212,6 +216,29 @@ def test_the_numbers_of_the_table(drawn):
     missing = [line for line in lines if line.startswith(f"- {drawn[0].runs}")]  # with the first command that makes it
     assert len(missing) == 3 and "- figure_9: nothing to draw" in "\n".join(lines)
     assert any("`python dpo.py --model s --seed 1 --run-eval`" in line for line in missing)
+
+
+def test_runs_of_the_stages_that_are_still_writing(world, tmp_path, monkeypatch):
+    """SFT and DPO as they log: their update 0 has no episode; and half a line at the end of the file."""
+    shared = {"model": "s", "seed": 1, "batch_size": 8, "total_episodes": 16}
+    runs = {stage: tmp_path / "runs" / stage / "s" / "1" for stage in ("sft", "dpo")}
+    logged = {}
+    own = {"sft": {"model": str(world.model), "dataset": str(world.dataset)}}
+    own["dpo"] = {"sft_model_path": str(world.model), "preference_dataset": str(world.preference_dataset)}
+    for stage, module in (("sft", sft), ("dpo", dpo)):
+        AcceleratorState._reset_state(True)  # accelerate keeps one state a process
+        module.main(module.Args(**shared | own[stage], output_dir=str(runs[stage])))
+        first, *logged[stage] = read_metrics(runs[stage])
+        assert first["update"] == 0 and "episode" not in first
+        with (runs[stage] / "metrics.jsonl").open("a") as file:
+            file.write('{"update": 3, "epi')
+    monkeypatch.setattr(figures, "tool", lambda *_: True)
+    figures.main(figures.Args(("s",), (1,), str(tmp_path / "runs"), str(tmp_path / "out")))
+    for number, stage in ((4, "sft"), (8, "dpo")):
+        frame = pandas.read_csv(tmp_path / "out" / f"figure_{number}.csv")
+        rows = frame[frame["panel"] == "training loss"]
+        assert rows["x"].tolist() == [8, 16]
+        assert rows["y"].tolist() == pytest.approx([line["loss/train"] for line in logged[stage]], rel=1e-5)
 
 
 def test_no_runs_at_all_is_an_error(tmp_path):

@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import make_reward_model, record
 from datasets import load_from_disk
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import ppo
@@ -24,7 +25,8 @@ import ppo
 
 class Endpoint:
     """A judge that prefers the summary with more words (Summary A where both have as many): .url, .asked (Counter of
-    prompts that got an answer); of five answers one is each of `trouble`, an error 500 or a body that is cut off."""
+    prompts that got an answer); of five answers one is each of `trouble`, an error 500, a body that is cut off or an
+    answer without content."""
 
     def __init__(self, trouble: tuple[str, ...] = ()):
         endpoint = self
@@ -38,13 +40,13 @@ class Endpoint:
 
             def do_POST(self):
                 prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"]
-                text = f"Comparison: one has more.\nPreferred: {endpoint.prefers(prompt)}"
-                choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
-                answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
-                body = json.dumps(answer).encode()
                 with endpoint.lock:
                     kind = endpoint.random.choice([*["fine"] * 4, *trouble])
                     endpoint.asked[prompt] += kind == "fine"
+                text = f"Comparison: one has more.\nPreferred: {endpoint.prefers(prompt)}" if kind != "empty" else None
+                choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+                answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+                body = json.dumps(answer).encode()
                 self.send_response(500 if kind == "500" else 200)
                 body = body[:-9] if kind == "malformed" else body
                 self.send_header("Content-Type", "application/json")
@@ -140,7 +142,7 @@ def test_an_answer_that_is_none_is_counted_and_never_guessed(endpoint, tmp_path)
         assert judge.verdict(text) == expected, text
 
 
-@pytest.mark.parametrize("endpoint", [{"trouble": ("malformed", "500")}], indirect=True)
+@pytest.mark.parametrize("endpoint", [{"trouble": ("malformed", "500", "empty")}], indirect=True)
 def test_what_got_no_answer_is_asked_by_the_next_run(endpoint, tmp_path):
     file = write_samples(tmp_path / "samples_validation.csv", LENGTHS[:16])
     args = judge.Args((str(file),), "m", base_url=endpoint.url, retries=0)
@@ -169,6 +171,22 @@ def test_a_half_written_answer_costs_that_answer_alone(endpoint, tmp_path):
         pandas.testing.assert_frame_equal(read(tmp_path / "judge_m.csv"), expected)
         judge.main(args)  # what was asked again is kept
         assert sum(endpoint.asked.values()) == lost
+
+
+def test_an_answer_is_kept_for_its_endpoint_alone(endpoint, tmp_path, monkeypatch):
+    """A second endpoint with the same model name, which prefers the opposite, is asked for itself."""
+    second = Endpoint()
+    second.prefers = lambda prompt: "B" if Endpoint.prefers(prompt) == "A" else "A"
+    file, found = write_samples(tmp_path / "samples_validation.csv", LENGTHS[:10]), []
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    monkeypatch.setenv("OPENAI_BASE_URL", second.url + "/")
+    for url in (endpoint.url, second.url, None):  # None: that of the environment, which is the second
+        judge.main(judge.Args((str(file),), "m", base_url=url))
+        found.append(read(tmp_path / "judge_m.csv")["win"].tolist())
+    assert found[1] == found[2] == [1 - win for win in found[0]]
+    assert set(endpoint.asked.values()) == set(second.asked.values()) == {1} and len(second.asked) == 10
+    second.http.shutdown()
+    second.http.server_close()
 
 
 def test_one_run_against_another(tmp_path):
@@ -200,6 +218,25 @@ def test_scores_that_differ_by_rounding_tie(tmp_path):
     (tmp_path / "sums.py").write_text(f"def score(post, summary):\n    return {scores}[len(summary.split())]\n")
     judge.main(judge.Args((str(file),), f"{tmp_path}/sums.py:score", name="x"))
     assert read(tmp_path / "judge_x.csv")["win"].tolist() == [0.5, 0.5, 0.0, 1.0]
+
+
+def test_a_score_that_is_no_finite_number_is_an_error(world, tmp_path):
+    """Of a function for the summary with two words, that of v1, and of a reward model for all."""
+    file = write_samples(tmp_path / "samples_validation.csv", [(1, 1), (2, 3)])
+    found = {}
+    for name, line in (("nan", "return float('nan')"), ("none", "return None"), ("raises", "raise KeyError(post)")):
+        code = f"def score(post, summary):\n    if summary == 's s':\n        {line}\n    return 1\n"
+        (tmp_path / f"{name}.py").write_text(code)
+        found[f"{tmp_path}/{name}.py:score"] = "v1"
+    broken = make_reward_model(world.model, tmp_path / "broken")
+    state = load_file(broken / "model.safetensors")
+    weights = state | {"score.weight": state["score.weight"] * math.nan}
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    for by, identity in (found | {str(broken): "v0"}).items():
+        with pytest.raises(SystemExit) as error:
+            judge.main(judge.Args((str(file),), by))
+        assert str(error.value).startswith(f"error: {file}, id {identity}: --judge {by} ")
+        assert "\n" not in str(error.value) and not list(tmp_path.glob("judge_*"))
 
 
 def test_a_reward_model_s_verdicts_are_those_of_its_rewards(world, tmp_path):

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +16,9 @@ import samples
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import files, free_port, give_other_tokenizer, make_reward_model, make_talker, sample_by_hand
+from conftest import files, free_port, give_other_tokenizer, make_reward_model, make_talker, sample_by_hand, script
 from datasets import Dataset, DatasetDict, load_from_disk
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import reward
@@ -173,7 +175,42 @@ def test_two_processes_write_the_same_tables(made, tmp_path):
         pandas.testing.assert_frame_equal(*tables, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("stage", ["dpo.py", "variants/simpo.py"])
+def test_a_run_on_pairs_has_the_posts_of_its_sft_run(made, world, tmp_path, monkeypatch, stage):
+    """Its args.json names no data of posts; the SFT model is named by its run folder or by model/ in it."""
+    monkeypatch.chdir(tmp_path)
+    about = asdict(script(stage).Args(model="n", seed=SEED))
+    assert "dataset" not in about
+    shutil.copytree(made.run / "model", "runs/pairs/model")
+    Path("runs/sft/model").mkdir(parents=True)
+    Path("runs/sft/args.json").write_text(json.dumps({"dataset": str(world.dataset)}))
+    flags = {"splits": ("validation",), "response_length": 2}
+    for start in ("runs/sft", "runs/sft/model"):
+        Path("runs/pairs/args.json").write_text(json.dumps(about | {"sft_model_path": start}))
+        run("runs/pairs", **flags)
+        assert len(table(Path("runs/pairs"), "samples_validation")) == 16
+        shutil.rmtree("runs/pairs/eval")
+    Path("runs/sft/args.json").unlink()
+    shutil.copytree(world.dataset, "data/tldr/sft")  # which the run may never have seen
+    with pytest.raises(SystemExit, match="^error: runs/pairs/args.json names no SFT data, .* with --dataset$"):
+        run("runs/pairs", **flags)
+    assert not Path("runs/pairs/eval").exists()
+
+
 # ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+def test_a_score_that_is_not_finite_names_its_row(made, world, tmp_path):
+    broken = shutil.copytree(made.reward, tmp_path / "broken")
+    state = load_file(broken / "model.safetensors")
+    weights = state | {"score.weight": state["score.weight"] * float("nan")}
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SystemExit) as error:
+        run(made.run, reward_model_path=str(broken), splits=("validation",), output_dir=str(tmp_path / "out"))
+    first = load_from_disk(str(world.dataset))["validation"]["id"][0]
+    named = f"error: validation, row 0, id {first}: --reward-model-path {broken} gives the score nan"
+    assert str(error.value).startswith(named) and "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,11 @@ tested in test_details.py and test_properties.py."""
 import random
 import re
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import files, read_csv, write_jsonl
+from conftest import files, read_csv, record, write_jsonl
 from datasets import DatasetDict, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -107,12 +106,22 @@ def naive_truncation(prefix: str, body: str, suffix: str, tokenizer, max_length:
     return prefix + body + suffix
 
 
-@pytest.mark.parametrize("separator", [" ", "\n"])
-def test_truncation_of_a_megabyte_ends_soon(tokenizer, separator):
-    row = {"subreddit": "s", "title": "t", "post": separator.join(["cat"] * 250_000)}
-    start = time.monotonic()
-    query, tokens = truncate_query(row, tokenizer, 512)
-    assert time.monotonic() - start < 60 and 505 < len(tokens) <= 512 and query.endswith("cat\n\nTL;DR:")
+@pytest.mark.parametrize("text", ["cat ", "cat\n", "cat", ".\n", "狗", "👩‍👩‍👧"])
+def test_a_long_post_is_encoded_a_few_times_only(tokenizer, monkeypatch, text):
+    """All texts that are encoded, taken together, are a few times as long as the post, whatever is in it."""
+    post = text * (8_000 // len(text))
+    encoded = record(monkeypatch, tldr_dataset, "encode")
+    query, tokens = truncate_query({"subreddit": "s", "title": "t", "post": post}, tokenizer, 512)
+    assert 505 < len(tokens) <= 512 and query.endswith("\n\nTL;DR:")
+    assert sum(len(call.args[1]) for call in encoded) < 10 * len(post)
+
+
+def test_a_cut_between_words_ends_the_search(tokenizer, monkeypatch):
+    """However long the longest token is; Pythia has one of 512 spaces."""
+    monkeypatch.setattr(tldr_dataset, "longest_token", lambda _: 512)
+    encoded = record(monkeypatch, tldr_dataset, "encode")
+    truncate_query({"subreddit": "s", "title": "t", "post": "cat " * 2_000}, tokenizer, 512)
+    assert len(encoded) < 30
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------

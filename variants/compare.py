@@ -27,9 +27,10 @@ from rich.progress import track
 from transformers.utils import logging as transformers_logging
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT), str(ROOT / "quickstart")]
+sys.path += [str(ROOT), str(ROOT / "eval"), str(ROOT / "quickstart")]
 
 from report import bootstrap_interval, fail, read_rows  # noqa: E402
+from run_metrics import read_metrics  # noqa: E402
 from truth import find_facts, judge, score  # noqa: E402
 
 import ppo  # noqa: E402
@@ -95,7 +96,7 @@ def compare(args: Args) -> list[dict]:
         queries = tokenizer([row["query"] for row in samples], padding=True, padding_side="left", return_tensors="pt")
         policy = ppo.load_policy(ppo.checkpoint_folder("--runs", str(run)), tokenizer)
         kl = kl_to_sft(accelerator, policy, sft, tokenizer, queries.input_ids)
-        metrics = read_rows(run / "metrics.jsonl", ["update"])
+        metrics = read_metrics(run)
         row = {"policy": json.loads((run / "args.json").read_text())["stage"], "truth": fmean(truths)}
         row |= {"above_sft": fmean(differences), "low": low, "high": high}
         row["win_rate"] = fmean(judge(*one) for one in told)

@@ -1,0 +1,38 @@
+"""eval/run_metrics.py: the lines of metrics.jsonl as every tool reads them."""
+
+import re
+
+import curves
+import pytest
+from conftest import REPOSITORY, write_jsonl
+from run_metrics import read_metrics
+
+TOOLS = ["benchmark/pretrained.py", "benchmark/push.py", "ensembles/figures.py", "eval/figures.py"]
+TOOLS += ["quickstart/curves.py", "quickstart/report.py", "variants/compare.py"]
+ROWS = [{"update": 0, "eval/loss": 5.0}, {"update": 1, "episode": 8, "objective/kl": 0.5}]
+
+
+def test_half_a_line_at_the_end_is_left_out(tmp_path):
+    write_jsonl(tmp_path / "metrics.jsonl", [*ROWS, '{"update": 2, "episode": 16, "objective/kl": 0.'])
+    assert read_metrics(tmp_path) == ROWS
+    assert curves.read_curves(tmp_path).to_numpy().tolist() == [["objective/kl", 8, 0.5]]
+
+
+@pytest.mark.parametrize("damaged", ['{"update": 1, "epi{"update": 2}\n', "\0\0\n", "[1]\n", '{"episode": 8}\n'])
+def test_a_damaged_line_is_named(tmp_path, damaged):
+    file = write_jsonl(tmp_path / "metrics.jsonl", [ROWS[0], damaged, ROWS[1]])
+    with pytest.raises(SystemExit, match=rf"^error: {re.escape(str(file))}, line 2 is damaged: .*\Z"):
+        read_metrics(tmp_path)
+
+
+def test_a_file_without_a_whole_line_is_an_error_where_a_tool_needs_one(tmp_path):
+    file = write_jsonl(tmp_path / "metrics.jsonl", ['{"upd'])
+    assert read_metrics(tmp_path, may_be_empty=True) == []
+    with pytest.raises(SystemExit, match=rf"^error: {re.escape(str(file))} has no complete line yet\. .*\Z"):
+        read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_tool_reads_them_so(tool):
+    text = (REPOSITORY / tool).read_text()
+    assert "read_metrics(" in text and not re.search(r'metrics\.jsonl"\)\.(read|open)', text)
