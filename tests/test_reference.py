@@ -48,9 +48,9 @@ def test_another_policy_is_evaluated_as_it_is(world, tmp_path):
     assert all(torch.equal(saved[key].double(), value) for key, value in one.state_dict().items())
 
 
-@pytest.mark.parametrize(("shift", "accuracy"), [(1e-4, 0.0), (1e-3, 1.0)])
+@pytest.mark.parametrize(("shift", "accuracy"), [(1e-4, 0.0), (1e-2, 1.0)])
 def test_a_difference_of_rounding_is_no_hit(world, tmp_path, monkeypatch, shift, accuracy):
-    """Before the first step both rewards are 0 but for rounding: margins of 5e-6 count as none, of 5e-5 do."""
+    """Before the first step both rewards are 0 but for rounding. Of sums of some hundred nats, 1e-4 counts as that."""
     original = dpo.split_logprobs
     monkeypatch.setattr(dpo, "split_logprobs", lambda *args: original(*args) - torch.tensor([shift, 0.0]))
     dpo.main(arguments(world, tmp_path))
