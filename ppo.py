@@ -250,7 +250,7 @@ def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
 
 def main(args: Args):
     # ---- data and models -------------------------------------------------------------------------
-    fill_templates(args)
+    check_args(args)
     accelerator = make_accelerator(args)
     device = accelerator.device
     rank = accelerator.process_index
@@ -272,8 +272,9 @@ def main(args: Args):
     ref_policy = frozen_model(accelerator, load_policy(sft_folder, tokenizer), args.offload)
     policy = load_policy(sft_folder, tokenizer).to(device)  # now, so that host memory holds one model at a time
     value_model = load_reward_model(reward_folder, tokenizer).to(device)  # Detail 22: all weights, the head included
-    check_positions(reward_model.model, reward_folder, [train, validation], "query_token", pad_id, args.response_length)
-    check_positions(policy, sft_folder, [train, validation], "query_token", pad_id, args.response_length)
+    width = max(len(rows[0]["query_token"]) for rows in (train, validation)) + args.response_length
+    check_positions(reward_model.model, reward_folder, width)
+    check_positions(policy, sft_folder, width)
     banned = banned_ids(policy, tokenizer).to(device)
     unwrapped_model = PolicyAndValue(policy, value_model)  # without DDP or DeepSpeed, for passes without gradient
     model, optimizer = prepare(accelerator, unwrapped_model, args)
@@ -814,23 +815,12 @@ def check_head(model, path: str):
         fail(f"{path}: {type(model).__name__} scales or caps the logits of its head. Choose another model")
 
 
-def check_positions(model, path: str, splits: list, column: str, pad_id: int, sampled: int = 0):
-    """End with an error if a row of `column`, plus the tokens sampled after it, is longer than the model allows. Rows
-    are trimmed to a multiple of 16 (trimmed_width), so their padding counts up to there."""
-    positions = max_positions(model)
-    for rows in splits:
-        width = len(rows[0][column])
-        if width + sampled <= positions:
-            continue
-        longest = max(trimmed_width(batch[column], pad_id) for batch in rows.select_columns(column).iter(1000))
-        if longest + sampled > positions:
-            needed = f"{column} needs {longest} positions plus {sampled} sampled tokens"
-            fail(f"{path}: {needed}, but {type(model).__name__} has {positions}. Use shorter queries")
-
-
-def max_positions(model) -> int:
-    """Return the length of the longest row that a model can process."""
-    return getattr(model.config, "max_position_embeddings", None) or 10**9  # without a limit, any length will do
+def check_positions(model, path: str, width: int):
+    """End with an error if a model has fewer positions than the rows of the data are wide."""
+    positions = getattr(model.config, "max_position_embeddings", None) or width  # some models have no limit
+    if width > positions:
+        name = type(model).__name__
+        fail(f"{path}: rows need {width} positions, but {name} has {positions}. Make the data with shorter queries")
 
 
 def without_dropout(config):
@@ -916,10 +906,9 @@ def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, u
 # ==== plumbing: identical in every stage script; read it once, then skip it =======================
 # Launch, loading, run folder, checkpoints, trackers, optimiser. Nothing here changes a loss or a sample.
 
-# Settings that --resume may change, because they only affect memory, speed, evaluation, logging and saving.
+# Settings that --resume may change, because they affect memory, speed, evaluation, logging and saving only.
 MAY_CHANGE = {"micro_batch_size", "forward_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes"}
-MAY_CHANGE |= {"eval_every", "eval_rows", "run_eval", "sample_every", "gold_every", "track"}
-MAY_CHANGE |= {"save_every", "resume", "output_dir"}
+MAY_CHANGE |= {"eval_every", "eval_rows", "run_eval", "sample_every", "track", "save_every", "resume", "output_dir"}
 MAY_CHANGE |= {"dataset", "preference_dataset", "sft_model_path", "reward_model_path", "reward_model_paths"}
 CONTENTS = {}  # digests of the models and data sets that a run starts from: they may move, but not change
 POSITIVE = {"batch_size", "micro_batch_size", "forward_batch_size", "sample_batch_size", "num_mini_batches"}
@@ -946,9 +935,10 @@ def or_fail(message: str):
         fail(f"{message} ({error!r:.300})")
 
 
-def fill_templates(args):
-    """Replace {model} and {seed} in the arguments, and check the numbers and the output folder."""
-    CONTENTS.clear()
+def check_args(args):
+    """Replace {model} and {seed} in the arguments. Ends with an error if a number is out of its range or the output
+    folder already holds a run. With --resume, ends the process successfully if that run is complete."""
+    name = Path(os.path.abspath(args.model)).name.partition("@")[0]
     for key, value in vars(args).items():
         flag = f"--{key.replace('_', '-')} {value}"
         largest = LARGEST.get(key, float("inf"))
@@ -956,19 +946,9 @@ def fill_templates(args):
             fail(f"{flag} must be above 0")
         if key in NOT_NEGATIVE and value is not None and not 0 <= value <= largest:
             fail(f"{flag} must be between 0 and {largest}")
-    model = os.path.expanduser(args.model)
-    local = Path(model).exists()
-    name = Path(os.path.abspath(model) if local else model.partition("@")[0]).name
-    for key, value in vars(args).items():
         if isinstance(value, str):
             value = value.replace("{model}", name).replace("{seed}", str(args.seed))
             setattr(args, key, os.path.expanduser(value))
-    check_folder(args)
-
-
-def check_folder(args):
-    """End with an error if the output folder already holds a run. With --resume, end the process successfully if that
-    run is already complete."""
     folder = Path(args.output_dir)
     if args.resume and (folder / "model").exists():  # a run writes this last
         print(f"--resume: the run in {folder} has ended, so there is nothing left to do", flush=True)
@@ -979,31 +959,27 @@ def check_folder(args):
 
 def make_accelerator(args) -> Accelerator:
     """Return the Accelerator that the launcher asked for. Ends with an error if accelerate started something else."""
+    CONTENTS.clear()  # another run in this process may have filled it
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # against memory fragmentation
-    # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # otherwise accelerate divides the loss by it
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and has given NaN under a mask
     transformers_logging.set_verbosity_error()  # its warnings are about intended things, such as a new head
     transformers_logging.disable_progress_bar()
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns that tied weights are saved once
-    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # otherwise accelerate divides the loss by it
+    set_seed(args.seed)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    default = "bf16" if torch.cuda.is_available() else "no"
-    settings = {"mixed_precision": args.mixed_precision or default}
+    on_cpu = not torch.accelerator.is_available()
+    settings = {"mixed_precision": args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no")}
     if world > 1:
         process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # writing a large checkpoint takes long
-        if not torch.accelerator.is_available():  # accelerate must be told to use CPUs
-            if deepspeed:
-                process_group.backend = "gloo"
-            else:
-                settings["cpu"] = True
-        settings["kwargs_handlers"] = [process_group]
+        if on_cpu and deepspeed:
+            process_group.backend = "gloo"
+        settings |= {"kwargs_handlers": [process_group], "cpu": on_cpu and not deepspeed}  # it must be told to use CPUs
     accelerator = Accelerator(log_with="tensorboard", project_dir=args.output_dir, **settings)
-    runs_deepspeed = accelerator.state.deepspeed_plugin is not None
-    if accelerator.num_processes != world or runs_deepspeed != deepspeed:
+    if accelerator.num_processes != world or bool(accelerator.state.deepspeed_plugin) != deepspeed:
         fail(f"accelerate did not start {world} processes, DeepSpeed {deepspeed}: use one of benchmark/accelerate/")
-    set_seed(args.seed)
     return accelerator
 
 
@@ -1012,10 +988,8 @@ def checkpoint_folder(flag: str, path: str) -> str:
     folder = Path(path, "model") if Path(path, "model/config.json").exists() else Path(path)
     if not (folder / "config.json").exists():
         name, _, revision = path.partition("@")
-        if name.count("/") != 1 or name.startswith((".", "/")):
-            fail(f"{flag} {path}: no checkpoint there, neither in that folder nor in its model/. Run its stage first")
         wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # skips PPO's value_model/
-        with or_fail(f"{flag} {path}: no checkpoint folder, and not on the Hub"):
+        with or_fail(f"{flag} {path}: no checkpoint there, in its model/ or on the Hub. Run the earlier stage first"):
             folder = Path(snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
             if not list(folder.glob("*.safetensors")):
                 folder = Path(snapshot_download(**wanted))  # there may be a pytorch_model.bin instead
@@ -1040,26 +1014,23 @@ def load_tokenizer(path: str):
 
 def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
     """Load a DatasetDict from a folder written by tldr_dataset.py or from a Hub id[@revision]. Ends with an error if a
-    split or column is missing, an id is too large, or most of 16 sampled rows were made with another tokenizer
-    (eval/check_data.py checks every row)."""
+    split or column is missing, or rows are ragged or were made with another tokenizer (looks at 16 of each split)."""
     name, _, revision = path.partition("@")
     with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
         for split in ("train", "validation", *data):
             data[split].select_columns(columns)[0]
     keys = [column for column in columns if "_token" in column]
-    content = hashlib.sha256()
+    content = hashlib.sha256(str(data.num_rows).encode())
     for split, rows in data.items():
         largest = 0
         for key in keys:
             column = rows.data.column(key)
             if len(pc.unique(pc.list_value_length(column))) != 1:
                 fail(f"{flag} {path}: {split}: the rows of {key} differ in width. Pad them, as tldr_dataset.py does")
-            tokens = pc.list_flatten(column)
-            largest = max(largest, pc.max(tokens).as_py())
-            content.update(f"{split} {key} {len(rows)}".encode())
-            for chunk in tokens.chunks:
-                content.update(chunk.to_numpy())
+            for tokens in pc.list_flatten(column).chunks:
+                largest = max(largest, pc.max(tokens).as_py())
+                content.update(tokens.to_numpy())
         looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
         same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
         if 2 * same <= len(looked_at) or largest >= len(tokenizer):
@@ -1103,20 +1074,27 @@ def begin_run(accelerator: Accelerator, args) -> int:
     if accelerator.is_main_process:
         lock(folder)
     accelerator.wait_for_everyone()
-    check_folder(args)  # again, because another run may have been here since
+    check_args(args)  # again, because another run may have been here since
     settings = {"stage": STAGE, "processes": accelerator.num_processes} | asdict(args) | CONTENTS
-    old = {}
+    settings["wandb_id"] = os.urandom(8).hex()
     if (folder / "args.json").exists():
         old = json.loads((folder / "args.json").read_text())
+        settings["wandb_id"] = old.get("wandb_id", settings["wandb_id"])
         check_settings(accelerator, folder, old, settings)
     finished, metrics = load_newest(accelerator, folder)
-    if args.resume and not finished:
-        accelerator.print(f"--resume: {folder} has no checkpoint, so the run starts anew")
+    if args.track:  # accelerate's own tracker would override WANDB_PROJECT
+        run = {"name": "__".join(folder.parts[-3:]), "id": settings["wandb_id"], "resume": "allow"}
+        accelerator.log_with.append(WandBTracker(None, config=asdict(args), dir=args.output_dir, **run))
+    tensorboard = {"purge_step": finished + 1 if finished else 0}  # a resumed run continues its curves
+    with or_fail("the trackers could not start (with WANDB_MODE=offline, W&B only writes to the run folder)"):
+        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": tensorboard})
     settings["command"] = shlex.join(["python", *sys.argv])
-    settings["wandb_id"] = old.get("wandb_id", os.urandom(8).hex())
-    start_trackers(accelerator, args, settings["wandb_id"], finished)
-    write_whole(accelerator, folder / "args.json", json.dumps(settings, indent=2) + "\n")
-    write_whole(accelerator, folder / "metrics.jsonl", metrics)
+    with writing(accelerator, folder / "args.json") as partial:
+        if accelerator.is_main_process:
+            partial.write_text(json.dumps(settings, indent=2) + "\n")
+    with writing(accelerator, folder / "metrics.jsonl") as partial:
+        if accelerator.is_main_process:
+            partial.write_text(metrics)
     return finished
 
 
@@ -1140,7 +1118,7 @@ def check_settings(accelerator: Accelerator, folder: Path, old: dict, settings: 
     """Print what --resume changes. Ends with an error if a change would affect the training (see MAY_CHANGE)."""
     changed = {}
     for key, value in settings.items():
-        if key in old and old[key] != value:
+        if old.get(key, value) != value:
             name = key if key in CONTENTS else f"--{key.replace('_', '-')}"
             changed[key] = f"{name} {old[key]} -> {value}"
     refused = [change for key, change in changed.items() if key not in MAY_CHANGE]
@@ -1161,34 +1139,16 @@ def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
     return int(checkpoints[-1].name.removeprefix("update_")), metrics
 
 
-def start_trackers(accelerator: Accelerator, args, wandb_id: str, finished: int):
-    """Start TensorBoard and, with --track, W&B. A resumed run continues its curves."""
-    if args.track:  # accelerate's own tracker would override WANDB_PROJECT
-        run = {"name": "__".join(Path(args.output_dir).parts[-3:]), "id": wandb_id, "resume": "allow"}
-        accelerator.log_with.append(WandBTracker(None, config=asdict(args), dir=args.output_dir, **run))
-    purge_step = finished + 1 if finished else 0
-    with or_fail("the trackers could not start (with WANDB_MODE=offline, W&B only writes to the run folder)"):
-        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": purge_step}})
-
-
-def write_whole(accelerator: Accelerator, path: Path, text: str):
-    """Write a text file so that it is always complete or absent."""
-    with writing(accelerator, path) as partial:
-        if accelerator.is_main_process:
-            partial.write_text(text)
-
-
 def updates(accelerator: Accelerator, args, first: int, last: int):
     """Yield the updates first + 1 to last under a progress bar, and write a checkpoint after each update where one is
     due. After SIGTERM or SIGUSR1, which schedulers send as a notice, write one and end the run with exit code 75."""
     folder = Path(args.output_dir)
     caught = []
-    accelerator.print(f"{STAGE}: {last:,} updates of {args.batch_size}, on {accelerator.device}")
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: caught.append(number))  # only noted: the run ends after the update
     for update in progress(accelerator, range(first + 1, last + 1), STAGE):
         yield update
-        stop = accelerator.reduce(torch.tensor(len(caught), device=accelerator.device), "sum") > 0
+        stop = gather_object(caught)  # by any process
         if stop or (args.save_every and update % args.save_every == 0):
             with writing(accelerator, folder / "checkpoints" / f"update_{update:06d}") as partial:
                 accelerator.save_state(str(partial))
@@ -1217,7 +1177,7 @@ def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, la
     accelerator.log(metrics, step=update)
     if update % max(1, last // 20) == 0:
         numbers = [f" {key} {metrics[key]:.4g}" for key in list(metrics)[:5]]
-        accelerator.print(f"update {update}/{last}", *numbers)
+        accelerator.print(f"{STAGE}: update {update} of {last}", *numbers)
 
 
 def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):

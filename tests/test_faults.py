@@ -41,7 +41,7 @@ def toy(args, at=None) -> list[int]:
     """A stage of six updates that is nothing but plumbing: a linear model learns to say 0. `at` is called with each
     update and its loss, before the step. Returns the updates that it made."""
     AcceleratorState._reset_state(True)  # accelerate keeps one state a process
-    sft.fill_templates(args)
+    sft.check_args(args)
     accelerator = sft.make_accelerator(args)
     torch.manual_seed(1)
     model, optimizer = sft.prepare(accelerator, torch.nn.Linear(300, 300), args)

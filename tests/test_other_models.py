@@ -9,7 +9,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import close, make_reward_model, record
-from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -133,26 +132,18 @@ def test_a_row_longer_than_the_models_positions_is_refused_before_the_run_folder
     reward_model = make_reward_model(models["gpt2"], tmp_path / "reward")
     common = {"dataset": str(world.dataset), "output_dir": str(tmp_path / "run"), "batch_size": 8, "total_episodes": 8}
     of_ppo = {"sft_model_path": models["gpt2"], "reward_model_path": str(reward_model)}
-    for module, paths in ((sft, {"model": models["gpt2"]}), (ppo, of_ppo)):
+    for module, paths, needed in ((sft, {"model": models["gpt2"]}, 562), (ppo, of_ppo, 512 + 53)):
         AcceleratorState._reset_state(True)
-        with pytest.raises(SystemExit, match=r"^error: .*token needs \d+ positions.*, but GPT2\w+ has 64\."):
+        with pytest.raises(SystemExit, match=rf"^error: .* rows need {needed} positions, but GPT2\w+ has 64\."):
             module.main(module.Args(**common, **paths))
         assert not (tmp_path / "run").exists()
 
 
 def test_rows_that_just_fit_the_models_positions_are_taken(models):
-    tokenizer = sft.load_tokenizer(models["gpt2"])
-    model = sft.load_policy(models["gpt2"], tokenizer)
-    pad_id = tokenizer.pad_token_id
-
-    def rows(*lengths):
-        return Dataset.from_dict({"x": [[1] * n + [pad_id] * (80 - n) for n in lengths]}).with_format("torch")
-
-    sft.check_positions(model, "here", [rows(3, 54), rows(64)], "x", pad_id)
-    sft.check_positions(model, "here", [rows(48)], "x", pad_id, sampled=16)
-    for lengths, sampled in (((3, 65), 0), ((48,), 17)):
-        with pytest.raises(SystemExit, match="GPT2LMHeadModel has 64"):
-            sft.check_positions(model, "here", [rows(*lengths)], "x", pad_id, sampled)
+    model = sft.load_policy(models["gpt2"], sft.load_tokenizer(models["gpt2"]))
+    sft.check_positions(model, "here", 64)
+    with pytest.raises(SystemExit, match="^error: here: rows need 65 positions, but GPT2LMHeadModel has 64"):
+        sft.check_positions(model, "here", 65)
 
 
 @pytest.mark.parametrize("pad_id", [0, 1, 511])
@@ -187,7 +178,7 @@ def test_a_path_that_exists_is_a_path_whatever_it_holds(path, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / path).mkdir(parents=True)
     args = sft.Args(model=path, output_dir="runs/sft/{model}/{seed}")
-    sft.fill_templates(args)
+    sft.check_args(args)
     assert args.output_dir == f"runs/sft/{path.split('/')[-1]}/44413"
 
 
@@ -197,7 +188,7 @@ def test_the_name_of_a_run(model, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", str(tmp_path))
     args = sft.Args(model=model, output_dir="~/{model}")
-    sft.fill_templates(args)
+    sft.check_args(args)
     assert args.output_dir == f"{tmp_path}/{name}" and args.model == model.replace("~", str(tmp_path))
 
 
