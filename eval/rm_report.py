@@ -90,7 +90,8 @@ def table_5(accuracies: dict, statistics: dict, models: tuple[str, ...]) -> list
 
 def is_hit(frame: pandas.DataFrame) -> pandas.Series:
     """Whether the chosen reward is higher, for each pair (n,). A tie is no hit; the stages mark it."""
-    return (frame["chosen_reward"] > frame["rejected_reward"]) & ~frame.get("tie", False)
+    hits = frame["chosen_reward"] > frame["rejected_reward"]
+    return hits & ~frame["tie"] if "tie" in frame else hits  # tables of earlier runs have no such column
 
 
 def calibration(differences: numpy.ndarray, bins: int) -> tuple[list[dict], float]:

@@ -57,6 +57,12 @@ def test_the_tables(tmp_path, capsys):
     assert pooled.split("|")[3].strip() == f"{both:.3f}" and abs(both - numpy.mean(each)) > 0.01
 
 
+def test_a_tie_is_no_hit():
+    frame = pandas.DataFrame(pairs([1, 1e-7, -1]))
+    assert rm_report.is_hit(frame).tolist() == [True, True, False]
+    assert rm_report.is_hit(frame.assign(tie=[False, True, False])).tolist() == [True, False, False]
+
+
 def test_nothing_there_is_an_error(tmp_path):
     with pytest.raises(SystemExit, match="not one run of xs has eval/pairs_validation.csv"):
         rm_report.main(rm_report.Args(("xs",), (1,), str(tmp_path), output=str(tmp_path / "rm")))
