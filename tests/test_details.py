@@ -689,8 +689,9 @@ def test_detail_16_a_tie_is_no_hit():
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("path", ["reward.py", "dpo.py", "llama2/reward.py", "variants/simpo.py"])
-def test_detail_16_equal_responses_are_equal_in_bfloat16(short, path, size):
+def test_detail_16_equal_responses_are_equal(short, path, bf16, size):
     """Whatever the micro-batch, and where the responses of other pairs are longer."""
     module, tokenizer = script(path), padded_tokenizer(short.model)
     batch = load_from_disk(str(short.preference_dataset))["train"].with_format("torch")[:5]
@@ -699,7 +700,7 @@ def test_detail_16_equal_responses_are_equal_in_bfloat16(short, path, size):
     is_reward = hasattr(module, "new_reward_model")
     model = (module.new_reward_model if is_reward else module.load_policy)(str(short.model), tokenizer).eval()
     batch, differ = {key: batch[key] for key in module.PAIR_COLUMNS}, {}
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         for mb in module.pair_micro_batches(batch, size, tokenizer.pad_token_id, "cpu"):
             scores = (module.pair_rewards if is_reward else module.pair_logprobs)(model, mb, tokenizer.pad_token_id)
             differ |= zip(mb["index"].tolist(), (scores[0] != scores[1]).tolist(), strict=True)
