@@ -127,6 +127,21 @@ def test_a_model_that_sees_more_than_its_mask_is_refused(models):
         reward.check_pairs(model, "here", [short_pairs(60)], tokenizer.pad_token_id)
 
 
+@pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
+def test_a_model_that_ignores_the_mask_or_the_positions_is_refused(models, monkeypatch, ignored):
+    tokenizer = sft.load_tokenizer(models["llama"])
+    model = reward.new_reward_model(models["llama"], tokenizer).model.eval()
+    forward = model.base_model.forward
+
+    def without(*args, **inputs):
+        inputs.pop(ignored, None)
+        return forward(*args, **inputs)
+
+    monkeypatch.setattr(model.base_model, "forward", without)
+    with pytest.raises(SystemExit, match="^error: here: .* its states differ by"):
+        reward.check_pairs(model, "here", [short_pairs(60)], tokenizer.pad_token_id)
+
+
 def test_a_row_longer_than_the_models_positions_is_refused_before_the_run_folder(world, models, tmp_path):
     """GPT-2 of 64 positions, and posts of more; ppo.py counts what is sampled, too."""
     reward_model = make_reward_model(models["gpt2"], tmp_path / "reward")

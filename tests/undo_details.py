@@ -777,7 +777,7 @@ test_other_models.py::test_a_pair_in_one_row reward.py: windows are widened
 test_other_models.py::test_a_pair_in_one_row dpo.py: padding counts on
 - .masked_fill(tokens == pad_id, 0)
 + 
-test_other_models.py::test_a_model_that reward.py: no model is refused
+test_other_models.py::test_a_model_that_ignores reward.py: no model is refused
 - if not difference < 1e-3:
 + if False:
 test_other_models.py::test_a_row_longer sft.py: positions are not looked at
