@@ -469,7 +469,7 @@ def reward_scores(accelerator: Accelerator, reward_model, batch: dict, pad_id: i
 def check_scores(scores: torch.Tensor, names: list[str], where: list[str]):
     """End with an error if one of the scores (b, k) is not finite, naming its model (k,) and its row (b,)."""
     for row, k in (~scores.isfinite()).nonzero().tolist():
-        fail(f"{where[row]}: the score of {names[k]} is {scores[row, k].item()}; fix that model or leave it out")
+        fail(f"{where[row]}: the score of {names[k]} is {scores[row, k].item()}; check that model")
 
 
 @contextmanager
@@ -909,8 +909,8 @@ def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, u
 # Settings that --resume may change, because they affect memory, speed, evaluation, logging and saving only.
 MAY_CHANGE = {"micro_batch_size", "forward_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes"}
 MAY_CHANGE |= {"eval_every", "eval_rows", "run_eval", "sample_every", "track", "save_every", "resume", "output_dir"}
-MAY_CHANGE |= {"dataset", "preference_dataset", "sft_model_path", "reward_model_path", "reward_model_paths"}
-CONTENTS = {}  # digests of the models and data sets that a run starts from: they may move, but not change
+MAY_CHANGE |= {"dataset", "preference_dataset"}  # their rows are compared; of a model only its config and sizes
+CONTENTS = {}  # digests of the models and data sets that a run starts from, for --resume
 POSITIVE = {"batch_size", "micro_batch_size", "forward_batch_size", "sample_batch_size", "num_mini_batches"}
 POSITIVE |= {"num_ppo_epochs", "response_length", "temperature", "beta", "eval_rows"}
 NOT_NEGATIVE = {"seed", "total_episodes", "num_train_epochs", "learning_rate", "max_grad_norm", "kl_coef", "vf_coef"}
@@ -1082,6 +1082,8 @@ def begin_run(accelerator: Accelerator, args) -> int:
         settings["wandb_id"] = old.get("wandb_id", settings["wandb_id"])
         check_settings(accelerator, folder, old, settings)
     finished, metrics = load_newest(accelerator, folder)
+    if args.resume and not finished:
+        accelerator.print(f"--resume: {folder} has no checkpoint, so the run starts anew")
     if args.track:  # accelerate's own tracker would override WANDB_PROJECT
         run = {"name": "__".join(folder.parts[-3:]), "id": settings["wandb_id"], "resume": "allow"}
         accelerator.log_with.append(WandBTracker(None, config=asdict(args), dir=args.output_dir, **run))
@@ -1123,7 +1125,10 @@ def check_settings(accelerator: Accelerator, folder: Path, old: dict, settings: 
             changed[key] = f"{name} {old[key]} -> {value}"
     refused = [change for key, change in changed.items() if key not in MAY_CHANGE]
     if refused:
-        fail(f"--resume {folder}: {', '.join(refused)} would change the run. Undo it, or use another --output-dir")
+        fail(
+            f"--resume {folder}: {', '.join(refused)} would change the run. Undo it, or use another --output-dir. "
+            f"If a model has only moved, write its new path into {folder}/args.json"
+        )
     accelerator.print(f"--resume {folder}, changed: {', '.join(changed.values()) or 'nothing'}")
 
 

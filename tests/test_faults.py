@@ -309,9 +309,18 @@ def test_resume_leaves_an_ended_run_as_it_is(halfway, changes):
     assert end.value.code == 0 and contents(halfway) == before
 
 
-def test_resume_without_a_checkpoint_starts_anew(halfway, whole):
+def test_resume_without_a_checkpoint_starts_anew_and_says_so(halfway, whole, capsys):
     shutil.rmtree(halfway / "checkpoints")
     assert toy(toy_args(halfway, resume=True)) == [1, 2, 3, 4, 5, 6] and end_of(halfway) == whole
+    assert capsys.readouterr().out.count("has no checkpoint, so the run starts anew") == 1
+
+
+@pytest.mark.parametrize("key", ["sft_model_path", "reward_model_path"])
+def test_resume_refuses_another_model_of_the_same_size(key):
+    """Of another seed, for example: its config and the sizes of its files are the same."""
+    old, new = ({key: f"runs/sft/1b/{seed}", "dataset": f"data/{seed}"} for seed in (1, 2))
+    with pytest.raises(SystemExit, match=f"--{key.replace('_', '-')} runs/sft/1b/1 -> runs/sft/1b/2 would change"):
+        ppo.check_settings(SimpleNamespace(print=print), Path("run"), old, new)
 
 
 def test_accumulation_by_accelerate_divides_no_loss(tmp_path, whole, monkeypatch):
