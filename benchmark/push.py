@@ -26,7 +26,7 @@ from run_metrics import read_metrics  # noqa: E402
 
 BASES = {size: f"EleutherAI/pythia-{size}-deduped" for size in ("1b", "2.8b", "6.9b")}  # under Apache 2.0
 PANELS = 4  # of the figure
-ABOUT = ("stage", "command", "processes", "wandb_id")  # of args.json, beside the arguments
+ABOUT = ("stage", "processes", "wandb_id")  # of args.json, beside the arguments
 LONGEST_TABLE = 40  # rows in the card; eval/ has all
 
 
@@ -86,9 +86,8 @@ def card(stage: str, load: str, settings: dict, lines: list[dict], tables: dict[
     repository, _, revision = hub.partition("@")
     last = {key: value for key, value in lines[-1].items() if key != "update"}
     text = f"---\n{about}\n---\n\n# {stage} of {base or settings['model']}, seed {settings['seed']}\n\n"
-    text += (
-        f"Made by\n\n```bash\n{settings['command']}\n```\n\nand loaded by\n\n```python\nfrom transformers import {load}"
-    )
+    text += f"Made by `{settings['stage']}.py` with the arguments below, and loaded by\n\n"
+    text += f"```python\nfrom transformers import {load}"
     text += f'\n\nmodel = {load}.from_pretrained("{repository}", revision="{revision}")\n```\n\n'
     if load == "AutoModelForSequenceClassification":
         text += "The reward is this model's logit minus `reward_mean` of its config, a constant.\n\n"

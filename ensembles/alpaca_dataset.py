@@ -187,19 +187,14 @@ def extended_base(path: str):
 
 @contextmanager
 def unfinished_folder(output_dir: Path):
-    """Yield a temporary folder, whose `finished` becomes the output folder at the end: at once or, where that exists (a
-    symlink, a mount point), part by part. If anything fails, nothing of it is left behind."""
-    target = output_dir.resolve()
-    beside = target if target.exists() else target.parent
-    beside.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{target.name}.tmp-", dir=beside) as folder:
+    """Yield a temporary folder, and rename its subfolder `finished` to output_dir at the end if nothing fails."""
+    target = output_dir.resolve()  # of a symlink, so that it stays one
+    if target.is_mount() or target == Path.cwd():
+        fail(f"{output_dir} cannot be replaced: choose a folder in it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{target.name}.tmp-", dir=target.parent) as folder:
         yield Path(folder)
-        finished = Path(folder, "finished")
-        if not target.exists():
-            finished.rename(target)
-            return
-        for part in finished.iterdir():
-            part.rename(target / part.name)
+        Path(folder, "finished").rename(target)  # replaces an empty folder
 
 
 def main(args: Args):

@@ -32,7 +32,7 @@ from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppo import checkpoint_folder, fail, load_reward_model, load_splits, load_tokenizer, or_fail, trimmed_width  # noqa: E402
+from ppo import checkpoint_folder, fail, load_reward_model, load_splits, load_tokenizer, or_fail, rounded_width  # noqa: E402
 
 COLUMNS = ["query", "query_token", "query_chosen_token", "query_rejected_token"]
 ONE_BASE = 0.5  # cosine of two members' weights: above 0.9 after training from one base, about 0 between two bases
@@ -53,9 +53,8 @@ class Args:
 
 def last_rewards(model, tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
     """Rewards (b,) of right-padded rows (b, T), read at their last token (Detail 12)."""
-    tokens = tokens[:, : trimmed_width(tokens, pad_id)]
-    last = (tokens != pad_id).sum(1) - 1
-    return model(tokens).gather(1, last[:, None]).squeeze(1)
+    lengths = (tokens != pad_id).sum(1)
+    return model(tokens[:, : rounded_width(lengths)]).gather(1, lengths[:, None] - 1).squeeze(1)
 
 
 # ---- the average ---------------------------------------------------------------------------------------------------
@@ -118,7 +117,7 @@ def main(args: Args):
     # ---- average, accuracies ---------------------------------------------------------------------
     mean = load_reward_model(folders[first], tokenizer).eval()
     mean.model.load_state_dict(mean_weights(list(states.values())))
-    mean.model.score.reward_mean = fmean(model.model.score.reward_mean for model in models.values())
+    mean.reward_mean = fmean(model.reward_mean for model in models.values())
     rows = []
     for path, model in [*models.items(), ("average", mean)]:
         found = accuracies(model.to(device), pairs, tokenizer.pad_token_id, args.micro_batch_size, path)

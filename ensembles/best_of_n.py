@@ -39,6 +39,7 @@ from typing import Literal
 import numpy
 import pandas
 import torch
+import torch.nn.functional as F
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -50,7 +51,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ppo import (  # noqa: E402
     RewardModel,
-    banned_ids,
     checkpoint_folder,
     fail,
     gumbel_noise,
@@ -197,15 +197,25 @@ def sample_many(
     return responses
 
 
+def rewards_after(model: RewardModel, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+    """RewardModel's forward (b, T) for tokens (b, T) that follow those whose keys and values are in the cache, which
+    theirs are added to."""
+    hidden = model.model.base_model(tokens, past_key_values=cache, use_cache=True).last_hidden_state
+    head = model.model.score
+    with torch.autocast(hidden.device.type, enabled=False):
+        rewards = F.linear(hidden.float(), head.weight.float(), head.bias.float()) - model.reward_mean
+    return rewards.squeeze(-1)
+
+
 @torch.no_grad()
 def response_scores(model: RewardModel, query: torch.Tensor, responses: torch.Tensor, pad_id: int, size: int):
     """Rewards (m,) of right-padded responses (m, R) to one query (Q,) without padding, read at the last token, `size`
     responses in a forward pass."""
     cache, lengths = DynamicCache(), (responses != pad_id).sum(1)
     scores = torch.empty(len(responses), device=query.device)
-    model(query[None], past_key_values=cache)
+    rewards_after(model, query[None], cache)
     for index in similar_lengths(lengths, size):
-        rewards = model(responses[index, : int(lengths[index].max())], past_key_values=repeated(cache, len(index)))
+        rewards = rewards_after(model, responses[index, : int(lengths[index].max())], repeated(cache, len(index)))
         scores[index] = rewards.gather(1, lengths[index, None] - 1).squeeze(1)  # (b, W) -> (b,)
     return scores
 
@@ -391,7 +401,7 @@ def main(args: Args):
         gold = load_function("--gold", args.gold)
     else:
         gold = load_reward_model(gold_folder, tokenizer).to(device).eval()
-    banned, eos_id, pad_id = banned_ids(policy, tokenizer).to(device), tokenizer.eos_token_id, tokenizer.pad_token_id
+    banned, eos_id, pad_id = policy.banned, tokenizer.eos_token_id, tokenizer.pad_token_id
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

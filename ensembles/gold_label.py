@@ -41,7 +41,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ppo import (  # noqa: E402
     RewardModel,
-    banned_ids,
     checkpoint_folder,
     fail,
     gumbel_noise,
@@ -142,7 +141,7 @@ def answers(model, queries: torch.Tensor, tokenizer, keys: torch.Tensor, args) -
     model.generation_config = GenerationConfig(  # else generate() fills what ours leaves open from the checkpoint's own
         max_new_tokens=args.response_length, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=pad_id
     )
-    sampler = NucleusGumbel(keys, queries.shape[1], banned_ids(model, tokenizer).to(queries.device), args)
+    sampler = NucleusGumbel(keys, queries.shape[1], model.banned, args)
     tokens = model.generate(queries, logits_processor=[sampler])
     tokens = tokens[:, queries.shape[1] :]
     return F.pad(tokens, (0, args.response_length - tokens.shape[1]), value=pad_id)
@@ -219,19 +218,14 @@ def pair_features() -> Features:
 
 @contextmanager
 def unfinished_folder(output_dir: Path):
-    """Yield a temporary folder, whose `finished` becomes the output folder at the end: at once or, where that exists (a
-    symlink, a mount point), part by part. If anything fails, nothing of it is left behind."""
-    target = output_dir.resolve()
-    beside = target if target.exists() else target.parent
-    beside.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{target.name}.tmp-", dir=beside) as folder:
+    """Yield a temporary folder, and rename its subfolder `finished` to output_dir at the end if nothing fails."""
+    target = output_dir.resolve()  # of a symlink, so that it stays one
+    if target.is_mount() or target == Path.cwd():
+        fail(f"{output_dir} cannot be replaced: choose a folder in it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{target.name}.tmp-", dir=target.parent) as folder:
         yield Path(folder)
-        finished = Path(folder, "finished")
-        if not target.exists():
-            finished.rename(target)
-            return
-        for part in finished.iterdir():
-            part.rename(target / part.name)
+        Path(folder, "finished").rename(target)  # replaces an empty folder
 
 
 def main(args: Args):

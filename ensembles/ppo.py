@@ -11,17 +11,18 @@ Training starts from the SFT model (policy, reference and value model) with the 
 metrics.jsonl, args.json, members.json (mean and standard deviation of each reward model), TensorBoard files, with
 --gold gold_samples.csv and, with --save-every, checkpoints/.
 
-The file starts with the algorithm: arguments, losses and main. The helpers that main calls follow, in this order:
-rollout, forward passes, sampling, padding, models and evaluation. Plumbing comes last. To see what differs from ppo.py,
-run `git diff --no-index ppo.py ensembles/ppo.py`.
+The algorithm comes first: arguments, losses and main. Helpers follow, and plumbing comes last. To see
+what differs from ppo.py, run `git diff --no-index ppo.py ensembles/ppo.py`.
 
 Shapes: B is the number of episodes of an update, b the number of rows in a function's input, Q the width of the
 queries, R the response length, W the width of a micro-batch's responses, T the width of query and response together, V
 the vocabulary size, D the size of a hidden state and k the number of reward models. A batch is a dict of tensors:
 
-    queries (B, Q) left-padded; responses (B, R) right-padded; lengths and row_lengths (B,); member_scores (B, k)
+    tokens (B, Q + R) query and response, right-padded; responses (B, R) right-padded
+    query_lengths, lengths (of the responses, EOS included) and row_lengths (of both) (B,); member_scores (B, k)
     response_mask (B, R) through EOS: logprobs, ref_logprobs, entropy and advantages are 0 outside of it
     value_mask (B, R) through one past EOS, where the score lies: values are 0 outside of it
+    in a micro-batch also `rows` (b,) of the batch, and `columns` (b, W) of `tokens` that predict the response tokens
 
 docs/details.md lists the paper's Details. The script deviates from the paper and the authors' code on purpose:
 - The score is added one position past EOS, as in the authors' code and in OpenAI's. The text of figure 9 says at EOS.
@@ -30,8 +31,8 @@ docs/details.md lists the paper's Details. The script deviates from the paper an
 - The policy loss is divided by the number of response tokens (through EOS), and the value loss by the number of value
   positions (through one past EOS).
 - Sampling is Gumbel-max with noise keyed by (seed, update, episode, position), not multinomial. A row stops at its EOS,
-  which equals sampling on and truncating. [PAD] and ids beyond the tokenizer have probability 0, both in sampling and
-  in every log-probability.
+  with the same result as sampling to the full length and truncating. [PAD] and ids beyond the tokenizer have
+  probability 0, both in sampling and in every log-probability.
 - Old log-probabilities come from a forward pass over the finished response, not from the scores of generation.
 - Validation samples are drawn at temperature 0.01, and weight decay applies to all weights, as in the authors' code.
 - For the ensemble paper's batches of 32 out of 256 rollouts (table 3), set --batch-size 256 --num-mini-batches 8.
@@ -40,24 +41,21 @@ docs/details.md lists the paper's Details. The script deviates from the paper an
 """
 
 import csv
-import fcntl
 import hashlib
 import importlib.util
 import json
-import logging
 import os
 import re
-import shlex
 import shutil
 import signal
-import struct
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from math import cos, pi
+from math import cos, inf, pi
 from pathlib import Path
 from typing import Literal
 
@@ -70,24 +68,23 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import WandBTracker
 from accelerate.utils import gather_object, set_seed
 from datasets import DatasetDict, load_dataset, load_from_disk
+from filelock import FileLock
 from huggingface_hub import snapshot_download
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     StaticCache,
 )
-from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging as transformers_logging
 
 STAGE = "ppo"
-MICRO_BATCH_SIZES = {"1b": 16, "2.8b": 8, "6.9b": 2}  # per Pythia size: what fits on one 80 GB device
+MICRO_BATCH_SIZES = {"1b": 16, "2.8b": 8, "6.9b": 2}  # per Pythia size: fits on one 80 GB device
 SAMPLE_BATCH_SIZES = {"1b": 256, "2.8b": 128, "6.9b": 64}  # 19 to 24 GB of cached keys and values
 TEMPERATURE_EPS = 1e-7  # added to the temperature before dividing by it, as in the authors' code
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
@@ -230,20 +227,18 @@ def token_rewards(scores: torch.Tensor, kl: torch.Tensor, lengths: torch.Tensor,
 def gae(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return advantages (b, R) by generalised advantage estimation, and returns (b, R) = advantages + values. rewards
     and values (b, R) are 0 outside the value mask."""
+    deltas = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values
     advantages = torch.zeros_like(rewards)
     advantage = torch.zeros_like(rewards[:, 0])
-    next_values = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma * next_values - values[:, t]
-        advantage = delta + gamma * lam * advantage
+        advantage = deltas[:, t] + gamma * lam * advantage
         advantages[:, t] = advantage
-        next_values = values[:, t]
     return advantages, advantages + values
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
-    """Return (values - mean) / sqrt(var + 1e-8), with the biased variance over the mask and 0 outside of it. If not
-    shift_mean, the mean is added back (Details 24 and 25). (b, R), (b, R) bool -> (b, R), or (b,), (b,) -> (b,)."""
+    """Return (values - mean) / sqrt(var + 1e-8) of values (b, R), with the biased variance over the mask (b, R), and 0
+    outside of it. If not shift_mean, the mean is added back (Details 24 and 25)."""
     count = mask.sum()
     mean = (values * mask).sum() / count
     variance = ((values - mean).square() * mask).sum() / count
@@ -257,7 +252,7 @@ def policy_loss(logprobs: torch.Tensor, mb: dict, cliprange: float) -> tuple[tor
     """Return the clipped surrogate summed over the response mask, and sums to log. logprobs (b, W) has a gradient. The
     micro-batch holds the old logprobs, advantages and response_mask (b, W)."""
     mask = mb["response_mask"]
-    logratio = (logprobs - mb["logprobs"]).masked_fill(~mask, 0.0)  # before exp, because it is huge at a [PAD]
+    logratio = (logprobs - mb["logprobs"]).masked_fill(~mask, 0.0)  # a [PAD] has about -1e9
     ratio = logratio.exp()
     unclipped = -mb["advantages"] * ratio
     clipped = -mb["advantages"] * ratio.clamp(1 - cliprange, 1 + cliprange)
@@ -287,11 +282,9 @@ def value_loss(values: torch.Tensor, mb: dict, cliprange: float) -> tuple[torch.
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     """Return the row indices (stop - start,) at positions start..stop-1 of an endless stream over n rows, reshuffled
     without replacement on each pass (Detail 21). They depend only on (seed, position), so all processes agree."""
-    passes = []
-    for epoch in range(start // n, (stop - 1) // n + 1):
-        shuffled = permutation(n, seed, epoch)
-        passes.append(shuffled[max(start - epoch * n, 0) : stop - epoch * n])
-    return torch.cat(passes)
+    first = start // n
+    passes = [permutation(n, seed, epoch) for epoch in range(first, (stop - 1) // n + 1)]
+    return torch.cat(passes)[start - first * n : stop - first * n]
 
 
 def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
@@ -319,29 +312,25 @@ def main(args: Args):
     tokenizer = load_tokenizer(sft_folder)
     for path in reward_folders:
         check_tokenizer(path, tokenizer, args)
-    pad_id = tokenizer.pad_token_id
-    columns = ["query", "query_token", "reference_response_token"]
-    data = load_splits("--dataset", args.dataset, columns, tokenizer)
+    data = load_splits("--dataset", args.dataset, ["query", "query_token", "reference_response_token"], tokenizer)
     train = data["train"].select_columns([key for key in ("query_token", "tag") if key in data["train"].column_names])
     validation = data["validation"].take(min(args.eval_rows, len(data["validation"])))
+    width = max(len(rows[0]["query_token"]) for rows in (train, validation)) + args.response_length
 
+    # Each model moves to the device before the next is loaded, so host memory holds only one (without --offload).
     reward_models = [
-        frozen_model(accelerator, load_reward_model(path, tokenizer), args.offload) for path in reward_folders
+        frozen_model(accelerator, load_reward_model(path, tokenizer, width), args.offload) for path in reward_folders
     ]
-    gold = load_gold(accelerator, validation, reward_folders, tokenizer, args)
-    ref_policy = frozen_model(accelerator, load_policy(sft_folder, tokenizer), args.offload)
-    policy = load_policy(sft_folder, tokenizer).to(device)  # now, so that host memory holds one model at a time
+    gold = load_gold(accelerator, validation, reward_folders, tokenizer, width, args)
+    ref_policy = frozen_model(accelerator, load_policy(sft_folder, tokenizer, width), args.offload)
+    policy = load_policy(sft_folder, tokenizer, width).to(device)
+    # Detail 22: the value model is a network of its own.
     if args.value_start == "reward":
-        value_model = load_reward_model(reward_folders[0], tokenizer)  # Detail 22: all weights, the head included
+        value_model = load_reward_model(reward_folders[0], tokenizer, width)
     else:
-        value_model = new_reward_model(sft_folder, tokenizer)
+        value_model = new_reward_model(sft_folder, tokenizer, width)
         nn.init.zeros_(value_model.model.score.weight)
     value_model.to(device)
-    width = max(len(rows[0]["query_token"]) for rows in (train, validation)) + args.response_length
-    for folder, reward_model in zip(reward_folders, reward_models, strict=True):
-        check_positions(reward_model.model, folder, width)
-    check_positions(policy, sft_folder, width)
-    banned = banned_ids(policy, tokenizer).to(device)
     scales = {}
     if args.standardise_members:
         scales = kept_scales(args)
@@ -352,51 +341,50 @@ def main(args: Args):
             standardise(reward_model, **scales[path])
         if args.value_start == "reward":
             standardise(value_model, **scales[args.reward_model_paths[0]])
-    unwrapped_model = PolicyAndValue(policy, value_model)  # without DDP or DeepSpeed, for passes without gradient
-    model, optimizer = prepare(accelerator, unwrapped_model, args)
-    # register state of your own here: accelerator.register_for_checkpointing(it). --resume restores its tensors on the
-    # CPU, so move them to the device yourself.
+    model, optimizer = prepare(accelerator, PolicyAndValue(policy, value_model), args)
+    # Register state of your own here (accelerator.register_for_checkpointing). After --resume it is on the CPU.
     finished_updates = begin_run(accelerator, args)
     if scales:
         with writing(accelerator, Path(args.output_dir, "members.json")) as partial:
             if accelerator.is_main_process:
                 partial.write_text(json.dumps(scales, indent=2) + "\n")
 
-    gold_inputs = accelerator, unwrapped_model, ref_policy, reward_models, gold, validation, tokenizer, banned, args
+    gold_inputs = accelerator, policy, value_model, ref_policy, reward_models, gold, validation, tokenizer, args
     if gold and finished_updates == 0:
         write_metrics(accelerator, args, {"episode": 0} | gold_metrics(*gold_inputs, 0), 0, num_updates)
     run_start = time.time()
     for update in updates(accelerator, args, finished_updates, num_updates):
-        # ---- 1. queries, the same on every process; each samples its share -----------------------
+        # ---- 1. sample: each process its share of the episodes -----------------------------------
         update_start = time.time()
         episodes = range((update - 1) * args.batch_size, update * args.batch_size)
         order = data_order(len(train), args.seed, episodes.start, episodes.stop)  # Detail 21
-        posts = train[order.tolist()]
-        queries = posts["query_token"].to(device)  # (B, Q)
-        share = slice(rank * args.batch_size // world, (rank + 1) * args.batch_size // world)
-        keys = noise_keys(args.seed, update, episodes[share])  # so that a sample does not depend on its process
-        sampled = sample(accelerator, policy, queries[share], keys, tokenizer, args, args.temperature)
-        responses, sampling_logprobs = sampled  # (b, R) each
+        # This process samples the rows of the batch that it will train on in the first epoch. Section 2 and that epoch
+        # can so pass the same micro-batches through the policy. As kernels round differently for other shapes, this is
+        # what makes the ratios before the first step exactly 1, even in bfloat16.
+        rows = torch.cat([mini_batch.chunk(world)[rank] for mini_batch in mini_batches(args, update, 0, "cpu")])
+        posts = train[order[rows].tolist()]
+        queries = posts["query_token"].to(device)  # (b, Q)
+        keys = noise_keys(args.seed, update, (episodes.start + rows).tolist())
+        responses, logprobs = sample(accelerator, policy, queries, keys, tokenizer, args, args.temperature)
         sampling_seconds = time.time() - update_start
 
         # ---- 2. scores, log-probabilities, values ------------------------------------------------
-        batch = make_batch(queries[share], responses, pad_id)
-        batch["sampling_logprobs"] = sampling_logprobs
-        batch["member_scores"] = member_scores(accelerator, reward_models, batch, pad_id, args)  # (B, k)
-        # from here on every process holds the whole batch, so no number depends on how the batch was split
+        batch = make_batch(queries, responses, tokenizer.pad_token_id)
+        batch["sampling_logprobs"] = logprobs
+        batch["member_scores"] = member_scores(accelerator, reward_models, batch, args)  # (b, k)
+        batch["safety"] = safety_tags(posts).to(device)
+        batch |= forward_passes(accelerator, policy, value_model, ref_policy, batch, args)
+        # From here on every process holds the whole batch, in the order of its episodes.
+        batch["rows"] = rows.to(device)
         batch = {key: accelerator.gather(value) for key, value in batch.items()}
-        # Kernels round differently for different shapes. The first epoch trains on the same micro-batches as these
-        # passes, so that its ratios are exactly 1 before the first step, even in bfloat16.
-        groups = [rows.chunk(world)[rank] for rows in mini_batches(args, update, 0, device)]
-        outputs = forward_passes(accelerator, unwrapped_model, ref_policy, batch, groups, pad_id, banned, args)
-        batch |= {key: accelerator.reduce(value, "sum") for key, value in outputs.items()}  # other rows are 0
+        by_episode = batch.pop("rows").argsort()
+        batch = {key: value[by_episode] for key, value in batch.items()}
 
         # ---- 3. rewards --------------------------------------------------------------------------
-        has_eos = (batch["responses"] == tokenizer.eos_token_id).any(1)  # (B,)
         where = [f"update {update}, episode {i} (query {j})" for i, j in zip(episodes, order.tolist(), strict=True)]
         check_scores(batch["member_scores"], args.reward_model_paths, where)
-        safety = safety_tags(posts).to(device)
-        raw_scores = combine(batch["member_scores"].T, args.reward_combination, args.uwo_lambda, safety)  # (B,)
+        has_eos = (batch["responses"] == tokenizer.eos_token_id).any(1)  # (B,)
+        raw_scores = combine(batch["member_scores"].T, args.reward_combination, args.uwo_lambda, batch["safety"])
         scores = raw_scores
         if args.reward_combination == "safety_gate":
             scores = whiten(scores, torch.ones_like(scores, dtype=torch.bool))
@@ -416,7 +404,7 @@ def main(args: Args):
         learning_rate = scheduled(args, (update - 1) / num_updates)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        logs = defaultdict(float)  # means over a mini-batch, summed over the optimiser steps
+        logs = defaultdict(float)  # sums over the micro-batches of all optimiser steps
         grad_norms = []
         deviations = []
         for epoch in range(args.num_ppo_epochs):
@@ -424,33 +412,32 @@ def main(args: Args):
                 policy_count = batch["response_mask"][mini_batch].sum()
                 value_count = batch["value_mask"][mini_batch].sum()
                 mbs = micro_batches(batch, mini_batch.chunk(world)[rank], args.micro_batch_size)
-                before_first_step = len(grad_norms) == 0
                 for mb in mbs:
-                    last = mb is mbs[-1]  # gradients are exchanged between devices with the last micro-batch
-                    accelerator.sync_gradients = last  # for DeepSpeed
+                    last = mb is mbs[-1]  # devices exchange gradients with the last micro-batch
+                    accelerator.sync_gradients = last  # for DeepSpeed, whose backward then also takes the step
                     model.require_backward_grad_sync = last  # for DDP
-                    logits, values = model(mb["queries"], mb["responses"], pad_id, banned)
+                    logits, values = model(mb["tokens"], mb["columns"])
                     logprobs = token_logprobs(logits, mb["responses"], args.temperature)
-                    del logits  # the largest tensor of a step, which the backward pass does not need
-                    pg_loss, pg_logs = policy_loss(logprobs, mb, args.cliprange)
-                    vf_loss, vf_logs = value_loss(values, mb, args.cliprange_value)
+                    del logits  # the largest tensor, not needed for the backward pass
+                    pg_loss, pg_sums = policy_loss(logprobs, mb, args.cliprange)
+                    vf_loss, vf_sums = value_loss(values, mb, args.cliprange_value)
                     loss = pg_loss / policy_count + args.vf_coef * vf_loss / value_count
-                    accelerator.backward(loss * world)  # x world: DDP and DeepSpeed average over devices
-                    for key, value in pg_logs.items():
-                        logs[key] += value.detach() / policy_count
-                    for key, value in vf_logs.items():
-                        logs[key] += value.detach() / value_count
-                    if before_first_step:  # the weights are those of the rollout, so every ratio should be 1
+                    accelerator.backward(loss * world)  # DDP and DeepSpeed average over devices
+                    if not grad_norms:  # before the first step, every ratio should be exactly 1
                         ratio = (logprobs.detach() - mb["logprobs"]).exp()
                         deviations.append((ratio - 1).abs()[mb["response_mask"]].max())
+                    for key, value in pg_sums.items():
+                        logs[key] += value.detach() / policy_count
+                    for key, value in vf_sums.items():
+                        logs[key] += value.detach() / value_count
                 grad_norms.append(optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}"))
-
-        # ---- 6. log, samples ---------------------------------------------------------------------
         steps = len(grad_norms)
         means = {key: accelerator.reduce(value, "sum").item() / steps for key, value in logs.items()}
+
+        # ---- 6. log, samples ---------------------------------------------------------------------
         sampling_difference = (batch["sampling_logprobs"] - batch["logprobs"]).abs()[batch["response_mask"]]
         ratio_square = means.pop("policy/ratio_square")
-        metrics = {
+        metrics = {  # the first five are also printed
             "objective/score": scores.mean(),
             "objective/kl": kl.sum(1).mean(),
             "response/length": batch["lengths"].float().mean(),
@@ -486,12 +473,12 @@ def main(args: Args):
         if gold and (update == num_updates or (args.gold_every and update % args.gold_every == 0)):
             metrics |= gold_metrics(*gold_inputs, update)
         write_metrics(accelerator, args, metrics, update, num_updates)
-        if args.sample_every and update % args.sample_every == 0:
+        if accelerator.is_main_process and args.sample_every and update % args.sample_every == 0:
             show_samples(accelerator, batch, scores, kl.sum(1), tokenizer, update)
 
     # ---- save ------------------------------------------------------------------------------------
     save_model(accelerator, args, "value_model", value_model.finished(), tokenizer)
-    save_model(accelerator, args, "model", policy, tokenizer)  # last, because it marks the run as complete
+    save_model(accelerator, args, "model", policy, tokenizer)  # last: it marks the run as complete
     accelerator.print(f"done in {time.time() - run_start:.0f} s: {args.output_dir}", flush=True)
     accelerator.end_training()
 
@@ -502,69 +489,65 @@ def main(args: Args):
 @torch.no_grad()
 def sample(accelerator: Accelerator, policy, queries, keys, tokenizer, args, temperature: float) -> tuple:
     """Sample a response (b, R) to each left-padded query (b, Q), with [PAD] after its EOS (Detail 23). Also returns the
-    log-probabilities (b, R) of its tokens at sampling time. keys (b, 2) come from noise_keys."""
-    pad_id = tokenizer.pad_token_id
+    log-probabilities (b, R) of its tokens at sampling time, meaningless after EOS. keys (b, 2) come from noise_keys."""
     keys = keys.to(queries.device)
-    responses = queries.new_full((len(queries), args.response_length), pad_id)
+    lengths = (queries != tokenizer.pad_token_id).sum(1)
+    responses = queries.new_zeros((len(queries), args.response_length))
     logprobs = torch.zeros(responses.shape, device=queries.device)
-    size = min(args.sample_batch_size, len(queries))
-    cache = KeyValueCache(policy.config, trimmed_width(queries, pad_id) + args.response_length)
-    for index in similar_lengths((queries != pad_id).sum(1), size):
-        rows = torch.cat([index, index[-1:].expand(size - len(index))])  # the cache has `size` rows
+    for rows in similar_lengths(lengths, args.sample_batch_size):
+        cache = KeyValueCache(policy.config, rounded_width(lengths[rows]) + args.response_length)
         with accelerator.autocast():
             found = generate(policy, queries[rows], tokenizer, args.response_length, temperature, keys[rows], cache)
-        found_responses, found_logprobs = found
-        responses[index] = found_responses[: len(index)]
-        logprobs[index] = found_logprobs[: len(index)]
+        responses[rows], logprobs[rows] = found
     return responses, logprobs
 
 
 @torch.no_grad()
-def forward_passes(accelerator: Accelerator, model, ref_policy, batch: dict, groups, pad_id, banned, args) -> dict:
-    """Return logprobs, ref_logprobs, values and entropy (B, R) of the responses in a batch (make_batch), computed in
-    micro-batches of each group of its rows. They are 0 outside their masks and in rows of no group."""
-    outputs = {}
-    for key in ("logprobs", "ref_logprobs", "values", "entropy"):
-        outputs[key] = torch.zeros(batch["responses"].shape, device=accelerator.device)
+def forward_passes(accelerator: Accelerator, policy, value_model, ref_policy, batch: dict, args) -> dict:
+    """Return logprobs, ref_logprobs, values and entropy (b, R) of the responses in a process's batch (make_batch), 0
+    outside their masks. The micro-batches are those of the first epoch, whose mini-batches follow each other in it."""
+    zeros = torch.zeros(batch["responses"].shape, device=accelerator.device)
+    outputs = {key: zeros.clone() for key in ("logprobs", "ref_logprobs", "values", "entropy")}
     mbs = []
-    for rows in groups:
+    for rows in torch.arange(len(batch["responses"]), device=accelerator.device).chunk(args.num_mini_batches):
         mbs += micro_batches(batch, rows, args.micro_batch_size)
     for mb in mbs:
+        rows, width = mb["rows"], mb["responses"].shape[1]
         with accelerator.autocast():
-            logits, values = model(mb["queries"], mb["responses"], pad_id, banned)
+            logits = response_logits(policy, mb["tokens"], mb["columns"])
             logprobs = token_logprobs(logits, mb["responses"], args.temperature)
             entropy = token_entropy(logits, args.temperature)
-        outputs["logprobs"][mb["index"]] = logprobs * mb["response_mask"]
-        outputs["entropy"][mb["index"]] = entropy * mb["response_mask"]
-        outputs["values"][mb["index"]] = values * mb["value_mask"]
+            values = value_model(mb["tokens"]).gather(1, mb["columns"])
+        outputs["logprobs"][rows, :width] = logprobs * mb["response_mask"]
+        outputs["entropy"][rows, :width] = entropy * mb["response_mask"]
+        outputs["values"][rows, :width] = values * mb["value_mask"]
     with on_device(accelerator, ref_policy):
         for mb in mbs:
-            tokens, columns = episode_rows(mb["queries"], mb["responses"], pad_id)
             with accelerator.autocast():
-                logits = response_logits(ref_policy, tokens, columns, banned)
+                logits = response_logits(ref_policy, mb["tokens"], mb["columns"])
                 logprobs = token_logprobs(logits, mb["responses"], args.temperature)
-            outputs["ref_logprobs"][mb["index"]] = logprobs * mb["response_mask"]
+            width = logprobs.shape[1]
+            outputs["ref_logprobs"][mb["rows"], :width] = logprobs * mb["response_mask"]
     return outputs
 
 
 @torch.no_grad()
-def reward_scores(accelerator: Accelerator, reward_model, batch: dict, pad_id: int, args) -> torch.Tensor:
+def reward_scores(accelerator: Accelerator, reward_model, batch: dict, args) -> torch.Tensor:
     """Return the reward model's score (b,) of each response in a batch, read at its last token (Detail 12)."""
     rows = torch.arange(len(batch["responses"]), device=accelerator.device)
     scores = torch.zeros(len(rows), device=accelerator.device)
     with on_device(accelerator, reward_model):
         for mb in micro_batches(batch, rows, args.forward_batch_size):
-            tokens = right_padded(torch.cat([mb["queries"], mb["responses"]], 1), pad_id)
-            last = mb["row_lengths"] - 1
             with accelerator.autocast():
-                rewards = reward_model(tokens)  # (b, T)
+                rewards = reward_model(mb["tokens"])  # (b, T)
+            last = mb["row_lengths"] - 1
             scores[mb["rows"]] = rewards.gather(1, last[:, None]).squeeze(1)
     return scores
 
 
-def member_scores(accelerator: Accelerator, reward_models, batch: dict, pad_id: int, args) -> torch.Tensor:
+def member_scores(accelerator: Accelerator, reward_models, batch: dict, args) -> torch.Tensor:
     """Return the scores (b, k) of all reward models."""
-    scores = [reward_scores(accelerator, reward_model, batch, pad_id, args) for reward_model in reward_models]
+    scores = [reward_scores(accelerator, reward_model, batch, args) for reward_model in reward_models]
     return torch.stack(scores, 1)
 
 
@@ -585,24 +568,28 @@ def on_device(accelerator: Accelerator, model):
     """Keep a frozen model on the device while it is used (Detail 8). An offloaded model keeps its copy in host memory,
     so nothing is copied back."""
     tensors = [*model.parameters(), *model.buffers()]
-    waiting = [tensor.data for tensor in tensors]
+    in_host_memory = [tensor.data for tensor in tensors]
     for tensor in tensors:
         tensor.data = tensor.data.to(accelerator.device, non_blocking=True)
     yield
-    for tensor, data in zip(tensors, waiting, strict=True):
+    for tensor, data in zip(tensors, in_host_memory, strict=True):
         tensor.data = data
 
 
 def make_batch(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> dict:
-    """Return the part of a batch that follows from the tokens: queries (b, Q), responses (b, R), their lengths (b,) in
-    tokens, EOS included, row_lengths (b,) of query and response, and response_mask and value_mask (b, R) bool."""
+    """Return the part of a batch that follows from the tokens of left-padded queries (b, Q) and responses (b, R): see
+    "Shapes" at the top of the file."""
+    joined = torch.cat([queries, responses], 1)
+    real_first = (joined == pad_id).int().argsort(dim=1, stable=True)
+    query_lengths = (queries != pad_id).sum(1)
     lengths = (responses != pad_id).sum(1)
     positions = torch.arange(responses.shape[1], device=responses.device)
     return {
-        "queries": queries,
+        "tokens": joined.gather(1, real_first),  # moves padding to the right
         "responses": responses,
+        "query_lengths": query_lengths,
         "lengths": lengths,
-        "row_lengths": (queries != pad_id).sum(1) + lengths,
+        "row_lengths": query_lengths + lengths,
         "response_mask": positions < lengths[:, None],
         "value_mask": positions <= lengths[:, None],
     }
@@ -615,24 +602,35 @@ def mini_batches(args, update: int, epoch: int, device) -> tuple[torch.Tensor, .
 
 
 def micro_batches(batch: dict, rows: torch.Tensor, size: int) -> list[dict]:
-    """Split these rows (b,) of a batch into micro-batches of `size` rows of similar length, which saves padding.
-    Queries (b, Q) and numbers (b,) keep their width. Per-token tensors (B, R) are cropped to (b, W), one position past
-    the longest response. A micro-batch also has `rows`, its rows in the batch, and `index`, which selects its (b, W)
-    from a (B, R)."""
+    """Split these rows (b,) of a batch into micro-batches of `size` rows of similar length, which saves padding. Tokens
+    are cropped to the longest row (b, T), and per-token tensors to one position past the longest response (b, W). A
+    micro-batch also has `rows`, its rows in the batch, and `columns` (b, W): for each response token the column of the
+    token before it, where the policy predicts it and the value model values the state."""
     mbs = []
     for group in similar_lengths(batch["row_lengths"][rows], size):
-        mb_rows = rows[group]
-        width = int(batch["lengths"][mb_rows].max()) + 1
-        index = (mb_rows, slice(width))
-        mb = {"rows": mb_rows, "index": index, "queries": batch["queries"][mb_rows]}
-        for key, value in batch.items():
-            if key != "queries":
-                mb[key] = value[index] if value.ndim == 2 else value[mb_rows]
+        mb = {key: value[rows[group]] for key, value in batch.items()}
+        width = int(mb["lengths"].max()) + 1
+        for key, value in mb.items():
+            if value.ndim == 2 and key != "tokens":
+                mb[key] = value[:, :width]
+        mb["rows"] = rows[group]
+        mb["tokens"] = mb["tokens"][:, : rounded_width(mb["row_lengths"])]
+        columns = mb["query_lengths"][:, None] - 1 + torch.arange(mb["responses"].shape[1], device=rows.device)
+        mb["columns"] = columns.clamp(max=mb["tokens"].shape[1] - 1)  # past a response's end, any column will do
         mbs.append(mb)
     return mbs
 
 
-# ==== forward passes ==============================================================================
+def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Return row indices in groups of `size` rows of similar length, which saves padding. lengths: (b,)."""
+    order = lengths.argsort(descending=True, stable=True)
+    return list(order.split(size))
+
+
+def rounded_width(lengths: torch.Tensor) -> int:
+    """Return the width that rows of these lengths (b,) are cropped to: the longest, rounded up to a multiple of 16.
+    Rounding keeps the number of different shapes small, because each new shape costs memory and, on a GPU, time."""
+    return -(-int(lengths.max()) // 16) * 16
 
 
 class PolicyAndValue(nn.Module):
@@ -643,85 +641,65 @@ class PolicyAndValue(nn.Module):
         self.policy = policy
         self.value_model = value_model
 
-    def forward(self, queries, responses, pad_id: int, banned: torch.Tensor):
-        """Return logits (b, W, V) of the response tokens and values (b, W) of the states before them, for left-padded
-        queries (b, Q) and responses (b, W). Banned ids get -1e9, so mask the huge log-probability of a [PAD] after the
-        end before taking exp."""
-        tokens, columns = episode_rows(queries, responses, pad_id)
-        logits = response_logits(self.policy, tokens, columns, banned)
-        states = states_at(self.value_model.model, tokens, columns)
-        values = self.value_model.model.score(states).squeeze(-1)  # transformers calls the scalar head `score`
-        return logits, values
+    def forward(self, tokens, columns):
+        """Return logits (b, W, V) and values (b, W) at the columns (b, W) of right-padded rows (b, T)."""
+        return response_logits(self.policy, tokens, columns), self.value_model(tokens).gather(1, columns)
+
+
+def response_logits(policy, tokens: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return the logits (b, W, V) at the columns (b, W) of right-padded rows (b, T), which need no mask,
+    because the model is causal. The head only runs on these columns. Banned ids get -1e9, so mask the huge
+    log-probability of a [PAD] after the end before taking exp."""
+    hidden = policy.base_model(tokens, use_cache=False).last_hidden_state  # (b, T, D)
+    states = hidden.gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[2]))
+    return policy.get_output_embeddings()(states).masked_fill_(policy.banned, -1e9)
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return log softmax(logits / (temperature + 1e-7)) at the tokens (Detail 20): (b, R, V), (b, R) -> (b, R)."""
+    """Return log softmax(logits / (temperature + 1e-7)) at the tokens (Detail 20): (b, W, V), (b, W) -> (b, W)."""
     scaled = logits.float() / (temperature + TEMPERATURE_EPS)
     return -F.cross_entropy(scaled.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
 
 
 def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the entropy (nats) of softmax(logits / (temperature + 1e-7)) per position: (b, R, V) -> (b, R)."""
+    """Return the entropy (nats) of softmax(logits / (temperature + 1e-7)) per position: (b, W, V) -> (b, W)."""
     scaled = logits.float() / (temperature + TEMPERATURE_EPS)
     logprobs = scaled.log_softmax(2)
     return -(logprobs.exp() * logprobs).sum(2)
 
 
-def response_logits(policy, tokens: torch.Tensor, columns: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
-    """Return the logits (b, W, V) at the columns (b, W) of right-padded rows (b, T), both from episode_rows. Banned ids
-    get -1e9. The head only runs on these columns."""
-    states = states_at(policy, tokens, columns)
-    return policy.get_output_embeddings()(states).masked_fill_(banned, -1e9)
-
-
-def states_at(model, tokens: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return a transformers model's last hidden states (b, W, D) at the columns (b, W) of right-padded rows (b, T). The
-    rows need no mask, because no token of a causal model sees what comes after it."""
-    hidden = model.base_model(tokens, use_cache=False).last_hidden_state  # (b, T, D)
-    return hidden.gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[2]))
-
-
-def episode_rows(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join left-padded queries (b, Q) and responses (b, W) into right-padded rows (b, T). Also returns the columns (b,
-    W) of the token before each response token, where its log-probability and value are read."""
-    inputs = torch.cat([queries, responses[:, :-1]], 1)  # the last token predicts nothing we need
-    tokens = right_padded(inputs, pad_id)
-    last_of_query = (queries != pad_id).sum(1, keepdim=True) - 1
-    columns = last_of_query + torch.arange(responses.shape[1], device=tokens.device)
-    return tokens, columns.clamp(max=tokens.shape[1] - 1)
-
-
 # ==== sampling ====================================================================================
 
 
-def noise_keys(seed: int, update: int, rows: list[int]) -> torch.Tensor:
-    """Return two 32-bit keys (b, 2) per row, hashed from (seed, update, row)."""
-    keys = []
-    for row in rows:
-        digest = hashlib.blake2b(f"{seed} {update} {row}".encode(), digest_size=8).digest()
-        keys.append(struct.unpack("<ii", digest))
-    return torch.tensor(keys, dtype=torch.int32).reshape(-1, 2)
+def noise_keys(seed: int, update: int, episodes: Iterable[int]) -> torch.Tensor:
+    """Return two 32-bit keys (b, 2) per episode, hashed from (seed, update, episode)."""
+    digests = [hashlib.blake2b(f"{seed} {update} {i}".encode(), digest_size=8).digest() for i in episodes]
+    return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int32).reshape(-1, 2)
 
 
 def mix(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return a bijective hash of int32 x, in which each bit changes about half of all bits. Shifts and factors are
-    those of Wellons's lowbias32; key is xored in after each product. int32 products wrap; masks make >> unsigned."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D ^ key
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32) ^ key
+    """Return a bijective hash of int32 x, in which each bit changes about half of all bits: Wellons's lowbias32, with
+    key xored in after each product. It is meant for unsigned numbers, but torch multiplies only signed ones. Products
+    wrap around all the same, masks make >> unsigned, and - 2**32 brings a large constant into the range of int32."""
+    x = ((x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D) ^ key
+    x = ((x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)) ^ key
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Tensor:
-    """Return Gumbel(0, 1) noise (b, V) that depends only on (key, position, token), not on batch, device or rank. A
-    32-bit integer hash is read as a uniform number with 32 bits near 0, where the largest noise comes from."""
+def gumbel_noise(keys: torch.Tensor, position: int | torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return Gumbel(0, 1) noise (b, V) that depends only on (key, position, token), not on batch, device or rank: the
+    hash of all three, as a uniform number u in (0, 1), becomes -log(-log(1 - u)). The largest noise comes from u near
+    0, where float32 is finest."""
+    # odd factors spread consecutive positions and tokens over the 32 bits
     step = torch.as_tensor(position, dtype=torch.int32, device=keys.device) * 0x3C6EF35F
-    key_0 = mix(keys[:, 0, None] + step, keys[:, 1, None])  # (b, 1)
+    # two keys (b, 1) for this position; each hashes the other in, so that it depends on all 64 bits of the row's keys
+    key_0 = mix(keys[:, 0, None] + step, keys[:, 1, None])
     key_1 = mix(keys[:, 1, None] + step, keys[:, 0, None])
-    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * (0x9E3779B9 - 2**32)  # golden ratio
+    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * (0x9E3779B9 - 2**32)
     bits = mix(token + key_0, key_1)  # (b, V)
     unsigned = torch.where(bits < 0, bits + 2.0**32, bits.float())
-    uniform = (unsigned + 0.5) / 2**32
-    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
+    uniform = ((unsigned + 0.5) / 2**32).clamp(max=1 - 2**-24)  # 1 would give an infinite number
+    return -torch.log(-torch.log1p(-uniform))
 
 
 def sample_tokens(logits, keys, position, temperature: float, banned) -> tuple[torch.Tensor, torch.Tensor]:
@@ -734,246 +712,166 @@ def sample_tokens(logits, keys, position, temperature: float, banned) -> tuple[t
 
 
 class KeyValueCache(StaticCache):
-    """A StaticCache that stores keys in the type of its values, as attention would cast them to it under autocast."""
+    """A StaticCache with keys in the type of the values. Under autocast, rotary embeddings make keys float32, while
+    values are bfloat16. Attention would cast all keys again at every step."""
 
     def update(self, keys, values, *args, **kwargs):
         return super().update(keys.to(values.dtype), values, *args, **kwargs)
 
 
-def banned_ids(model, tokenizer) -> torch.Tensor:
-    """Return which ids must never be sampled, (V,) bool: [PAD] and the ids beyond the tokenizer."""
-    ids = torch.arange(model.get_input_embeddings().num_embeddings)
-    return (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer))
-
-
-def truncate_response(responses: torch.Tensor, eos_id: int, pad_id: int) -> torch.Tensor:
-    """Replace everything after the first EOS by [PAD] (Detail 23). Rows without EOS stay. (b, R) -> (b, R)."""
-    is_eos = (responses == eos_id).int()
-    eos_before = is_eos.cumsum(1) - is_eos
-    return responses.masked_fill(eos_before > 0, pad_id)
-
-
-def prefill_mask(model, inputs: torch.Tensor, is_token: torch.Tensor, cache):
-    """Return the model's own attention mask (causal or with sliding windows; a dict if its layers differ) for
-    left-padded inputs (b, Q), in which padding positions also see themselves. Attention over no key at all gives NaN in
-    some kernels, and in the next layer 0 x NaN would spread to every token. is_token: (b, Q + R)."""
-    embeddings = model.get_input_embeddings()(inputs)
-    masks = create_masks_for_generate(model.config, embeddings, is_token, cache)
-
-    def with_diagonal(mask):  # (b, 1, Q, K), or None where nothing but the causal order is masked
-        return None if mask is None else mask | torch.eye(*mask.shape[2:], dtype=torch.bool, device=mask.device)
-
-    if isinstance(masks, dict):
-        return {kind: with_diagonal(mask) for kind, mask in masks.items()}
-    return with_diagonal(masks)
-
-
 @torch.no_grad()
 def generate(model, queries, tokenizer, response_length: int, temperature: float, keys, cache):
     """Sample responses (b, R) to left-padded queries (b, Q) and return them with their tokens' log-probabilities (b,
-    R). Rows are filled with [PAD] after EOS, which equals sampling on and truncating (Detail 23). cache is a
-    KeyValueCache of at least Q + R columns, either new or with b rows. All steps but the first have the same shapes.
-    Only every eighth step waits for the device, to check whether all rows have ended."""
+    R). Rows are filled with [PAD] after EOS (Detail 23). cache is a KeyValueCache with room for the longest query
+    (rounded_width) and R tokens. All steps but the first have the same shapes. Only every eighth step waits for the
+    device, to check whether all rows have ended."""
     pad_id = tokenizer.pad_token_id
-    inputs = queries[:, -trimmed_width(queries, pad_id) :]
-    banned = banned_ids(model, tokenizer).to(queries.device)
+    is_query = queries != pad_id
+    width = rounded_width(is_query.sum(1))
+    inputs = queries[:, -width:]
+    is_token = F.pad(is_query[:, -width:], (0, response_length), value=True)  # later columns are hidden by causality
+    position_ids = (is_query[:, -width:].cumsum(1) - 1).clamp(min=0)
     responses = queries.new_full((len(queries), response_length), pad_id)
     logprobs = torch.zeros(responses.shape, device=queries.device)
     ended = torch.zeros(len(queries), dtype=torch.bool, device=queries.device)
-    positions = torch.arange(response_length, dtype=torch.int32, device=queries.device)
+    positions = torch.arange(response_length, dtype=torch.int32, device=queries.device)  # copied only once
     cache.reset()
-    position_ids = ((inputs != pad_id).cumsum(1) - 1).clamp(min=0)
-    is_token = F.pad(inputs != pad_id, (0, response_length), value=True)  # (b, Q + R)
-    mask = prefill_mask(model, inputs, is_token, cache)
     for t in range(response_length):
         states = model.base_model(
-            inputs, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True
+            inputs, attention_mask=is_token, position_ids=position_ids, past_key_values=cache, use_cache=True
         ).last_hidden_state
         logits = model.get_output_embeddings()(states[:, -1])
-        tokens, logprobs[:, t] = sample_tokens(logits, keys, positions[t], temperature, banned)
-        responses[:, t] = tokens
+        tokens, logprobs[:, t] = sample_tokens(logits, keys, positions[t], temperature, model.banned)
+        responses[:, t] = tokens.masked_fill(ended, pad_id)
         ended |= tokens == tokenizer.eos_token_id
         if t % 8 == 7 and ended.all():
             break
         inputs = tokens[:, None]
-        mask = is_token
         position_ids = position_ids[:, -1:] + 1
-    return truncate_response(responses, tokenizer.eos_token_id, pad_id), logprobs
-
-
-# ==== padding =====================================================================================
-
-
-def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
-    """Return the width to which rows (b, T) can be trimmed: the longest row, rounded up to a multiple of 16, at most T.
-    Rounding keeps the number of different shapes small, because each new shape costs memory and, on a GPU, time."""
-    longest = int((tokens != pad_id).sum(1).max())
-    return min(-(-longest // 16) * 16, tokens.shape[1])
-
-
-def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Return row indices in groups of `size` rows of similar length, which saves padding. lengths: (b,)."""
-    order = lengths.argsort(descending=True, stable=True)
-    return list(order.split(size))
-
-
-def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Return the rows (b, T) with all padding moved to the right, trimmed to the longest row."""
-    real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
-    return tokens.gather(1, real_first)[:, : trimmed_width(tokens, pad_id)]
+    return responses, logprobs
 
 
 # ==== models ======================================================================================
 
 
-class ScalarHead(nn.Linear):
-    """A reward model's head, (b, T, d) -> (b, T, 1), in float32 even under autocast or in a bfloat16 model. It
-    subtracts the constant `reward_mean` (Detail 15)."""
-
-    def forward(self, hidden):
-        with torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(hidden.float(), self.weight.float(), self.bias.float()) - self.reward_mean
-
-
 class RewardModel(nn.Module):
-    """A transformers sequence classifier with one label that returns its scalar at every position. In training, its
-    head has a bias that starts at 0."""
+    """A transformers sequence classifier with one label that returns its scalar at every position, less the constant
+    `reward_mean` (Detail 15). The head is in float32, even under autocast or in a bfloat16 model. In training it has a
+    bias that starts at 0."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
         self.config = model.config
-        head = model.score  # a plain nn.Linear without bias
-        head.__class__ = ScalarHead
-        head.bias = nn.Parameter(torch.zeros(1))
-        head.reward_mean = getattr(model.config, "reward_mean", 0.0)
+        self.reward_mean = getattr(model.config, "reward_mean", 0.0)
+        model.score.bias = nn.Parameter(torch.zeros(1))  # the head, an nn.Linear without bias
 
-    def forward(self, input_ids, **inputs):
-        """Return the rewards (b, T) of right-padded rows (b, T), in float32. The rows need no mask, because no token of
-        a causal model sees what comes after it."""
-        hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
-        return self.model.score(hidden).squeeze(-1)
+    def forward(self, tokens):
+        """Return the rewards (b, T) of right-padded rows (b, T), which need no mask, because the model is causal."""
+        hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state
+        head = self.model.score
+        with torch.autocast(hidden.device.type, enabled=False):
+            rewards = F.linear(hidden.float(), head.weight.float(), head.bias.float()) - self.reward_mean
+        return rewards.squeeze(-1)
 
     def finished(self):
         """Return the transformers model to save. Its head has a weight alone, because the bias becomes part of the
         config's `reward_mean`. Do not use this RewardModel afterwards."""
-        head = self.model.score
-        self.config.reward_mean = head.reward_mean - head.bias.item()
-        head.bias = None
+        self.config.reward_mean = self.reward_mean - self.model.score.bias.item()
+        self.model.score.bias = None
         return self.model
 
 
-def load_reward_model(path: str, tokenizer) -> RewardModel:
-    """Return a trained reward model in float32 without dropout. To use the paper's released models, convert them with
-    benchmark/convert_released.py."""
+def load_reward_model(path: str, tokenizer, width: int = 0) -> RewardModel:
+    """Return a trained reward model for rows of up to `width` tokens, in float32 and without dropout (see load_policy).
+    To use the paper's released models, convert them with benchmark/convert_released.py."""
     settings = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
     with or_fail(f"{path} holds no reward model that can be read; make one with reward.py"):
-        config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
-        model, found = AutoModelForSequenceClassification.from_pretrained(path, config=config, **settings)
+        model, found = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **settings)
     wrong = {kind: sorted(keys)[:3] for kind, keys in found.items() if keys}
     if wrong:  # transformers would go on, with a random head where there is none
         fail(f"{path} holds no reward model as reward.py saves it: {wrong}")
-    check_layers(model, path)
+    check_model(model, path, width)
     model.config.pad_token_id = tokenizer.pad_token_id
     return RewardModel(model)
 
 
-def new_reward_model(path: str, tokenizer) -> RewardModel:
-    """Return the SFT model of a checkpoint folder with a new scalar head: normal weights with standard deviation 1 /
-    sqrt(d + 1), and bias 0 (Detail 11)."""
+def new_reward_model(path: str, tokenizer, width: int = 0) -> RewardModel:
+    """Return the SFT model of a checkpoint folder, for rows of up to `width` tokens, with a new scalar head: normal
+    weights with standard deviation 1 / sqrt(d + 1), and bias 0 (Detail 11). It stays in evaluation mode even while it
+    is trained, so it has no dropout (Detail 7)."""
+    settings = {"dtype": torch.float32, "trust_remote_code": False}
     with or_fail(f"the model in {path} cannot be read"):
-        config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
-        settings = {"dtype": torch.float32, "trust_remote_code": False}
-        model = AutoModelForSequenceClassification.from_pretrained(path, config=config, **settings)
-    check_layers(model, path)
-    fit_tokenizer(model, tokenizer, path)
+        model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **settings)
+    check_model(model, path, width)
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer) - 1:  # it may lack one for [PAD]
+        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
+    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
+    model.config.update({"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id})
     model.config.problem_type = "regression"  # a text-classification pipeline then returns the bare score
-    model.score = ScalarHead(model.score.in_features, 1)
+    model.score = nn.Linear(model.score.in_features, 1)
     nn.init.normal_(model.score.weight, std=1 / (model.score.in_features + 1) ** 0.5)
     return RewardModel(model)
 
 
 def standardise(model, mean: float, sd: float):
     """Make a reward model return (score - mean) / sd, by changing its head's weight and `reward_mean`."""
-    head = model.model.score
     with torch.no_grad():
-        head.weight.div_(sd)  # the bias is still 0
-    head.reward_mean = (head.reward_mean + mean) / sd
+        model.model.score.weight.div_(sd)  # the bias is still 0
+    model.reward_mean = (model.reward_mean + mean) / sd
 
 
-def load_policy(path: str, tokenizer):
-    """Return a causal language model in float32, without dropout, with an embedding for every id of the tokenizer. Its
-    generation config is what transformers' generate() needs to sample as ppo.py does."""
+def load_policy(path: str, tokenizer, width: int = 0):
+    """Return a causal language model for rows of up to `width` tokens, in float32, with an embedding for every id of
+    the tokenizer. It stays in evaluation mode even while it is trained, so it has no dropout (Detail 7). Its buffer
+    `banned` (V,) marks [PAD] and the ids beyond the tokenizer. Its generation config makes generate() avoid them."""
     with or_fail(f"the model in {path} cannot be read"):
-        config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
-        settings = {"dtype": torch.float32, "trust_remote_code": False}
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
-    check_layers(model, path)
-    check_head(model, path)
-    fit_tokenizer(model, tokenizer, path)
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    never = [tokenizer.pad_token_id, *range(len(tokenizer), model.get_input_embeddings().num_embeddings)]
-    model.generation_config = GenerationConfig(**ids, suppress_tokens=never)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
+    check_model(model, path, width)
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer) - 1:  # it may lack one for [PAD]
+        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
+    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
+    ids = torch.arange(max(rows, len(tokenizer)))
+    model.register_buffer("banned", (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer)), persistent=False)
+    settings = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model.config.update(settings)  # after resizing: some models check that the id has a row
+    model.generation_config = GenerationConfig(**settings, suppress_tokens=ids[model.banned].tolist())
     return model
 
 
-def fit_tokenizer(model, tokenizer, path: str):
-    """Give a model an embedding for every id of the tokenizer, and its config the tokenizer's EOS and [PAD]."""
-    rows = model.get_input_embeddings().num_embeddings
-    if rows < len(tokenizer) - 1:
-        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
-    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
-    model.config.eos_token_id = tokenizer.eos_token_id
-    model.config.pad_token_id = tokenizer.pad_token_id  # after resizing: some models check that the id has a row
-
-
-def check_layers(model, path: str):
-    """End with an error if a model has layers that cannot be trained or sampled from here."""
-    name = type(model).__name__
+@torch.no_grad()
+def check_model(model, path: str, width: int):
+    """End with an error if a model cannot be trained or sampled from here because of its attention, because it scales
+    or caps the logits of its head, or because it has fewer positions than `width`, the tokens of the widest row."""
+    name = f"{path}: {type(model).__name__}"
     if model.config._attn_implementation != "sdpa":
-        fail(f"{path}: {name} has no scaled dot-product attention in transformers. Choose another model")
+        fail(f"{name} has no scaled dot-product attention in transformers. Choose another model")
     other = set(getattr(model.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if other:
-        fail(f"{path}: {name} has {', '.join(sorted(other))} layers; only full and sliding attention are supported")
-
-
-@torch.no_grad()
-def check_head(model, path: str):
-    """End with an error if a model scales or caps the logits of its head, because we use the head alone."""
-    tokens = torch.arange(4)[None]
-    logits = model.get_output_embeddings()(model.base_model(tokens).last_hidden_state)
-    if not torch.allclose(logits, model(tokens).logits, atol=1e-4):
-        fail(f"{path}: {type(model).__name__} scales or caps the logits of its head. Choose another model")
-
-
-def check_positions(model, path: str, width: int):
-    """End with an error if a model has fewer positions than the rows of the data are wide."""
-    positions = getattr(model.config, "max_position_embeddings", None) or width  # some models have no limit
+        fail(f"{name} has {', '.join(sorted(other))} layers; only full and sliding attention are supported")
+    positions = getattr(model.config, "max_position_embeddings", None) or inf
     if width > positions:
-        name = type(model).__name__
-        fail(f"{path}: rows need {width} positions, but {name} has {positions}. Make the data with shorter queries")
-
-
-def without_dropout(config):
-    """Return the config with every dropout at 0 (Detail 7), even attention dropout, which is not an nn.Dropout."""
-    for key, value in config.to_dict().items():
-        if "drop" in key and isinstance(value, int | float):
-            setattr(config, key, 0.0)
-    return config
+        fail(f"{name} has {positions} positions, but rows need {width}. Make the data with shorter queries")
+    head = model.get_output_embeddings()  # None in a reward model
+    tokens = torch.arange(4)[None]
+    if head and not torch.allclose(head(model.base_model(tokens)[0]), model(tokens).logits, atol=1e-4):
+        fail(f"{name} scales or caps the logits of its head. Choose another model")
 
 
 def frozen_model(accelerator: Accelerator, model, offload: bool):
-    """Freeze a model and move it to the device, or with `offload` into page-locked host memory. Weights that every use
-    would cast to bfloat16 are cast here once: those of linear layers under autocast, and all but a reward head's under
-    DeepSpeed's bf16. Buffers stay in float32, because rotary frequencies need the precision."""
-    model.eval().requires_grad_(False)
+    """Freeze a model and move it to the device, or with `offload` into page-locked host memory. Under bf16 the weights
+    of linear layers are cast here once, because autocast would cast them at every use (not those that an embedding
+    shares). Under DeepSpeed's bf16 all weights but a reward model's head are cast, like those of the trained models.
+    Buffers, such as rotary frequencies, stay in float32."""
+    model.requires_grad_(False)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        is_linear = weight is not None and weight.ndim == 2 and weight not in embeddings  # a tied head is an embedding
-        is_cast = (is_linear or accelerator.state.deepspeed_plugin) and not isinstance(module, ScalarHead)
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, nn.Linear) and module.weight not in embeddings
+        is_cast = (is_linear or accelerator.state.deepspeed_plugin) and name != "model.score"  # RewardModel's head
         for parameter in module.parameters(recurse=False):
-            if accelerator.mixed_precision == "bf16" and is_cast:
+            if is_cast and accelerator.mixed_precision == "bf16":
                 parameter.data = parameter.data.bfloat16()
             if offload and accelerator.device.type == "cuda":
                 parameter.data = parameter.data.pin_memory()
@@ -981,7 +879,7 @@ def frozen_model(accelerator: Accelerator, model, offload: bool):
 
 
 def fill_sizes(args, world: int) -> int:
-    """Fill in the sizes left open and return the number of updates. Ends with an error if the batch does not divide."""
+    """Fill in the sizes left open and return the number of updates. Ends with an error if the batch does not fit."""
     args.micro_batch_size = args.micro_batch_size or MICRO_BATCH_SIZES.get(args.model, 8)
     args.sample_batch_size = args.sample_batch_size or SAMPLE_BATCH_SIZES.get(args.model, 32)
     if args.offload is None:
@@ -995,8 +893,8 @@ def fill_sizes(args, world: int) -> int:
 
 def check_combination(args):
     """End with an error if --reward-combination does not fit the other arguments."""
-    if (args.reward_combination == "uwo") != (args.uwo_lambda is not None) or (args.uwo_lambda or 0) < 0:
-        fail("--reward-combination uwo needs --uwo-lambda of at least 0 (the paper's PPO: 0.1); nothing else takes it")
+    if (args.reward_combination == "uwo") != (args.uwo_lambda is not None):
+        fail("--reward-combination uwo needs --uwo-lambda (the paper's PPO: 0.1); nothing else takes it")
     if args.reward_combination == "safety_gate" and args.standardise_members:
         fail("--reward-combination safety_gate needs --no-standardise-members: its threshold is a probability")
     if args.standardise_members and args.standardise_posts < 2:
@@ -1011,7 +909,7 @@ def check_tokenizer(path: str, tokenizer, args):
         fail(f"{path}: this reward model has another tokenizer than {args.sft_model_path}")
 
 
-def load_gold(accelerator: Accelerator, posts, reward_folders: list[str], tokenizer, args):
+def load_gold(accelerator: Accelerator, posts, reward_folders: list[str], tokenizer, width: int, args):
     """Return what --gold names: a frozen reward model, a function of (post, summary) that has scored every post once,
     or None."""
     if args.gold is None:
@@ -1026,7 +924,7 @@ def load_gold(accelerator: Accelerator, posts, reward_folders: list[str], tokeni
     check_tokenizer(path, tokenizer, args)
     if Path(path).resolve() in [Path(folder).resolve() for folder in reward_folders]:
         accelerator.print(f"warning: --gold {args.gold} is also one of --reward-model-paths, so it is trained against")
-    return frozen_model(accelerator, load_reward_model(path, tokenizer), args.offload)
+    return frozen_model(accelerator, load_reward_model(path, tokenizer, width), args.offload)
 
 
 def load_function(flag: str, value: str):
@@ -1044,22 +942,15 @@ def load_function(flag: str, value: str):
 
 @torch.no_grad()
 def combined_score(accelerator: Accelerator, policy, reward_models, data, tokenizer, args) -> float:
-    """Return the mean combined score of one summary per post of `data`, sampled at temperature 0.01, without penalty
-    for no EOS."""
-    pad_id = tokenizer.pad_token_id
-    rank = accelerator.process_index
-    world = accelerator.num_processes
-    index = range(len(data) * rank // world, len(data) * (rank + 1) // world)
-    combined = []
-    if index:  # there may be more processes than posts
-        posts = data[index.start : index.stop]
-        queries = posts["query_token"].to(accelerator.device)
-        keys = noise_keys(args.seed, 0, index)  # training never has an update 0
-        responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, 0.01)
-        scores = member_scores(accelerator, reward_models, make_batch(queries, responses, pad_id), pad_id, args).cpu()
-        check_scores(scores, args.reward_model_paths, [f"validation post {i}" for i in index])
-        combined = combine(scores.T, args.reward_combination, args.uwo_lambda, safety_tags(posts)).tolist()
-    return sum(gather_object(combined)) / len(data)
+    """Return the mean combined score of one summary per post of `data`, sampled at temperature 0.01, without EOS
+    penalty. Each process computes all of it, because decoding more rows at a time takes hardly longer."""
+    posts = data[:]
+    queries = posts["query_token"].to(accelerator.device)
+    keys = noise_keys(args.seed, 0, range(len(data)))  # training never has an update 0
+    responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, 0.01)
+    batch = make_batch(queries, responses, tokenizer.pad_token_id)
+    scores = member_scores(accelerator, reward_models, batch, args).cpu()
+    return combine(scores.T, args.reward_combination, args.uwo_lambda, safety_tags(posts)).mean().item()
 
 
 def kept_scales(args) -> dict | None:
@@ -1078,7 +969,6 @@ def member_scales(accelerator: Accelerator, policy, reward_models, data, tokeniz
     """Return {path of a reward model: mean and standard deviation (/ n)} of its scores of one SFT sample to each of the
     first --standardise-posts posts, drawn as in training but with their own noise. Ends with an error if a model gives
     all samples the same score."""
-    pad_id = tokenizer.pad_token_id
     data = data.take(min(args.standardise_posts, len(data)))
     scores = []
     for index, posts in shares(accelerator, data, args.forward_batch_size, "scale of the reward models"):
@@ -1086,7 +976,8 @@ def member_scales(accelerator: Accelerator, policy, reward_models, data, tokeniz
         keys = noise_keys(args.seed, -2, index)
         with on_device(accelerator, policy):
             responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, args.temperature)
-        found = member_scores(accelerator, reward_models, make_batch(queries, responses, pad_id), pad_id, args)
+        batch = make_batch(queries, responses, tokenizer.pad_token_id)
+        found = member_scores(accelerator, reward_models, batch, args)
         check_scores(found, args.reward_model_paths, [f"training post {i}" for i in index])
         scores += found.tolist()
     scores = torch.tensor(gather_object(scores), dtype=torch.float64)  # (n, k)
@@ -1100,40 +991,39 @@ def member_scales(accelerator: Accelerator, policy, reward_models, data, tokeniz
     return scales
 
 
-def gold_samples(accelerator, model, ref_policy, reward_models, gold, posts, tokenizer, banned, args):
+def gold_samples(accelerator, policy, value_model, ref_policy, reward_models, gold, posts, tokenizer, args):
     """Sample a response to each of the first --eval-rows posts as in training, with noise that is the same at every
     update. Returns the texts and numbers (n, 2 + k + 1): KL to the reference, length in tokens, the reward models'
     scores, and the score of `gold`, a reward model or a function of (post, summary)."""
-    pad_id = tokenizer.pad_token_id
     samples = []
     for index, rows in shares(accelerator, posts, len(posts), "gold"):  # there may be more processes than posts
         queries = rows["query_token"].to(accelerator.device)
         keys = noise_keys(args.seed, -1, index)
-        responses, _ = sample(accelerator, model.policy, queries, keys, tokenizer, args, args.temperature)
-        batch = make_batch(queries, responses, pad_id)
-        groups = [torch.arange(len(queries), device=accelerator.device)]
-        batch |= forward_passes(accelerator, model, ref_policy, batch, groups, pad_id, banned, args)
+        responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, args.temperature)
+        batch = make_batch(queries, responses, tokenizer.pad_token_id)
+        batch |= forward_passes(accelerator, policy, value_model, ref_policy, batch, args)
         kl = (0.5 * (batch["logprobs"] - batch["ref_logprobs"]).square()).sum(1)  # k2: the ensemble paper's eq. 10
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         if isinstance(gold, nn.Module):
-            gold_scores = reward_scores(accelerator, gold, batch, pad_id, args)
+            gold_scores = reward_scores(accelerator, gold, batch, args)
         else:
             values = []
             for name, post, text in zip(rows["id"], rows["query"], texts, strict=True):
                 with or_fail(f"--gold {args.gold}: no score for the sample to post {name}"):
                     values.append(float(gold(post, text)))
             gold_scores = torch.tensor(values, device=accelerator.device)
-        members = member_scores(accelerator, reward_models, batch, pad_id, args)
+        members = member_scores(accelerator, reward_models, batch, args)
         numbers = torch.cat([torch.stack([kl, batch["lengths"]], 1), members, gold_scores[:, None]], 1)
         samples += zip(texts, numbers.tolist(), strict=True)
     texts, numbers = zip(*gather_object(samples), strict=True)
     return texts, torch.tensor(numbers)
 
 
-def gold_metrics(accelerator, model, ref_policy, reward_models, gold, posts, tokenizer, banned, args, update) -> dict:
+def gold_metrics(accelerator, policy, value_model, ref_policy, reward_models, gold, posts, tokenizer, args, update):
     """Return the metrics gold/..., means over the posts: how far the policy is from the reference, and what it scores
     there. Writes gold_samples to the run folder's gold_samples.csv, in place of earlier ones."""
-    texts, numbers = gold_samples(accelerator, model, ref_policy, reward_models, gold, posts, tokenizer, banned, args)
+    samples_from = accelerator, policy, value_model, ref_policy, reward_models, gold, posts, tokenizer, args
+    texts, numbers = gold_samples(*samples_from)
     kl = numbers[:, 0]
     members = numbers[:, 2:-1]
     score = numbers[:, -1]
@@ -1159,16 +1049,14 @@ def gold_metrics(accelerator, model, ref_policy, reward_models, gold, posts, tok
 
 
 def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, update: int):
-    """Print the first four episodes as a table that wraps long texts, and log them to W&B, on the main process only.
-    scores and kl (B,) belong to the batch's episodes."""
-    if not accelerator.is_main_process:
-        return
+    """Print the first four episodes of a batch as a table that wraps long texts, and log them to W&B. scores and kl
+    (B,) belong to the batch's episodes."""
     columns = ["query (end)", "response", "score", "kl"]
     table = Table(*columns, title=f"samples of update {update}", show_lines=True)
     samples = []
     for i in range(min(4, len(scores))):
-        query = tokenizer.decode(batch["queries"][i].tolist()).replace(tokenizer.pad_token, "")
-        response = tokenizer.decode(batch["responses"][i].tolist()).replace(tokenizer.pad_token, "")
+        query = tokenizer.decode(batch["tokens"][i, : batch["query_lengths"][i]].tolist())
+        response = tokenizer.decode(batch["responses"][i, : batch["lengths"][i]].tolist())
         samples.append([query[-200:], response, f"{scores[i]:.3f}", f"{kl[i]:.3f}"])
         table.add_row(*samples[-1])
     Console(width=160, markup=False, emoji=False).print(table)
@@ -1182,25 +1070,21 @@ def shares(accelerator: Accelerator, data, size: int, description: str):
     results of all processes back into the order of the rows."""
     first = len(data) * accelerator.process_index // accelerator.num_processes
     last = len(data) * (accelerator.process_index + 1) // accelerator.num_processes
-    for start in progress(accelerator, range(first, last, size), description):
+    for start in track(range(first, last, size), description, disable=not accelerator.is_main_process):
         index = list(range(start, min(start + size, last)))
         yield index, data[index]
 
 
 # ==== plumbing: identical in every stage script; read it once, then skip it =======================
-# Launch, loading, run folder, checkpoints, trackers, optimiser. Nothing here changes a loss or a sample.
 
+POSITIVE = {"batch_size", "micro_batch_size", "forward_batch_size", "sample_batch_size", "num_mini_batches"}
+POSITIVE |= {"total_episodes", "num_ppo_epochs", "response_length", "temperature", "beta", "eval_rows"}
+LARGEST = {"seed": 2**32 - 1, "gamma": 1, "lam": 1, "label_smoothing": 1}
 # Settings that --resume may change, because they affect memory, speed, evaluation, logging and saving only.
 MAY_CHANGE = {"micro_batch_size", "forward_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes"}
 MAY_CHANGE |= {"eval_every", "eval_rows", "run_eval", "sample_every", "track", "save_every", "resume", "output_dir"}
-MAY_CHANGE |= {"dataset", "preference_dataset"}  # their rows are compared; of a model only its config and sizes
-CONTENTS = {}  # digests of the models and data sets that a run starts from, for --resume
-POSITIVE = {"batch_size", "micro_batch_size", "forward_batch_size", "sample_batch_size", "num_mini_batches"}
-POSITIVE |= {"num_ppo_epochs", "response_length", "temperature", "beta", "eval_rows"}
-NOT_NEGATIVE = {"seed", "total_episodes", "num_train_epochs", "learning_rate", "max_grad_norm", "kl_coef", "vf_coef"}
-NOT_NEGATIVE |= {"cliprange", "cliprange_value", "gamma", "lam", "label_smoothing"}
-NOT_NEGATIVE |= {"eval_every", "save_every", "sample_every"}
-LARGEST = {"seed": 2**32 - 1, "gamma": 1, "lam": 1, "label_smoothing": 1}
+MAY_CHANGE |= {"dataset", "preference_dataset"}  # their contents are compared
+CONTENTS = {}  # for --resume: digests of data sets, and of configs and file sizes of a flag's models
 ADAM_EPS = 1e-5  # the paper's tables
 WEIGHT_DECAY = 0.01  # torch's default for AdamW, as in the authors' code
 
@@ -1222,17 +1106,16 @@ def or_fail(message: str):
 def check_args(args):
     """Replace {model} and {seed} in the arguments. Ends with an error if a number is out of its range or the output
     folder already holds a run. With --resume, ends the process successfully if that run is complete."""
-    name = Path(os.path.abspath(args.model)).name.partition("@")[0]
+    name = Path(os.path.abspath(args.model)).name.partition("@")[0]  # sft.py takes a path or an id@revision
     for key, value in vars(args).items():
-        flag = f"--{key.replace('_', '-')} {value}"
-        largest = LARGEST.get(key, float("inf"))
-        if key in POSITIVE and value is not None and not value > 0:
-            fail(f"{flag} must be above 0")
-        if key in NOT_NEGATIVE and value is not None and not 0 <= value <= largest:
-            fail(f"{flag} must be between 0 and {largest}")
         if isinstance(value, str):
             value = value.replace("{model}", name).replace("{seed}", str(args.seed))
             setattr(args, key, os.path.expanduser(value))
+        if isinstance(value, int | float) and key != "penalty_reward_value":
+            largest = LARGEST.get(key, inf)
+            if not 0 <= value <= largest or (value == 0 and key in POSITIVE):
+                bounds = "above 0" if key in POSITIVE else f"between 0 and {largest}"
+                fail(f"--{key.replace('_', '-')} {value} must be {bounds}")
     folder = Path(args.output_dir)
     if args.resume and (folder / "model").exists():  # a run writes this last
         print(f"--resume: the run in {folder} has ended, so there is nothing left to do", flush=True)
@@ -1243,27 +1126,25 @@ def check_args(args):
 
 def make_accelerator(args) -> Accelerator:
     """Return the Accelerator that the launcher asked for. Ends with an error if accelerate started something else."""
-    CONTENTS.clear()  # another run in this process may have filled it
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # against memory fragmentation
-    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # otherwise accelerate divides the loss by it
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and has given NaN under a mask
-    transformers_logging.set_verbosity_error()  # its warnings are about intended things, such as a new head
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns that tied weights are saved once
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # less fragmentation
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # or it divides the loss
+    torch.backends.cuda.enable_cudnn_sdp(False)  # slow with new shapes, and has given NaN
+    transformers_logging.set_verbosity_error()  # it warns about a new head
     set_seed(args.seed)
+    CONTENTS.clear()  # another run in this process may have filled it
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     on_cpu = not torch.accelerator.is_available()
-    settings = {"mixed_precision": args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no")}
-    if world > 1:
-        process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # writing a large checkpoint takes long
-        if on_cpu and deepspeed:
-            process_group.backend = "gloo"
-        settings |= {"kwargs_handlers": [process_group], "cpu": on_cpu and not deepspeed}  # it must be told to use CPUs
-    accelerator = Accelerator(log_with="tensorboard", project_dir=args.output_dir, **settings)
-    if accelerator.num_processes != world or bool(accelerator.state.deepspeed_plugin) != deepspeed:
-        fail(f"accelerate did not start {world} processes, DeepSpeed {deepspeed}: use one of benchmark/accelerate/")
+    process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # large checkpoints
+    if on_cpu and deepspeed:
+        process_group.backend = "gloo"
+    settings = {"log_with": "tensorboard", "project_dir": args.output_dir, "kwargs_handlers": [process_group]}
+    settings["mixed_precision"] = args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no")
+    accelerator = Accelerator(cpu=on_cpu and not deepspeed, **settings)  # cpu=True would switch DeepSpeed off
+    plugin = accelerator.state.deepspeed_plugin
+    if accelerator.num_processes != world or bool(plugin) != deepspeed or (plugin and plugin.zero_stage == 3):
+        fail(f"accelerate did not start {world} processes, DeepSpeed: {deepspeed}, no ZeRO-3; see benchmark/accelerate")
     return accelerator
 
 
@@ -1272,15 +1153,14 @@ def checkpoint_folder(flag: str, path: str) -> str:
     folder = Path(path, "model") if Path(path, "model/config.json").exists() else Path(path)
     if not (folder / "config.json").exists():
         name, _, revision = path.partition("@")
-        wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # skips PPO's value_model/
+        wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no subfolders
         with or_fail(f"{flag} {path}: no checkpoint there, in its model/ or on the Hub. Run the earlier stage first"):
             folder = Path(snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
             if not list(folder.glob("*.safetensors")):
-                folder = Path(snapshot_download(**wanted))  # there may be a pytorch_model.bin instead
+                folder = Path(snapshot_download(**wanted))  # with its pytorch_model.bin
     weights = [(file.name, file.stat().st_size) for file in sorted(folder.glob("*model*"))]
     content = f"{(folder / 'config.json').read_text()}{weights}".encode()
-    key = f"the content of {flag}"
-    CONTENTS[key] = CONTENTS.get(key, "") + hashlib.sha256(content).hexdigest()[:16]
+    CONTENTS.setdefault(f"{flag[2:]} content", []).append(hashlib.sha256(content).hexdigest()[:16])
     return str(folder)
 
 
@@ -1303,50 +1183,42 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
     with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
         for split in ("train", "validation", *data):
-            data[split].select_columns(columns)[0]
+            data[split].select_columns(columns)[0]  # fails where something is missing
     keys = [column for column in columns if "_token" in column]
     content = hashlib.sha256(str(data.num_rows).encode())
     for split, rows in data.items():
         largest = 0
-        for key in keys:
-            column = rows.data.column(key)
+        for column in rows.data.select(keys).columns:
             if len(pc.unique(pc.list_value_length(column))) != 1:
-                fail(f"{flag} {path}: {split}: the rows of {key} differ in width. Pad them, as tldr_dataset.py does")
+                fail(f"{flag} {path}: {split}: rows differ in width. Pad them, as tldr_dataset.py does")
             for tokens in pc.list_flatten(column).chunks:
                 largest = max(largest, pc.max(tokens).as_py())
                 content.update(tokens.to_numpy())
-        looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
-        same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
-        if 2 * same <= len(looked_at) or largest >= len(tokenizer):
-            found = f"{same} of {len(looked_at)} rows match the model's tokenizer; largest id {largest}"
+        matches = []
+        for row in rows.select(range(0, len(rows), -(-len(rows) // 16))):
+            tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
+            is_query = tokens.pop("query_token") == tokenizer(row["query"], add_special_tokens=False).input_ids
+            has_eos = all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())  # in the other columns
+            matches.append(is_query and has_eos)
+        if 2 * sum(matches) <= len(matches) or largest >= len(tokenizer):  # another tokenizer matches next to none
+            found = f"{sum(matches)} of {len(matches)} rows match the model's tokenizer; largest id {largest}"
             fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py; eval/check_data.py shows the rows")
-    CONTENTS[f"the content of {flag}"] = content.hexdigest()[:16]
+    CONTENTS[f"{flag[2:]} content"] = content.hexdigest()[:16]
     return data.with_format("torch")
-
-
-def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
-    """Return whether this tokenizer made a row: its query tokens match its text, and its other columns end in EOS."""
-    tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
-    query = tokens.pop("query_token", None)
-    if query is not None and query != tokenizer(row["query"], add_special_tokens=False).input_ids:
-        return False
-    return all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())
 
 
 @contextmanager
 def writing(accelerator: Accelerator, path: Path):
-    """Yield a temporary path for the new content of `path` (file or folder), sync it to disk and rename it into place,
-    so that `path` is always complete or absent. All processes call it."""
-    partial = path.with_suffix(".tmp")
+    """Yield a temporary path for the new content of `path` (file or folder) and rename it into place when it is on the
+    disk, so that `path` is always complete or absent. All processes call it, because each may write a part."""
+    partial = path.with_suffix(".tmp")  # one that a killed run has left is written over
     with or_fail(f"{path} could not be written: make room, then continue with --resume"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)  # a killed run may have left one
-        accelerator.wait_for_everyone()
         yield partial
-        accelerator.wait_for_everyone()  # each process writes its part
+        accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             os.sync()
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)  # a file is replaced, a folder has to go first
             os.replace(partial, path)
         accelerator.wait_for_everyone()
 
@@ -1356,76 +1228,44 @@ def begin_run(accelerator: Accelerator, args) -> int:
     finished updates. Call it right before training, so that a wrong command leaves nothing behind."""
     folder = Path(args.output_dir)
     if accelerator.is_main_process:
-        lock(folder)
+        with or_fail(f"{folder}: another run still writes there, or nothing can be written there"):
+            folder.mkdir(parents=True, exist_ok=True)
+            accelerator.lock = FileLock(folder / ".lock", is_singleton=True)  # held until the process ends
+            accelerator.lock.acquire(timeout=120)  # a requeued job may meet the old one still ending
     accelerator.wait_for_everyone()
     check_args(args)  # again, because another run may have been here since
     settings = {"stage": STAGE, "processes": accelerator.num_processes} | asdict(args) | CONTENTS
-    settings["wandb_id"] = os.urandom(8).hex()
+    old = {}
     if (folder / "args.json").exists():
         old = json.loads((folder / "args.json").read_text())
-        settings["wandb_id"] = old.get("wandb_id", settings["wandb_id"])
-        check_settings(accelerator, folder, old, settings)
-    finished, metrics = load_newest(accelerator, folder)
-    if args.resume and not finished:
-        accelerator.print(f"--resume: {folder} has no checkpoint, so the run starts anew")
+    for key, value in settings.items():
+        if old.get(key, value) != value:
+            change = f"--resume {folder}: --{key.replace('_', '-')} {old[key]} -> {value}"
+            if key not in MAY_CHANGE:
+                fail(f"{change} would change the run. If a model has only moved, write its new path into args.json")
+            accelerator.print(change)
+    finished = 0
+    metrics = ""
+    newest = max(folder.glob("checkpoints/update_??????"), default=None)
+    if newest:
+        with or_fail(f"--resume: {newest} cannot be loaded. Launch the run as before, or delete that checkpoint"):
+            metrics = (newest / "metrics.jsonl").read_text()
+            accelerator.load_state(str(newest))
+        finished = int(newest.name.removeprefix("update_"))
+    if args.resume:
+        accelerator.print(f"--resume: {folder} continues after update {finished}")
+    settings["wandb_id"] = old.get("wandb_id", os.urandom(8).hex())
     if args.track:  # accelerate's own tracker would override WANDB_PROJECT
         run = {"name": "__".join(folder.parts[-3:]), "id": settings["wandb_id"], "resume": "allow"}
         accelerator.log_with.append(WandBTracker(None, config=asdict(args), dir=args.output_dir, **run))
-    tensorboard = {"purge_step": finished + 1 if finished else 0}  # a resumed run continues its curves
+    tensorboard = {"purge_step": finished + 1 if finished else 0}  # drops what a killed run logged later
     with or_fail("the trackers could not start (with WANDB_MODE=offline, W&B only writes to the run folder)"):
         accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": tensorboard})
-    settings["command"] = shlex.join(["python", *sys.argv])
-    with writing(accelerator, folder / "args.json") as partial:
-        if accelerator.is_main_process:
-            partial.write_text(json.dumps(settings, indent=2) + "\n")
-    with writing(accelerator, folder / "metrics.jsonl") as partial:
-        if accelerator.is_main_process:
-            partial.write_text(metrics)
+    for name, content in {"args.json": json.dumps(settings, indent=2) + "\n", "metrics.jsonl": metrics}.items():
+        with writing(accelerator, folder / name) as partial:
+            if accelerator.is_main_process:
+                partial.write_text(content)
     return finished
-
-
-def lock(folder: Path):
-    """Lock the run folder for this process, so that no other run writes there. The kernel frees the lock when the
-    process ends, however it ends. Waits up to two minutes, because a requeued job may meet the old one still ending."""
-    with or_fail(f"{folder} cannot be made"):
-        folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)  # stays open: closing it would free the lock
-    for _ in range(120):
-        try:
-            return fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # another process holds it
-            time.sleep(1)
-        except OSError as error:
-            return print(f"{folder} is on a file system without locks ({error}): start no second run there", flush=True)
-    fail(f"{folder}: another run still writes there. Wait until it has ended, or choose another --output-dir")
-
-
-def check_settings(accelerator: Accelerator, folder: Path, old: dict, settings: dict):
-    """Print what --resume changes. Ends with an error if a change would affect the training (see MAY_CHANGE)."""
-    changed = {}
-    for key, value in settings.items():
-        if old.get(key, value) != value:
-            name = key if key in CONTENTS else f"--{key.replace('_', '-')}"
-            changed[key] = f"{name} {old[key]} -> {value}"
-    refused = [change for key, change in changed.items() if key not in MAY_CHANGE]
-    if refused:
-        fail(
-            f"--resume {folder}: {', '.join(refused)} would change the run. Undo it, or use another --output-dir. "
-            f"If a model has only moved, write its new path into {folder}/args.json"
-        )
-    accelerator.print(f"--resume {folder}, changed: {', '.join(changed.values()) or 'nothing'}")
-
-
-def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
-    """Load the newest checkpoint and return its update and its metrics.jsonl, or 0 and "" if there is none."""
-    checkpoints = sorted(folder.glob("checkpoints/update_??????"))
-    if not checkpoints:
-        return 0, ""
-    with or_fail(f"--resume: {checkpoints[-1]} cannot be loaded. Launch the run as before, or delete that checkpoint"):
-        metrics = (checkpoints[-1] / "metrics.jsonl").read_text()
-        accelerator.load_state(str(checkpoints[-1]))
-    accelerator.print(f"--resume: {checkpoints[-1]} is loaded")
-    return int(checkpoints[-1].name.removeprefix("update_")), metrics
 
 
 def updates(accelerator: Accelerator, args, first: int, last: int):
@@ -1434,8 +1274,8 @@ def updates(accelerator: Accelerator, args, first: int, last: int):
     folder = Path(args.output_dir)
     caught = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: caught.append(number))  # only noted: the run ends after the update
-    for update in progress(accelerator, range(first + 1, last + 1), STAGE):
+        signal.signal(number, lambda number, _: caught.append(number))  # the update still ends
+    for update in track(range(first + 1, last + 1), STAGE, disable=not accelerator.is_main_process):
         yield update
         stop = gather_object(caught)  # by any process
         if stop or (args.save_every and update % args.save_every == 0):
@@ -1451,13 +1291,8 @@ def updates(accelerator: Accelerator, args, first: int, last: int):
             raise SystemExit(75)
 
 
-def progress(accelerator: Accelerator, items, description: str):
-    """Return `items` to iterate over under a progress bar, shown by the main process."""
-    return track(items, description, console=Console(stderr=True), disable=not accelerator.is_main_process)
-
-
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
-    """Append a line to metrics.jsonl and log it to the trackers. Print its first five numbers 20 times per run."""
+    """Append a line to metrics.jsonl and log it to the trackers. Print its first five numbers about 20 times a run."""
     metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
     line = json.dumps({"update": update, **metrics})
     if accelerator.is_main_process:
@@ -1479,25 +1314,22 @@ def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
 
 def prepare(accelerator: Accelerator, model, args):
     """Return the model and its AdamW optimiser, wrapped as the launcher asked for (plain, DDP or DeepSpeed)."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     settings = {"lr": args.learning_rate, "eps": ADAM_EPS, "weight_decay": WEIGHT_DECAY}
-    optimizer = torch.optim.AdamW(parameters, **settings, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), **settings, fused=True)
     if accelerator.state.deepspeed_plugin:  # DeepSpeed has other defaults for these
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
         config["gradient_clipping"] = args.max_grad_norm
         config["gradient_accumulation_steps"] = 1
         config["zero_force_ds_cpu_optimizer"] = False  # when offloaded, use torch's AdamW
-        config["data_types"] = {"grad_accum_dtype": "fp32"}  # otherwise gradients are summed in bfloat16
-        if config["zero_optimization"]["stage"] == 3:
-            fail("ZeRO-3 is not supported; use benchmark/accelerate/zero2_offload.yaml, which fits every size")
+        config["data_types"] = {"grad_accum_dtype": "fp32"}  # not in bfloat16
     return accelerator.prepare(model, optimizer)
 
 
 def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:
     """Take one step with the accumulated gradients and return their norm before clipping, which must be finite."""
-    norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf")))
-    if not norm < float("inf"):  # also true for nan
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or inf))
+    if not norm < inf:  # also true for nan
         fail(f"{where}: the gradient norm is {norm}; this update was not saved. Try a lower --learning-rate")
     optimizer.step()
     optimizer.zero_grad()
@@ -1506,9 +1338,7 @@ def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: fl
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # print ? where the terminal cannot show a character
-    try:
-        main(tyro.cli(Args))
-    except KeyboardInterrupt:
-        fail("stopped by Ctrl-C")
+    signal.signal(signal.SIGINT, lambda *_: fail("stopped by Ctrl-C"))
+    main(tyro.cli(Args))
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # its threads can crash a normal exit
         os._exit(0)  # everything has been written

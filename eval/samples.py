@@ -40,10 +40,10 @@ from ppo import (  # noqa: E402
     load_reward_model,
     load_splits,
     load_tokenizer,
+    make_batch,
     noise_keys,
     or_fail,
-    right_padded,
-    trimmed_width,
+    rounded_width,
     writing,
 )
 from reward import shares  # noqa: E402
@@ -91,7 +91,8 @@ def sampled(accelerator: Accelerator, policy, reward_model, data, tokenizer, arg
         queries = posts["query_token"].to(accelerator.device)
         keys = noise_keys(args.seed, 0, index).to(accelerator.device)
         with accelerator.autocast():
-            cache = KeyValueCache(policy.config, trimmed_width(queries, pad_id) + args.response_length)
+            width = rounded_width((queries != pad_id).sum(1)) + args.response_length
+            cache = KeyValueCache(policy.config, width)
             responses, _ = generate(policy, queries, tokenizer, args.response_length, args.temperature, keys, cache)
         scores = {}
         if reward_model:
@@ -117,11 +118,10 @@ def sampled(accelerator: Accelerator, policy, reward_model, data, tokenizer, arg
 
 def end_rewards(accelerator: Accelerator, reward_model, queries, responses, pad_id: int) -> list[float]:
     """The rewards of responses (b, R) to left-padded queries (b, Q), read at their last token (Detail 12)."""
-    tokens = right_padded(torch.cat([queries, responses], 1), pad_id)
-    last = (tokens != pad_id).sum(1) - 1
+    batch = make_batch(queries, responses, pad_id)
     with accelerator.autocast():
-        rewards = reward_model(tokens)  # (b, T)
-    return rewards.gather(1, last[:, None]).squeeze(1).tolist()
+        rewards = reward_model(batch["tokens"][:, : rounded_width(batch["row_lengths"])])  # (b, T)
+    return rewards.gather(1, batch["row_lengths"][:, None] - 1).squeeze(1).tolist()
 
 
 def sample_summary(split: str, rows: list[dict]) -> dict:

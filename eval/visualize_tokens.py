@@ -27,7 +27,6 @@ from pathlib import Path
 
 import pandas
 import torch
-import torch.nn.functional as F
 import tyro
 from rich.console import Console
 from rich.progress import track
@@ -39,15 +38,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ppo import (  # noqa: E402
     RewardModel,
-    banned_ids,
     checkpoint_folder,
-    episode_rows,
     fail,
     load_policy,
     load_reward_model,
     load_splits,
     load_tokenizer,
+    make_batch,
     or_fail,
+    response_logits,
+    rounded_width,
     token_logprobs,
     token_rewards,
 )
@@ -105,7 +105,7 @@ def greedy(model, queries: torch.Tensor, tokenizer, response_length: int) -> tor
         do_sample=False,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=pad_id,
-        suppress_tokens=banned_ids(model, tokenizer).nonzero().flatten().tolist(),
+        suppress_tokens=model.banned.nonzero().flatten().tolist(),
     )
     responses = torch.full((len(queries), response_length), pad_id, device=queries.device)
     for i, query in enumerate(queries):
@@ -115,14 +115,19 @@ def greedy(model, queries: torch.Tensor, tokenizer, response_length: int) -> tor
     return responses
 
 
-def response_logits_of(model, queries: torch.Tensor, responses: torch.Tensor, tokenizer) -> torch.Tensor:
+def rows_and_columns(queries: torch.Tensor, responses: torch.Tensor, pad_id: int, count: int):
+    """Right-padded rows (b, T) of left-padded queries (b, Q) and responses (b, R), and `count` columns (b, count) of
+    each row from the query's last token on. Past a response's end: any column."""
+    batch = make_batch(queries, responses, pad_id)
+    tokens = batch["tokens"][:, : rounded_width(batch["row_lengths"])]
+    columns = batch["query_lengths"][:, None] - 1 + torch.arange(count, device=tokens.device)
+    return tokens, columns.clamp(max=tokens.shape[1] - 1)
+
+
+def response_logits_of(model, queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> torch.Tensor:
     """Logits (b, R, V) from which each token of the responses (b, R) to left-padded queries (b, Q) was chosen; [PAD]
     and ids beyond the tokenizer at -1e9. Past a response's end: any."""
-    tokens, columns = episode_rows(queries, responses, tokenizer.pad_token_id)
-    states = model.base_model(tokens, use_cache=False).last_hidden_state  # (b, T, D)
-    states = states.gather(1, columns[:, :, None].expand(-1, -1, states.shape[2]))  # (b, R, D)
-    logits = model.get_output_embeddings()(states)
-    return logits.masked_fill(banned_ids(model, tokenizer).to(logits.device), -1e9)
+    return response_logits(model, *rows_and_columns(queries, responses, pad_id, responses.shape[1]))
 
 
 def token_ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -132,7 +137,7 @@ def token_ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 def response_scalars(model: RewardModel, queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> torch.Tensor:
     """A reward or value model's output (b, R + 1) at the query's last token and at each token of the response."""
-    tokens, columns = episode_rows(queries, F.pad(responses, (0, 1), value=pad_id), pad_id)
+    tokens, columns = rows_and_columns(queries, responses, pad_id, responses.shape[1] + 1)
     return model(tokens).gather(1, columns)
 
 
@@ -313,13 +318,13 @@ def main(args: Args):
         if name in ("ppo", "sft") and {"ppo", "sft"} <= set(policies):
             said, done = seen["ppo"]["tokens"], []
             for part in batches(n, size, f"{name}: log-probabilities of PPO's"):
-                logits = response_logits_of(model, queries[part], said[part], tokenizer)
+                logits = response_logits_of(model, queries[part], said[part], pad_id)
                 done.append(token_logprobs(logits, said[part], training["temperature"]))
             logprobs[name] = torch.cat(done).masked_fill(said == pad_id, 0.0)
         for other in seen if name == "base" else ():
             said, done = seen[other]["tokens"], []
             for part in batches(n, size, f"base: ranks of {other}"):
-                done.append(token_ranks(response_logits_of(model, queries[part], said[part], tokenizer), said[part]))
+                done.append(token_ranks(response_logits_of(model, queries[part], said[part], pad_id), said[part]))
             seen[other]["ranks"] = torch.cat(done)
         del model
     seen = {name: seen[name] for name in TITLES if name in seen}

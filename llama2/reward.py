@@ -5,31 +5,24 @@ One process:    python llama2/reward.py --model helpful --sft-model-path runs/sf
                     --preference-dataset data/llama2/preference --margin small --run-eval
 N processes:    torchrun --nproc_per_node 8 llama2/reward.py --model helpful ... --margin small --run-eval
 
-Training starts from the SFT model with the same name and seed. The run folder holds model/ (a sequence classifier with
-one label, and in its config `reward_mean`, which our scripts subtract), metrics.jsonl, args.json, TensorBoard files,
-eval/ (table 5) and checkpoints/. The algorithm comes first and plumbing last. To see what differs from reward.py, run
-`git diff --no-index reward.py llama2/reward.py`.
+Training starts from the SFT model with the same name and seed. The run folder (docs/runs.md) holds model/, a sequence
+classifier with one label whose config has `reward_mean`, which our scripts subtract, and eval/ with table 5. To see
+what differs from reward.py, run `git diff --no-index reward.py llama2/reward.py`.
 
-Shapes: n is the number of rows of a split, b the number of pairs or rows in a function's input, Q the width of the
-queries, C and R the widths of the chosen and rejected responses, and T the width of a row of query and response(s).
+Shapes: n is the number of rows of a split, b of the pairs or rows in a function's input; T is the width of a row.
 
 The script deviates from the paper and the authors' code on purpose:
-- A pair is one row `query + chosen + rejected`, in which `rejected` does not see `chosen` and its positions restart
-  after the query. This gives the same rewards for nearly half the work. The authors run two rows.
-- The head's bias is not trained, because it cancels in the loss and Adam would only amplify rounding; the authors train
-  it.
+- A pair is one row `query + chosen + rejected` (pair_rows), for nearly half the work. The authors run two rows.
+- The head's bias is not trained: it cancels in the loss, and Adam would only amplify rounding. The authors train it.
   --safety-coef does train it.
 - The head runs in float32. The authors run it under bf16 autocast, which keeps only three digits of a reward.
 - An epoch shows every pair once. The authors' released runs shuffled differently on every rank, so they showed 65.8 %.
 - The rows left over after the last whole batch are not trained on. The authors also trained on 92,832 of 92,858 pairs.
 """
 
-import fcntl
 import hashlib
 import json
-import logging
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -38,7 +31,7 @@ from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from math import cos, pi
+from math import cos, inf, pi
 from pathlib import Path
 from typing import Literal
 
@@ -51,12 +44,11 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import WandBTracker
 from accelerate.utils import gather_object, set_seed
 from datasets import DatasetDict, load_dataset, load_from_disk
+from filelock import FileLock
 from huggingface_hub import snapshot_download
-from rich.console import Console
 from rich.progress import track
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 STAGE = "reward"
@@ -68,6 +60,7 @@ ROUNDING = {"no": 1e-6, "bf16": 1e-3}  # relative, of a sum of log-probabilities
 PAIR_COLUMNS = ["query_chosen_token", "query_chosen_token_response_label"]
 PAIR_COLUMNS += ["query_rejected_token", "query_rejected_token_response_label"]
 PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
+QUERY, CHOSEN, REJECTED, PADDING = range(4)  # segments of a pair's row
 
 # margin of equation 2 by grade (Llama 2, table 27)
 MARGINS = {
@@ -145,24 +138,19 @@ def safety_loss(rewards: torch.Tensor, safe: torch.Tensor) -> torch.Tensor:
     return loss.masked_fill(~known, 0.0)
 
 
-def pair_rewards(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def pair_rewards(model, pairs: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the rewards (b,) of the chosen and rejected responses, each read at its last token (Detail 12), and the
     logits at all other response tokens, flattened, which are only logged (Detail 13). `pairs` comes from pair_rows."""
-    inputs, columns = pair_inputs(pairs["query"], pairs["chosen"], pairs["rejected"], pad_id)
-    inputs["attention_mask"] = windowed_mask(model, inputs)
-    logits = model(**inputs)  # (b, T)
-    rewards = {}
-    other_logits = []
-    for side in ("chosen", "rejected"):
-        side_logits = logits.gather(1, columns[side])  # (b, 1 + C), those of the query's last token first
-        last = last_token(pairs[side], pad_id)[:, None] + 1  # (b, 1), 0 where the response is empty
-        rewards[side] = side_logits.gather(1, last).squeeze(1)
-        positions = torch.arange(side_logits.shape[1], device=logits.device)
-        is_other = (positions > 0) & (positions < last)
-        other_logits.append(side_logits.detach()[is_other])
-    same = same_tokens(pairs["chosen"], pairs["rejected"], pad_id)  # equal, whatever their rounding
-    rewards["rejected"] = torch.where(same, rewards["chosen"], rewards["rejected"])
-    return rewards["chosen"], rewards["rejected"], torch.cat(other_logits)
+    logits = model(**pair_inputs(model, pairs))  # (b, T)
+    segments = pairs["segments"]
+    chosen_last = (segments < REJECTED).sum(1, keepdim=True) - 1  # (b, 1)
+    rejected_last = (segments < PADDING).sum(1, keepdim=True) - 1
+    chosen = logits.gather(1, chosen_last).squeeze(1)
+    rejected = logits.gather(1, rejected_last).squeeze(1)
+    rejected = torch.where(pairs["is_same"], chosen, rejected)  # equal, whatever their rounding
+    is_other = (segments == CHOSEN) | (segments == REJECTED)
+    is_other = is_other.scatter(1, chosen_last, False).scatter(1, rejected_last, False)
+    return chosen, rejected, logits.detach()[is_other]
 
 
 def pair_margins(path: str, data, margin: str) -> torch.Tensor:
@@ -235,21 +223,12 @@ def is_tie(chosen: torch.Tensor, rejected: torch.Tensor, size: torch.Tensor, pre
     return (chosen - rejected).abs() <= ROUNDING[precision] * size
 
 
-def same_tokens(chosen: torch.Tensor, rejected: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Return which right-padded responses (b, C) and (b, R) consist of the same tokens, (b,) bool."""
-    width = max(chosen.shape[1], rejected.shape[1])
-    padded = [F.pad(side, (0, width - side.shape[1]), value=pad_id) for side in (chosen, rejected)]
-    return (padded[0] == padded[1]).all(1)
-
-
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     """Return the row indices (stop - start,) at positions start..stop-1 of an endless stream over n rows, reshuffled
     without replacement on each pass (Detail 21). They depend only on (seed, position), so all processes agree."""
-    passes = []
-    for epoch in range(start // n, (stop - 1) // n + 1):
-        shuffled = permutation(n, seed, epoch)
-        passes.append(shuffled[max(start - epoch * n, 0) : stop - epoch * n])
-    return torch.cat(passes)
+    first = start // n
+    passes = [permutation(n, seed, epoch) for epoch in range(first, (stop - 1) // n + 1)]
+    return torch.cat(passes)[start - first * n : stop - first * n]
 
 
 def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
@@ -283,31 +262,28 @@ def main(args: Args):
         if is_wrong.any():
             accelerator.print(f"{split}: {is_wrong.sum()} pairs left out, because only the chosen response is unsafe")
             data[split] = data[split].select((~is_wrong).nonzero().flatten().tolist())
-    if args.safety_coef < 0 or (args.safety_coef and terms["safe"].isnan().all()):
-        fail(f"--safety-coef {args.safety_coef}: use at least 0, and data with chosen_safe and rejected_safe")
+    if args.safety_coef and terms["safe"].isnan().all():
+        fail(f"--safety-coef {args.safety_coef}: use 0, or data with chosen_safe and rejected_safe")
     ties = int((terms["weight"] != 1).sum())
     if ties:
         count = f"{ties} of the {len(terms['weight']):,} train pairs"
         accelerator.print(f"{count} have a weight other than 1 (a tie is stored twice, with 0.5 each)")
     train = data.pop("train").select_columns(PAIR_COLUMNS)  # all other splits are for validation
-    if args.total_episodes is None:
-        args.total_episodes = int(args.num_train_epochs * len(train))
+    if not args.run_eval:
+        data = {"validation": data["validation"]}
+    args.total_episodes = args.total_episodes or int(args.num_train_epochs * len(train))
     num_updates = args.total_episodes // args.batch_size
     if num_updates == 0 or args.batch_size % world:
-        fail(
-            f"--batch-size {args.batch_size} must be at most the {args.total_episodes} pairs to train on, and a "
-            f"multiple of the {world} processes"
-        )
-    reward_model = new_reward_model(sft_folder, tokenizer)
-    compared = [train] + [data[split] for split in data if split == "validation" or args.run_eval]
-    check_pairs(reward_model.model.to(accelerator.device), sft_folder, compared, pad_id)
-    check_positions(reward_model.model, sft_folder, len(references[0]["query_reference_response_token"]))
+        fail(f"--batch-size {args.batch_size}: use a multiple of {world} processes, up to {args.total_episodes} pairs")
+    widths = [len(rows[0][key]) for rows in (train, *data.values()) for key in PAIR_COLUMNS]
+    widths.append(len(references[0]["query_reference_response_token"]))
+    reward_model = new_reward_model(sft_folder, tokenizer, max(widths))
+    check_pairs(reward_model.model.to(accelerator.device), sft_folder, train[:1], pad_id)
     reward_model.model.score.bias.requires_grad_(args.safety_coef > 0)  # else it cancels
     model, optimizer = prepare(accelerator, reward_model, args)
-    # register state of your own here: accelerator.register_for_checkpointing(it). --resume restores its tensors on the
-    # CPU, so move them to the device yourself.
+    # Register state of your own here (accelerator.register_for_checkpointing). After --resume it is on the CPU.
     finished_updates = begin_run(accelerator, args)
-    pairs = {}  # split: both rewards of each pair, from the latest evaluation
+    tables = {}  # split: its pairs with their rewards, from the latest evaluation
     run_start = time.time()
     for update in updates(accelerator, args, finished_updates, num_updates):
         # ---- 1. pairs ----------------------------------------------------------------------------
@@ -324,10 +300,10 @@ def main(args: Args):
             group["lr"] = learning_rate
         sums = defaultdict(float)
         for mb in mbs:
-            last = mb is mbs[-1]  # gradients are exchanged between devices with the last micro-batch
+            last = mb is mbs[-1]  # devices exchange gradients with the last micro-batch
             accelerator.sync_gradients = last  # for DeepSpeed
             model.require_backward_grad_sync = last  # for DDP
-            chosen, rejected, other_logits = pair_rewards(model, mb, pad_id)
+            chosen, rejected, other_logits = pair_rewards(model, mb)
             loss = (mb["weight"] * margin_loss(chosen, rejected, mb["margin"])).sum()
             if args.safety_coef:
                 safety = safety_loss(chosen, mb["safe"][:, 0]) + safety_loss(rejected, mb["safe"][:, 1])
@@ -338,6 +314,7 @@ def main(args: Args):
             sums["loss/train"] += loss.detach()
             tie = is_tie(chosen, rejected, chosen.abs() + rejected.abs(), accelerator.mixed_precision)
             sums["accuracy/train"] += ((chosen > rejected) & ~tie).sum()
+            sums["rewards/margin"] += (chosen - rejected).detach().sum()
             sums["rewards/chosen"] += chosen.detach().sum()
             sums["rewards/rejected"] += rejected.detach().sum()
             sums["other_logits/share_negative"] += (other_logits < 0).sum()
@@ -347,15 +324,11 @@ def main(args: Args):
 
         # ---- 3. log ------------------------------------------------------------------------------
         sums = {key: accelerator.reduce(value, "sum").item() for key, value in sums.items()}
-        other_count = max(sums["other_count"], 1)
-        metrics = {
-            "loss/train": sums["loss/train"] / args.batch_size,
-            "accuracy/train": sums["accuracy/train"] / args.batch_size,
-            "rewards/margin": (sums["rewards/chosen"] - sums["rewards/rejected"]) / args.batch_size,
-            "rewards/chosen": sums["rewards/chosen"] / args.batch_size,
-            "rewards/rejected": sums["rewards/rejected"] / args.batch_size,
-            "other_logits/share_negative": sums["other_logits/share_negative"] / other_count,
-            "other_logits/mean": sums["other_logits/mean"] / other_count,
+        other_count = max(sums.pop("other_count"), 1)
+        metrics = {key: value / args.batch_size for key, value in sums.items()}
+        metrics["other_logits/share_negative"] = sums["other_logits/share_negative"] / other_count
+        metrics["other_logits/mean"] = sums["other_logits/mean"] / other_count
+        metrics |= {
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
             "episode": episodes.stop,
@@ -365,33 +338,30 @@ def main(args: Args):
         if args.safety_coef:
             metrics["loss/safety"] = sums["loss/safety"] / args.batch_size
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
-            pairs["validation"] = evaluate_pairs(accelerator, reward_model, data, args, pad_id, "validation")
-            metrics["eval/accuracy"] = accuracy_table("validation", pairs["validation"])[0]["accuracy"]
+            tables["validation"] = evaluate_pairs(accelerator, reward_model, data, args, pad_id, "validation")
+            metrics["eval/accuracy"] = tables["validation"]["hit"].mean()
         write_metrics(accelerator, args, metrics, update, num_updates)
 
-    # ---- evaluate (table 5) ----------------------------------------------------------------------
-    if args.run_eval:
-        for split in data:
-            if split not in pairs:  # validation has been evaluated with the last update
-                pairs[split] = evaluate_pairs(accelerator, reward_model, data, args, pad_id, split)
+    # ---- centre (Detail 15), evaluate (table 5), save --------------------------------------------
     rewards = reference_rewards(accelerator, reward_model, references, args, pad_id)  # (n,)
-    title = "rewards of the references, uncentred (table 5)"
-    write_table(accelerator, args, "reference_rewards", reference_table(rewards), title)
-
-    # ---- centre (Detail 15) and save -------------------------------------------------------------
+    statistics = {"max": rewards.max(), "mean": rewards.mean(), "min": rewards.min(), "std": rewards.std()}
+    rows = [{"statistic": key, "value": value.item()} for key, value in statistics.items()]
+    write_table(accelerator, args, "reference_rewards", rows, "rewards of the references, uncentred (table 5)")
     reward_mean = rewards.mean().item()
     if args.safety_coef:  # training has put safe responses above 0 and others below
         reward_mean = 0.0
-    reward_model.model.score.reward_mean = reward_mean
     if args.run_eval:
-        table = []
+        rows = []
         for split in data:
-            for pair in pairs[split]:
-                pair["chosen_reward"] -= reward_mean
-                pair["rejected_reward"] -= reward_mean
-            write_table(accelerator, args, f"pairs_{split}", pairs[split])
-            table += accuracy_table(split, pairs[split])
-        write_table(accelerator, args, "accuracy", table, "validation accuracy (table 5)")
+            if split not in tables:  # validation has been evaluated with the last update
+                tables[split] = evaluate_pairs(accelerator, reward_model, data, args, pad_id, split)
+            table = tables[split].drop(columns="hit")
+            for side in ("chosen_reward", "rejected_reward"):
+                table[side] = table[side] - reward_mean
+            write_table(accelerator, args, f"pairs_{split}", table)
+            rows += accuracy_table(split, tables[split])
+        write_table(accelerator, args, "accuracy", rows, "validation accuracy (table 5)")
+    reward_model.reward_mean = reward_mean  # it was 0
     save_model(accelerator, args, "model", reward_model.finished(), tokenizer)
     accelerator.print(f"done in {time.time() - run_start:.0f} s: {args.output_dir}", flush=True)
     accelerator.end_training()
@@ -403,10 +373,10 @@ def main(args: Args):
 def pair_micro_batches(batch: dict, size: int, pad_id: int, device) -> list[dict]:
     """Split a batch of stored pairs into micro-batches of `size` pairs of similar length, which saves padding. Each
     holds the columns of its pairs, the output of pair_rows and `index` (b,), the rows of its pairs in the batch."""
-    query_and_chosen = (batch["query_chosen_token"] != pad_id).sum(1)
-    rejected = (batch["query_rejected_token_response_label"] != pad_id).sum(1)
+    lengths = (batch["query_chosen_token"] != pad_id).sum(1)
+    lengths += (batch["query_rejected_token_response_label"] != pad_id).sum(1)
     mbs = []
-    for index in similar_lengths(query_and_chosen + rejected, size):
+    for index in lengths.argsort(descending=True, stable=True).split(size):
         mb = {key: value[index] for key, value in batch.items()}
         mb |= pair_rows(mb, pad_id) | {"index": index}
         mbs.append({key: value.to(device) for key, value in mb.items()})
@@ -414,217 +384,155 @@ def pair_micro_batches(batch: dict, size: int, pad_id: int, device) -> list[dict
 
 
 def pair_rows(batch: dict, pad_id: int) -> dict:
-    """Split stored pairs, PAIR_COLUMNS (b, T), into the tokens that both sides share and the rest: query (b, Q)
-    left-padded, chosen (b, C) and rejected (b, R) right-padded. chosen_start and rejected_start (b,) count the first
-    tokens that still belong to the query, which is 0 unless a template's last token merges with the response."""
-    width = min(batch[f"query_{side}_token"].shape[1] for side in ("chosen", "rejected"))
-    chosen = batch["query_chosen_token"][:, :width]
-    in_response = batch["query_chosen_token_response_label"][:, :width] != pad_id
-    in_response |= batch["query_rejected_token_response_label"][:, :width] != pad_id
-    is_shared = (chosen == batch["query_rejected_token"][:, :width]) & (chosen != pad_id) & ~in_response
-    shared = is_shared.long().cumprod(1).sum(1)  # (b,) number of identical first tokens
-    queries = [row[:length] for row, length in zip(chosen, shared, strict=True)]
-    pairs = {"query": pad_sequence(queries, batch_first=True, padding_value=pad_id, padding_side="left")}
-    for side in ("chosen", "rejected"):
-        tokens = batch[f"query_{side}_token"]
-        lengths = (tokens != pad_id).sum(1)
-        response_lengths = (batch[f"query_{side}_token_response_label"] != pad_id).sum(1)
-        responses = [row[start:end] for row, start, end in zip(tokens, shared, lengths, strict=True)]
-        pairs[side] = pad_sequence(responses, batch_first=True, padding_value=pad_id)
-        pairs[f"{side}_start"] = lengths - response_lengths - shared
-    return pairs
+    """Combine stored pairs, PAIR_COLUMNS (b, T), into right-padded rows `query + chosen + rejected` (b, T). The figure
+    shows the row of a query q1 q2 with the responses c1 c2 and r1. Below it, x marks what each token sees:
+
+        tokens         q1  q2  c1  c2  r1  [PAD]
+        segments        0   0   1   1   2    3       QUERY, CHOSEN, REJECTED, PADDING
+        position_ids    0   1   2   3   2    0       rejected continues from the query, too
+        q1              x
+        q2              x   x
+        c1              x   x   x
+        c2              x   x   x   x
+        r1              x   x           x            rejected does not see chosen
+
+    Also returns `in_response` (b, T), true where a token has a label, and `is_same` (b,), true where both responses are
+    equal. A segment's first token has no label if it belongs to the query, but differs because it merged with more."""
+    chosen, chosen_labels, rejected, rejected_labels = (batch[key] for key in PAIR_COLUMNS)
+    width = min(chosen.shape[1], rejected.shape[1])
+    is_equal = chosen[:, :width] == rejected[:, :width]
+    has_label = (chosen_labels[:, :width] != pad_id) | (rejected_labels[:, :width] != pad_id)
+    is_query = is_equal & ~has_label & (chosen[:, :width] != pad_id)
+    query_end = is_query.long().cumprod(1).sum(1, keepdim=True)  # (b, 1)
+    chosen_end = (chosen != pad_id).sum(1, keepdim=True)
+    rejected_end = (rejected != pad_id).sum(1, keepdim=True)  # in a row of its own
+    without_query = rejected.masked_fill(torch.arange(rejected.shape[1]) < query_end, pad_id)
+    tokens = torch.cat([chosen, without_query], 1)
+    longest = int((chosen_end + rejected_end - query_end).max())
+    width = -(-longest // 16) * 16  # rounded up: each new shape costs memory and, on a GPU, time
+    real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)[:, :width]
+    tokens = tokens.gather(1, real_first)
+    labels = torch.cat([chosen_labels, rejected_labels], 1).gather(1, real_first)
+    t = torch.arange(tokens.shape[1])
+    segments = (t >= query_end).long() + (t >= chosen_end) + (tokens == pad_id)
+    positions = torch.where(segments == REJECTED, t - chosen_end + query_end, t)
+    return {
+        "tokens": tokens,
+        "segments": segments,
+        "position_ids": positions.masked_fill(segments == PADDING, 0),
+        "in_response": labels != pad_id,
+        "is_same": is_equal.all(1) & (chosen_end == rejected_end).squeeze(1),
+    }
 
 
-def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[dict, dict]:
-    """Combine each pair into one right-padded row `query + chosen + rejected` (b, T). Returns a model's inputs: the
-    tokens (b, T), a mask (b, 1, T, T) that hides chosen from rejected, and position ids (b, T) that continue from the
-    query in both. Also returns the columns of the query's last token and the response's tokens, for chosen (b, 1 + C)
-    and rejected (b, 1 + R)."""
-    tokens = right_padded(torch.cat([query, chosen, rejected], 1), pad_id)  # (b, T)
-    query_length = (query != pad_id).sum(1, keepdim=True)  # (b, 1)
-    chosen_length = (chosen != pad_id).sum(1, keepdim=True)
-    t = torch.arange(tokens.shape[1], device=tokens.device)
-    is_query = t < query_length  # (b, T)
-    is_rejected = t >= query_length + chosen_length
-    same_response = is_rejected[:, :, None] == is_rejected[:, None]  # (b, T, T)
-    causal = t[:, None] >= t  # (T, T)
-    mask = causal & (is_query[:, None] | same_response)
-    positions = (t - is_rejected * chosen_length).masked_fill(tokens == pad_id, 0)  # padding gets 0
-    inputs = {"input_ids": tokens, "attention_mask": mask[:, None], "position_ids": positions}
-    query_end = query_length - 1  # (b, 1), the query's last token, which comes before either response
-    columns = {}
-    for side, response, start in (("chosen", chosen, 0), ("rejected", rejected, chosen_length)):
-        response_columns = query_length + start + torch.arange(response.shape[1], device=tokens.device)
-        columns[side] = torch.cat([query_end, response_columns], 1)
-        columns[side].clamp_(max=tokens.shape[1] - 1)  # past a response's end, any column will do
-    return inputs, columns
-
-
-def windowed_mask(model, inputs: dict):
-    """Return pair_inputs' mask in the form that the model's layers take. A layer with a sliding window sees no position
-    further back than its window, just as in a row with a single response."""
+def pair_inputs(model, pairs: dict) -> dict:
+    """Return a model's inputs for the rows of pair_rows: tokens, mask (b, 1, T, T) and position ids. A layer with a
+    sliding window sees no position further back than its window, just as in a row with a single response."""
+    segments = pairs["segments"]
+    positions = pairs["position_ids"]
+    same_text = (segments == QUERY)[:, None] | (segments[:, :, None] == segments[:, None])  # (b, T, T)
+    mask = same_text.tril()[:, None]  # (b, 1, T, T), causal
     config = getattr(model, "module", model).config  # DDP and DeepSpeed keep the model in `module`
-    mask = inputs["attention_mask"]
     window = getattr(config, "sliding_window", None)
-    if window is None:
-        return mask
-    positions = inputs["position_ids"]
-    distances = positions[:, :, None] - positions[:, None, :]
-    windowed = mask & (distances < window)[:, None]
-    if getattr(config, "layer_types", None) is None:  # every layer has the window
-        return windowed
-    return {"full_attention": mask, "sliding_attention": windowed}
+    if window is not None:
+        distances = positions[:, :, None] - positions[:, None]
+        windowed = mask & (distances < window)[:, None]
+        every_layer = getattr(config, "layer_types", None) is None
+        mask = windowed if every_layer else {"full_attention": mask, "sliding_attention": windowed}
+    return {"input_ids": pairs["tokens"], "attention_mask": mask, "position_ids": positions}
 
 
 @torch.no_grad()
-def check_pairs(model, path: str, splits: list, pad_id: int):
-    """End with an error if a pair is too wide for the model (check_positions), or if the model gives a pair in one row
-    other states than in two rows because its attention ignores our mask or position ids."""
-    widths = [len(rows[0][f"query_{side}_token"]) for rows in splits for side in ("chosen", "rejected")]
-    check_positions(model, path, max(widths))
-    length = widths[0]
-    ids = min(model.get_input_embeddings().num_embeddings, 1000) - 1
-    tokens = torch.arange(length + 8, device=model.device)[None] % ids
-    tokens += tokens >= pad_id  # every id but [PAD]
-    query = tokens[:, : length - 8]
-    responses = {"chosen": tokens[:, length - 8 : length], "rejected": tokens[:, length:]}
-    inputs, columns = pair_inputs(query, responses["chosen"], responses["rejected"], pad_id)
-    inputs["attention_mask"] = windowed_mask(model, inputs)
+def check_pairs(model, path: str, pairs: dict, pad_id: int):
+    """End with an error if a model gives the rejected response of a stored pair other states in the pair's row than
+    alone, because its attention ignores our mask or position ids."""
+    [pair] = pair_micro_batches(pairs, 1, pad_id, model.device)
     problem = f"{path}: {type(model).__name__} cannot process a pair in one row, as {STAGE}.py does"
     with or_fail(problem):
-        states = model.base_model(**inputs, use_cache=False).last_hidden_state
-        for side, response in responses.items():
-            expected = model.base_model(torch.cat([query, response], 1), use_cache=False).last_hidden_state[:, -8:]
-            difference = (states[:, columns[side][0, 1:]] - expected).norm() / expected.norm()
-            if not difference < 1e-3:
-                fail(f"{problem}: its states differ by {difference:.1e}")
+        states = model.base_model(**pair_inputs(model, pair), use_cache=False).last_hidden_state
+        alone = model.base_model(pair["query_rejected_token"], use_cache=False).last_hidden_state
+    is_rejected = pair["segments"] == REJECTED
+    expected = alone[0, pair["position_ids"][is_rejected]]
+    difference = (states[is_rejected] - expected).norm() / expected.norm()
+    if not difference < 1e-3:
+        fail(f"{problem}: its states differ by {difference:.1e}")
 
 
 def response_rewards(model, tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Return the rewards (b,) of right-padded rows (b, T), read at their last token (Detail 12). Left padding would
-    give the same numbers up to rounding (Detail 14)."""
-    last = last_token(tokens, pad_id)
-    return model(tokens).gather(1, last[:, None]).squeeze(1)
-
-
-def last_token(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Return the index (b,) of the last token before the first [PAD] of right-padded rows (b, T), or -1 for an empty
-    row (Detail 12)."""
-    return (tokens != pad_id).long().cumprod(1).sum(1) - 1
-
-
-# ==== padding =====================================================================================
-
-
-def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
-    """Return the width to which rows (b, T) can be trimmed: the longest row, rounded up to a multiple of 16, at most T.
-    Rounding keeps the number of different shapes small, because each new shape costs memory and, on a GPU, time."""
-    longest = int((tokens != pad_id).sum(1).max())
-    return min(-(-longest // 16) * 16, tokens.shape[1])
-
-
-def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Return row indices in groups of `size` rows of similar length, which saves padding. lengths: (b,)."""
-    order = lengths.argsort(descending=True, stable=True)
-    return list(order.split(size))
-
-
-def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Return the rows (b, T) with all padding moved to the right, trimmed to the longest row."""
-    real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
-    return tokens.gather(1, real_first)[:, : trimmed_width(tokens, pad_id)]
+    """Return the rewards (b,) of right-padded rows (b, T), read at the last token before the first [PAD] (Detail 12).
+    Left padding would give the same numbers up to rounding (Detail 14)."""
+    last = (tokens != pad_id).long().cumprod(1).sum(1, keepdim=True) - 1
+    return model(tokens).gather(1, last).squeeze(1)
 
 
 # ==== models ======================================================================================
 
 
-class ScalarHead(nn.Linear):
-    """A reward model's head, (b, T, d) -> (b, T, 1), in float32 even under autocast or in a bfloat16 model. It
-    subtracts the constant `reward_mean` (Detail 15)."""
-
-    def forward(self, hidden):
-        with torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(hidden.float(), self.weight.float(), self.bias.float()) - self.reward_mean
-
-
 class RewardModel(nn.Module):
-    """A transformers sequence classifier with one label that returns its scalar at every position. In training, its
-    head has a bias that starts at 0."""
+    """A transformers sequence classifier with one label that returns its scalar at every position, less the constant
+    `reward_mean` (Detail 15). The head is in float32, even under autocast or in a bfloat16 model. In training it has a
+    bias that starts at 0."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
         self.config = model.config
-        head = model.score  # a plain nn.Linear without bias
-        head.__class__ = ScalarHead
-        head.bias = nn.Parameter(torch.zeros(1))
-        head.reward_mean = getattr(model.config, "reward_mean", 0.0)
+        self.reward_mean = getattr(model.config, "reward_mean", 0.0)
+        model.score.bias = nn.Parameter(torch.zeros(1))  # the head, an nn.Linear without bias
 
     def forward(self, input_ids, **inputs):
-        """Return the reward logits (b, T) of rows (b, T), in float32. For pairs, also pass attention_mask (b, 1, T, T)
-        and position_ids (b, T). Right-padded rows need no mask, because no token of a causal model sees what comes
-        after it."""
-        hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
-        return self.model.score(hidden).squeeze(-1)
+        """Return the rewards (b, T) of right-padded rows (b, T), which need no mask, because the model is causal. For
+        pairs in one row, also pass attention_mask (b, 1, T, T) and position_ids (b, T)."""
+        hidden = self.model.base_model(input_ids, use_cache=False, **inputs).last_hidden_state
+        head = self.model.score
+        with torch.autocast(hidden.device.type, enabled=False):
+            rewards = F.linear(hidden.float(), head.weight.float(), head.bias.float()) - self.reward_mean
+        return rewards.squeeze(-1)
 
     def finished(self):
         """Return the transformers model to save. Its head has a weight alone, because the bias becomes part of the
         config's `reward_mean`. Do not use this RewardModel afterwards."""
-        head = self.model.score
-        self.config.reward_mean = head.reward_mean - head.bias.item()
-        head.bias = None
+        self.config.reward_mean = self.reward_mean - self.model.score.bias.item()
+        self.model.score.bias = None
         return self.model
 
 
-def new_reward_model(path: str, tokenizer) -> RewardModel:
-    """Return the SFT model of a checkpoint folder with a new scalar head: normal weights with standard deviation 1 /
-    sqrt(d + 1), and bias 0 (Detail 11)."""
+def new_reward_model(path: str, tokenizer, width: int = 0) -> RewardModel:
+    """Return the SFT model of a checkpoint folder, for rows of up to `width` tokens, with a new scalar head: normal
+    weights with standard deviation 1 / sqrt(d + 1), and bias 0 (Detail 11). It stays in evaluation mode even while it
+    is trained, so it has no dropout (Detail 7)."""
+    settings = {"dtype": torch.float32, "trust_remote_code": False}
     with or_fail(f"the model in {path} cannot be read"):
-        config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
-        settings = {"dtype": torch.float32, "trust_remote_code": False}
-        model = AutoModelForSequenceClassification.from_pretrained(path, config=config, **settings)
-    check_layers(model, path)
-    fit_tokenizer(model, tokenizer, path)
+        model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **settings)
+    check_model(model, path, width)
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer) - 1:  # it may lack one for [PAD]
+        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
+    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
+    model.config.update({"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id})
     model.config.problem_type = "regression"  # a text-classification pipeline then returns the bare score
-    model.score = ScalarHead(model.score.in_features, 1)
+    model.score = nn.Linear(model.score.in_features, 1)
     nn.init.normal_(model.score.weight, std=1 / (model.score.in_features + 1) ** 0.5)
     return RewardModel(model)
 
 
-def fit_tokenizer(model, tokenizer, path: str):
-    """Give a model an embedding for every id of the tokenizer, and its config the tokenizer's EOS and [PAD]."""
-    rows = model.get_input_embeddings().num_embeddings
-    if rows < len(tokenizer) - 1:
-        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
-    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
-    model.config.eos_token_id = tokenizer.eos_token_id
-    model.config.pad_token_id = tokenizer.pad_token_id  # after resizing: some models check that the id has a row
-
-
-def check_layers(model, path: str):
-    """End with an error if a model has layers that cannot be trained or sampled from here."""
-    name = type(model).__name__
+@torch.no_grad()
+def check_model(model, path: str, width: int):
+    """End with an error if a model cannot be trained or sampled from here because of its attention, because it scales
+    or caps the logits of its head, or because it has fewer positions than `width`, the tokens of the widest row."""
+    name = f"{path}: {type(model).__name__}"
     if model.config._attn_implementation != "sdpa":
-        fail(f"{path}: {name} has no scaled dot-product attention in transformers. Choose another model")
+        fail(f"{name} has no scaled dot-product attention in transformers. Choose another model")
     other = set(getattr(model.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if other:
-        fail(f"{path}: {name} has {', '.join(sorted(other))} layers; only full and sliding attention are supported")
-
-
-def check_positions(model, path: str, width: int):
-    """End with an error if a model has fewer positions than the rows of the data are wide."""
-    positions = getattr(model.config, "max_position_embeddings", None) or width  # some models have no limit
+        fail(f"{name} has {', '.join(sorted(other))} layers; only full and sliding attention are supported")
+    positions = getattr(model.config, "max_position_embeddings", None) or inf
     if width > positions:
-        name = type(model).__name__
-        fail(f"{path}: rows need {width} positions, but {name} has {positions}. Make the data with shorter queries")
-
-
-def without_dropout(config):
-    """Return the config with every dropout at 0 (Detail 7), even attention dropout, which is not an nn.Dropout."""
-    for key, value in config.to_dict().items():
-        if "drop" in key and isinstance(value, int | float):
-            setattr(config, key, 0.0)
-    return config
+        fail(f"{name} has {positions} positions, but rows need {width}. Make the data with shorter queries")
+    head = model.get_output_embeddings()  # None in a reward model
+    tokens = torch.arange(4)[None]
+    if head and not torch.allclose(head(model.base_model(tokens)[0]), model(tokens).logits, atol=1e-4):
+        fail(f"{name} scales or caps the logits of its head. Choose another model")
 
 
 # ==== evaluation ==================================================================================
@@ -636,69 +544,66 @@ def reference_rewards(accelerator: Accelerator, model, data, args, pad_id: int) 
     rewards = []
     for _, batch in shares(accelerator, data, args.forward_batch_size, "rewards of references"):
         tokens = batch["query_reference_response_token"]
-        tokens = tokens[:, : trimmed_width(tokens, pad_id)].to(accelerator.device)
+        longest = int((tokens != pad_id).sum(1).max())
+        tokens = tokens[:, :longest].to(accelerator.device)
         with accelerator.autocast():
             rewards += response_rewards(model, tokens, pad_id).tolist()
     return torch.tensor(gather_object(rewards), dtype=torch.float64)
 
 
-def reference_table(rewards: torch.Tensor) -> list[dict]:
-    """Return statistics of the rewards (n,) of the references."""
-    statistics = {"max": rewards.max(), "mean": rewards.mean(), "min": rewards.min(), "std": rewards.std()}
-    return [{"statistic": key, "value": value.item()} for key, value in statistics.items()]
-
-
 @torch.no_grad()
-def evaluate_pairs(accelerator: Accelerator, model, data: DatasetDict, args, pad_id: int, split: str) -> list[dict]:
-    """Return both rewards of every pair of a split, in order, with the columns that table 5 groups by."""
-    pairs = []
-    for _, batch in shares(accelerator, data[split], args.forward_batch_size, f"rewards of {split}"):
+def evaluate_pairs(accelerator: Accelerator, model, data: dict, args, pad_id: int, split: str) -> pandas.DataFrame:
+    """Return the pair_table of a split."""
+    found = []
+    pairs = data[split].select_columns(PAIR_COLUMNS)
+    for _, batch in shares(accelerator, pairs, args.forward_batch_size, f"rewards of {split}"):
         rows = {key: value.to(accelerator.device) for key, value in pair_rows(batch, pad_id).items()}
         with accelerator.autocast():
-            chosen, rejected, _ = pair_rewards(model, rows, pad_id)
-        tie = is_tie(chosen, rejected, chosen.abs() + rejected.abs(), accelerator.mixed_precision)
-        pairs += pair_table(batch, torch.stack([chosen, rejected], 1), tie)
-    return gather_object(pairs)
+            chosen, rejected, _ = pair_rewards(model, rows)
+        found += torch.stack([chosen, rejected], 1).tolist()
+    rewards = torch.tensor(gather_object(found))  # (n, 2)
+    tie = is_tie(rewards[:, 0], rewards[:, 1], rewards.abs().sum(1), accelerator.mixed_precision)
+    return pair_table(data[split], rewards, tie)
 
 
-def pair_table(batch: dict, rewards: torch.Tensor, tie: torch.Tensor) -> list[dict]:
-    """Return one row per pair: the columns that table 5 groups by (batch, split, policies, confidence; None if
-    unknown), Llama 2's grade (from the confidence if there is no such column), its safety bin (section 3.2.1), both
-    rewards (b, 2) and whether they are a tie (b,)."""
-    pairs = []
-    for i, (chosen, rejected) in enumerate(rewards.tolist()):
-        pair = {key: batch[key][i] for key in ("batch", "split", "policies") if key in batch}
-        confidence = batch["extra"][i]["confidence"] if "extra" in batch else None
-        pair["confidence"] = None if confidence is None else int(confidence)
-        pair["grade"] = batch["grade"][i] if "grade" in batch else confidence_grade(confidence)
-        if "chosen_safe" in batch:
-            labels = (batch["chosen_safe"][i], batch["rejected_safe"][i])
-            pair["safety"] = SAFETY.get(tuple(None if label is None else bool(label) for label in labels))
-        pairs.append(pair | {"chosen_reward": chosen, "rejected_reward": rejected, "tie": tie[i].item()})
-    return pairs
+def pair_table(data, rewards: torch.Tensor, tie: torch.Tensor) -> pandas.DataFrame:
+    """Return one row per pair of a split: what table 5 groups by (batch, split, policies, confidence; None if unknown),
+    Llama 2's grade (from the confidence if there is no such column), its safety bin (section 3.2.1), both rewards
+    (n, 2), whether they are a tie (n,), and `hit`, whether chosen's is higher and no tie."""
+    data = data.with_format(None).flatten()
+    groups = ("batch", "split", "policies", "extra.confidence")
+    columns = {key: data[key][:] for key in groups if key in data.column_names}
+    columns["confidence"] = columns.pop("extra.confidence", len(data) * [None])
+    columns["grade"] = [confidence_grade(confidence) for confidence in columns["confidence"]]
+    if "grade" in data.column_names:
+        columns["grade"] = data["grade"][:]
+    if "chosen_safe" in data.column_names:
+        labels = zip(data["chosen_safe"][:], data["rejected_safe"][:], strict=True)
+        columns["safety"] = [SAFETY.get(pair) for pair in labels]
+    columns["chosen_reward"] = rewards[:, 0].tolist()
+    columns["rejected_reward"] = rewards[:, 1].tolist()
+    columns["tie"] = tie.tolist()
+    columns["hit"] = ((rewards[:, 0] > rewards[:, 1]) & ~tie).tolist()
+    return pandas.DataFrame(columns, dtype=object)  # otherwise a null would turn integers into floats
 
 
-def accuracy_table(name: str, pairs: list[dict]) -> list[dict]:
-    """Return one split's rows of table 5: the share of pairs whose chosen reward is higher, and the mean gap between
-    both rewards, overall and per batch, confidence, grade, safety bin, split and policy pair (Detail 16). Null values
-    form a group of their own."""
-    frame = pandas.DataFrame(pairs, dtype=object)  # otherwise a null would turn integers into floats
-    frame["hit"] = (frame["chosen_reward"] > frame["rejected_reward"]) & ~frame["tie"].astype(bool)
-    frame["gap"] = (frame["chosen_reward"] - frame["rejected_reward"]).astype(float)
-    frame["overall"] = "all"
+def accuracy_table(name: str, pairs: pandas.DataFrame) -> list[dict]:
+    """Return one split's rows of table 5: the share of hits in its pair_table, and the mean gap between both rewards,
+    overall and per batch, confidence, grade, safety bin, split and policy pair (Detail 16). Null values form a group of
+    their own."""
+    gap = (pairs["chosen_reward"] - pairs["rejected_reward"]).astype(float)
+    pairs = pairs.assign(overall="all", gap=gap)
     table = []
     for group in ("overall", "batch", "confidence", "grade", "safety", "split", "policies"):
-        if group not in frame:
-            continue
-        for value, members in frame.groupby(group, dropna=False):
-            if pandas.isna(value):
-                value = "null"
-            row = {"data": name, "group": group, "value": value, "pairs": len(members)}
-            table.append(row | {"accuracy": members["hit"].mean(), "gap": members["gap"].mean()})
+        if group in pairs:
+            values = pairs[group].where(pairs[group].notna(), "null")
+            for value, members in pairs.groupby(values):
+                row = {"data": name, "group": group, "value": value, "pairs": len(members)}
+                table.append(row | {"accuracy": members["hit"].mean(), "gap": members["gap"].mean()})
     return table
 
 
-def write_table(accelerator: Accelerator, args, name: str, rows: list[dict], title: str = ""):
+def write_table(accelerator: Accelerator, args, name: str, rows, title: str = ""):
     """Write rows as a CSV file in eval/ and, if there is a title, print them. Call it on every process."""
     frame = pandas.DataFrame(rows)
     with writing(accelerator, Path(args.output_dir, "eval", f"{name}.csv")) as partial:
@@ -713,25 +618,21 @@ def shares(accelerator: Accelerator, data, size: int, description: str):
     results of all processes back into the order of the rows."""
     first = len(data) * accelerator.process_index // accelerator.num_processes
     last = len(data) * (accelerator.process_index + 1) // accelerator.num_processes
-    for start in progress(accelerator, range(first, last, size), description):
+    for start in track(range(first, last, size), description, disable=not accelerator.is_main_process):
         index = list(range(start, min(start + size, last)))
         yield index, data[index]
 
 
 # ==== plumbing: identical in every stage script; read it once, then skip it =======================
-# Launch, loading, run folder, checkpoints, trackers, optimiser. Nothing here changes a loss or a sample.
 
+POSITIVE = {"batch_size", "micro_batch_size", "forward_batch_size", "sample_batch_size", "num_mini_batches"}
+POSITIVE |= {"total_episodes", "num_ppo_epochs", "response_length", "temperature", "beta", "eval_rows"}
+LARGEST = {"seed": 2**32 - 1, "gamma": 1, "lam": 1, "label_smoothing": 1}
 # Settings that --resume may change, because they affect memory, speed, evaluation, logging and saving only.
 MAY_CHANGE = {"micro_batch_size", "forward_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes"}
 MAY_CHANGE |= {"eval_every", "eval_rows", "run_eval", "sample_every", "track", "save_every", "resume", "output_dir"}
-MAY_CHANGE |= {"dataset", "preference_dataset"}  # their rows are compared; of a model only its config and sizes
-CONTENTS = {}  # digests of the models and data sets that a run starts from, for --resume
-POSITIVE = {"batch_size", "micro_batch_size", "forward_batch_size", "sample_batch_size", "num_mini_batches"}
-POSITIVE |= {"num_ppo_epochs", "response_length", "temperature", "beta", "eval_rows"}
-NOT_NEGATIVE = {"seed", "total_episodes", "num_train_epochs", "learning_rate", "max_grad_norm", "kl_coef", "vf_coef"}
-NOT_NEGATIVE |= {"cliprange", "cliprange_value", "gamma", "lam", "label_smoothing"}
-NOT_NEGATIVE |= {"eval_every", "save_every", "sample_every"}
-LARGEST = {"seed": 2**32 - 1, "gamma": 1, "lam": 1, "label_smoothing": 1}
+MAY_CHANGE |= {"dataset", "preference_dataset"}  # their contents are compared
+CONTENTS = {}  # for --resume: digests of data sets, and of configs and file sizes of a flag's models
 ADAM_EPS = 1e-5  # the paper's tables
 WEIGHT_DECAY = 0.01  # torch's default for AdamW, as in the authors' code
 
@@ -753,17 +654,16 @@ def or_fail(message: str):
 def check_args(args):
     """Replace {model} and {seed} in the arguments. Ends with an error if a number is out of its range or the output
     folder already holds a run. With --resume, ends the process successfully if that run is complete."""
-    name = Path(os.path.abspath(args.model)).name.partition("@")[0]
+    name = Path(os.path.abspath(args.model)).name.partition("@")[0]  # sft.py takes a path or an id@revision
     for key, value in vars(args).items():
-        flag = f"--{key.replace('_', '-')} {value}"
-        largest = LARGEST.get(key, float("inf"))
-        if key in POSITIVE and value is not None and not value > 0:
-            fail(f"{flag} must be above 0")
-        if key in NOT_NEGATIVE and value is not None and not 0 <= value <= largest:
-            fail(f"{flag} must be between 0 and {largest}")
         if isinstance(value, str):
             value = value.replace("{model}", name).replace("{seed}", str(args.seed))
             setattr(args, key, os.path.expanduser(value))
+        if isinstance(value, int | float) and key != "penalty_reward_value":
+            largest = LARGEST.get(key, inf)
+            if not 0 <= value <= largest or (value == 0 and key in POSITIVE):
+                bounds = "above 0" if key in POSITIVE else f"between 0 and {largest}"
+                fail(f"--{key.replace('_', '-')} {value} must be {bounds}")
     folder = Path(args.output_dir)
     if args.resume and (folder / "model").exists():  # a run writes this last
         print(f"--resume: the run in {folder} has ended, so there is nothing left to do", flush=True)
@@ -774,27 +674,25 @@ def check_args(args):
 
 def make_accelerator(args) -> Accelerator:
     """Return the Accelerator that the launcher asked for. Ends with an error if accelerate started something else."""
-    CONTENTS.clear()  # another run in this process may have filled it
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # against memory fragmentation
-    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # otherwise accelerate divides the loss by it
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and has given NaN under a mask
-    transformers_logging.set_verbosity_error()  # its warnings are about intended things, such as a new head
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns that tied weights are saved once
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # less fragmentation
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # or it divides the loss
+    torch.backends.cuda.enable_cudnn_sdp(False)  # slow with new shapes, and has given NaN
+    transformers_logging.set_verbosity_error()  # it warns about a new head
     set_seed(args.seed)
+    CONTENTS.clear()  # another run in this process may have filled it
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     on_cpu = not torch.accelerator.is_available()
-    settings = {"mixed_precision": args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no")}
-    if world > 1:
-        process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # writing a large checkpoint takes long
-        if on_cpu and deepspeed:
-            process_group.backend = "gloo"
-        settings |= {"kwargs_handlers": [process_group], "cpu": on_cpu and not deepspeed}  # it must be told to use CPUs
-    accelerator = Accelerator(log_with="tensorboard", project_dir=args.output_dir, **settings)
-    if accelerator.num_processes != world or bool(accelerator.state.deepspeed_plugin) != deepspeed:
-        fail(f"accelerate did not start {world} processes, DeepSpeed {deepspeed}: use one of benchmark/accelerate/")
+    process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # large checkpoints
+    if on_cpu and deepspeed:
+        process_group.backend = "gloo"
+    settings = {"log_with": "tensorboard", "project_dir": args.output_dir, "kwargs_handlers": [process_group]}
+    settings["mixed_precision"] = args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no")
+    accelerator = Accelerator(cpu=on_cpu and not deepspeed, **settings)  # cpu=True would switch DeepSpeed off
+    plugin = accelerator.state.deepspeed_plugin
+    if accelerator.num_processes != world or bool(plugin) != deepspeed or (plugin and plugin.zero_stage == 3):
+        fail(f"accelerate did not start {world} processes, DeepSpeed: {deepspeed}, no ZeRO-3; see benchmark/accelerate")
     return accelerator
 
 
@@ -803,15 +701,14 @@ def checkpoint_folder(flag: str, path: str) -> str:
     folder = Path(path, "model") if Path(path, "model/config.json").exists() else Path(path)
     if not (folder / "config.json").exists():
         name, _, revision = path.partition("@")
-        wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # skips PPO's value_model/
+        wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no subfolders
         with or_fail(f"{flag} {path}: no checkpoint there, in its model/ or on the Hub. Run the earlier stage first"):
             folder = Path(snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
             if not list(folder.glob("*.safetensors")):
-                folder = Path(snapshot_download(**wanted))  # there may be a pytorch_model.bin instead
+                folder = Path(snapshot_download(**wanted))  # with its pytorch_model.bin
     weights = [(file.name, file.stat().st_size) for file in sorted(folder.glob("*model*"))]
     content = f"{(folder / 'config.json').read_text()}{weights}".encode()
-    key = f"the content of {flag}"
-    CONTENTS[key] = CONTENTS.get(key, "") + hashlib.sha256(content).hexdigest()[:16]
+    CONTENTS.setdefault(f"{flag[2:]} content", []).append(hashlib.sha256(content).hexdigest()[:16])
     return str(folder)
 
 
@@ -834,50 +731,42 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
     with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
         for split in ("train", "validation", *data):
-            data[split].select_columns(columns)[0]
+            data[split].select_columns(columns)[0]  # fails where something is missing
     keys = [column for column in columns if "_token" in column]
     content = hashlib.sha256(str(data.num_rows).encode())
     for split, rows in data.items():
         largest = 0
-        for key in keys:
-            column = rows.data.column(key)
+        for column in rows.data.select(keys).columns:
             if len(pc.unique(pc.list_value_length(column))) != 1:
-                fail(f"{flag} {path}: {split}: the rows of {key} differ in width. Pad them, as tldr_dataset.py does")
+                fail(f"{flag} {path}: {split}: rows differ in width. Pad them, as tldr_dataset.py does")
             for tokens in pc.list_flatten(column).chunks:
                 largest = max(largest, pc.max(tokens).as_py())
                 content.update(tokens.to_numpy())
-        looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
-        same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
-        if 2 * same <= len(looked_at) or largest >= len(tokenizer):
-            found = f"{same} of {len(looked_at)} rows match the model's tokenizer; largest id {largest}"
+        matches = []
+        for row in rows.select(range(0, len(rows), -(-len(rows) // 16))):
+            tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
+            is_query = tokens.pop("query_token") == tokenizer(row["query"], add_special_tokens=False).input_ids
+            has_eos = all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())  # in the other columns
+            matches.append(is_query and has_eos)
+        if 2 * sum(matches) <= len(matches) or largest >= len(tokenizer):  # another tokenizer matches next to none
+            found = f"{sum(matches)} of {len(matches)} rows match the model's tokenizer; largest id {largest}"
             fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py; eval/check_data.py shows the rows")
-    CONTENTS[f"the content of {flag}"] = content.hexdigest()[:16]
+    CONTENTS[f"{flag[2:]} content"] = content.hexdigest()[:16]
     return data.with_format("torch")
-
-
-def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
-    """Return whether this tokenizer made a row: its query tokens match its text, and its other columns end in EOS."""
-    tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
-    query = tokens.pop("query_token", None)
-    if query is not None and query != tokenizer(row["query"], add_special_tokens=False).input_ids:
-        return False
-    return all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())
 
 
 @contextmanager
 def writing(accelerator: Accelerator, path: Path):
-    """Yield a temporary path for the new content of `path` (file or folder), sync it to disk and rename it into place,
-    so that `path` is always complete or absent. All processes call it."""
-    partial = path.with_suffix(".tmp")
+    """Yield a temporary path for the new content of `path` (file or folder) and rename it into place when it is on the
+    disk, so that `path` is always complete or absent. All processes call it, because each may write a part."""
+    partial = path.with_suffix(".tmp")  # one that a killed run has left is written over
     with or_fail(f"{path} could not be written: make room, then continue with --resume"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)  # a killed run may have left one
-        accelerator.wait_for_everyone()
         yield partial
-        accelerator.wait_for_everyone()  # each process writes its part
+        accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             os.sync()
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)  # a file is replaced, a folder has to go first
             os.replace(partial, path)
         accelerator.wait_for_everyone()
 
@@ -887,76 +776,44 @@ def begin_run(accelerator: Accelerator, args) -> int:
     finished updates. Call it right before training, so that a wrong command leaves nothing behind."""
     folder = Path(args.output_dir)
     if accelerator.is_main_process:
-        lock(folder)
+        with or_fail(f"{folder}: another run still writes there, or nothing can be written there"):
+            folder.mkdir(parents=True, exist_ok=True)
+            accelerator.lock = FileLock(folder / ".lock", is_singleton=True)  # held until the process ends
+            accelerator.lock.acquire(timeout=120)  # a requeued job may meet the old one still ending
     accelerator.wait_for_everyone()
     check_args(args)  # again, because another run may have been here since
     settings = {"stage": STAGE, "processes": accelerator.num_processes} | asdict(args) | CONTENTS
-    settings["wandb_id"] = os.urandom(8).hex()
+    old = {}
     if (folder / "args.json").exists():
         old = json.loads((folder / "args.json").read_text())
-        settings["wandb_id"] = old.get("wandb_id", settings["wandb_id"])
-        check_settings(accelerator, folder, old, settings)
-    finished, metrics = load_newest(accelerator, folder)
-    if args.resume and not finished:
-        accelerator.print(f"--resume: {folder} has no checkpoint, so the run starts anew")
+    for key, value in settings.items():
+        if old.get(key, value) != value:
+            change = f"--resume {folder}: --{key.replace('_', '-')} {old[key]} -> {value}"
+            if key not in MAY_CHANGE:
+                fail(f"{change} would change the run. If a model has only moved, write its new path into args.json")
+            accelerator.print(change)
+    finished = 0
+    metrics = ""
+    newest = max(folder.glob("checkpoints/update_??????"), default=None)
+    if newest:
+        with or_fail(f"--resume: {newest} cannot be loaded. Launch the run as before, or delete that checkpoint"):
+            metrics = (newest / "metrics.jsonl").read_text()
+            accelerator.load_state(str(newest))
+        finished = int(newest.name.removeprefix("update_"))
+    if args.resume:
+        accelerator.print(f"--resume: {folder} continues after update {finished}")
+    settings["wandb_id"] = old.get("wandb_id", os.urandom(8).hex())
     if args.track:  # accelerate's own tracker would override WANDB_PROJECT
         run = {"name": "__".join(folder.parts[-3:]), "id": settings["wandb_id"], "resume": "allow"}
         accelerator.log_with.append(WandBTracker(None, config=asdict(args), dir=args.output_dir, **run))
-    tensorboard = {"purge_step": finished + 1 if finished else 0}  # a resumed run continues its curves
+    tensorboard = {"purge_step": finished + 1 if finished else 0}  # drops what a killed run logged later
     with or_fail("the trackers could not start (with WANDB_MODE=offline, W&B only writes to the run folder)"):
         accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": tensorboard})
-    settings["command"] = shlex.join(["python", *sys.argv])
-    with writing(accelerator, folder / "args.json") as partial:
-        if accelerator.is_main_process:
-            partial.write_text(json.dumps(settings, indent=2) + "\n")
-    with writing(accelerator, folder / "metrics.jsonl") as partial:
-        if accelerator.is_main_process:
-            partial.write_text(metrics)
+    for name, content in {"args.json": json.dumps(settings, indent=2) + "\n", "metrics.jsonl": metrics}.items():
+        with writing(accelerator, folder / name) as partial:
+            if accelerator.is_main_process:
+                partial.write_text(content)
     return finished
-
-
-def lock(folder: Path):
-    """Lock the run folder for this process, so that no other run writes there. The kernel frees the lock when the
-    process ends, however it ends. Waits up to two minutes, because a requeued job may meet the old one still ending."""
-    with or_fail(f"{folder} cannot be made"):
-        folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)  # stays open: closing it would free the lock
-    for _ in range(120):
-        try:
-            return fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # another process holds it
-            time.sleep(1)
-        except OSError as error:
-            return print(f"{folder} is on a file system without locks ({error}): start no second run there", flush=True)
-    fail(f"{folder}: another run still writes there. Wait until it has ended, or choose another --output-dir")
-
-
-def check_settings(accelerator: Accelerator, folder: Path, old: dict, settings: dict):
-    """Print what --resume changes. Ends with an error if a change would affect the training (see MAY_CHANGE)."""
-    changed = {}
-    for key, value in settings.items():
-        if old.get(key, value) != value:
-            name = key if key in CONTENTS else f"--{key.replace('_', '-')}"
-            changed[key] = f"{name} {old[key]} -> {value}"
-    refused = [change for key, change in changed.items() if key not in MAY_CHANGE]
-    if refused:
-        fail(
-            f"--resume {folder}: {', '.join(refused)} would change the run. Undo it, or use another --output-dir. "
-            f"If a model has only moved, write its new path into {folder}/args.json"
-        )
-    accelerator.print(f"--resume {folder}, changed: {', '.join(changed.values()) or 'nothing'}")
-
-
-def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
-    """Load the newest checkpoint and return its update and its metrics.jsonl, or 0 and "" if there is none."""
-    checkpoints = sorted(folder.glob("checkpoints/update_??????"))
-    if not checkpoints:
-        return 0, ""
-    with or_fail(f"--resume: {checkpoints[-1]} cannot be loaded. Launch the run as before, or delete that checkpoint"):
-        metrics = (checkpoints[-1] / "metrics.jsonl").read_text()
-        accelerator.load_state(str(checkpoints[-1]))
-    accelerator.print(f"--resume: {checkpoints[-1]} is loaded")
-    return int(checkpoints[-1].name.removeprefix("update_")), metrics
 
 
 def updates(accelerator: Accelerator, args, first: int, last: int):
@@ -965,8 +822,8 @@ def updates(accelerator: Accelerator, args, first: int, last: int):
     folder = Path(args.output_dir)
     caught = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: caught.append(number))  # only noted: the run ends after the update
-    for update in progress(accelerator, range(first + 1, last + 1), STAGE):
+        signal.signal(number, lambda number, _: caught.append(number))  # the update still ends
+    for update in track(range(first + 1, last + 1), STAGE, disable=not accelerator.is_main_process):
         yield update
         stop = gather_object(caught)  # by any process
         if stop or (args.save_every and update % args.save_every == 0):
@@ -982,13 +839,8 @@ def updates(accelerator: Accelerator, args, first: int, last: int):
             raise SystemExit(75)
 
 
-def progress(accelerator: Accelerator, items, description: str):
-    """Return `items` to iterate over under a progress bar, shown by the main process."""
-    return track(items, description, console=Console(stderr=True), disable=not accelerator.is_main_process)
-
-
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
-    """Append a line to metrics.jsonl and log it to the trackers. Print its first five numbers 20 times per run."""
+    """Append a line to metrics.jsonl and log it to the trackers. Print its first five numbers about 20 times a run."""
     metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
     line = json.dumps({"update": update, **metrics})
     if accelerator.is_main_process:
@@ -1010,25 +862,22 @@ def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
 
 def prepare(accelerator: Accelerator, model, args):
     """Return the model and its AdamW optimiser, wrapped as the launcher asked for (plain, DDP or DeepSpeed)."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     settings = {"lr": args.learning_rate, "eps": ADAM_EPS, "weight_decay": WEIGHT_DECAY}
-    optimizer = torch.optim.AdamW(parameters, **settings, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), **settings, fused=True)
     if accelerator.state.deepspeed_plugin:  # DeepSpeed has other defaults for these
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
         config["gradient_clipping"] = args.max_grad_norm
         config["gradient_accumulation_steps"] = 1
         config["zero_force_ds_cpu_optimizer"] = False  # when offloaded, use torch's AdamW
-        config["data_types"] = {"grad_accum_dtype": "fp32"}  # otherwise gradients are summed in bfloat16
-        if config["zero_optimization"]["stage"] == 3:
-            fail("ZeRO-3 is not supported; use benchmark/accelerate/zero2_offload.yaml, which fits every size")
+        config["data_types"] = {"grad_accum_dtype": "fp32"}  # not in bfloat16
     return accelerator.prepare(model, optimizer)
 
 
 def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:
     """Take one step with the accumulated gradients and return their norm before clipping, which must be finite."""
-    norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf")))
-    if not norm < float("inf"):  # also true for nan
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or inf))
+    if not norm < inf:  # also true for nan
         fail(f"{where}: the gradient norm is {norm}; this update was not saved. Try a lower --learning-rate")
     optimizer.step()
     optimizer.zero_grad()
@@ -1037,9 +886,7 @@ def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: fl
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # print ? where the terminal cannot show a character
-    try:
-        main(tyro.cli(Args))
-    except KeyboardInterrupt:
-        fail("stopped by Ctrl-C")
+    signal.signal(signal.SIGINT, lambda *_: fail("stopped by Ctrl-C"))
+    main(tyro.cli(Args))
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # its threads can crash a normal exit
         os._exit(0)  # everything has been written

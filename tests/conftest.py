@@ -110,6 +110,12 @@ def give_other_tokenizer(world, folder: Path):
     posts.train_tokenizer(texts, 300).save_pretrained(folder)
 
 
+def edit_config(folder: Path, **fields):
+    """Set fields of a checkpoint's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
 def make_reward_model(source: Path, folder: Path, bias: float = 0.0) -> Path:
     """A reward model with a random head on the base in `source`, and minus `bias` as its `reward_mean`."""
     import reward

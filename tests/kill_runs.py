@@ -229,16 +229,16 @@ def kill_stage(stage: str, whole, root: Path, args: Args) -> list[dict]:
         partial = [x.name for x in folder.glob("checkpoints/*.tmp")]
         ended = (folder / "model").exists()  # then --resume does nothing
         again = finish(start(stage, replace(run, resume=True)))
-        said = [line for line in Path(f"{folder}.log").read_text().splitlines() if line.endswith(" is loaded")]
+        said = [line for line in Path(f"{folder}.log").read_text().splitlines() if "continues after update" in line]
         found = left_behind(folder) if again == 0 else {}
-        came_from = said[-1].split("/")[-1].split()[0] if said else "the beginning"
+        came_from = int(said[-1].split()[-1]) if said else 0
         different = [key for key in expected if key != "W&B" and found.get(key) != expected[key]]
         history = found.get("W&B", {})  # what W&B's service had not written when its run was killed is not in its file
-        again_said = {step for step in expected["W&B"] if not ended and (not said or step > int(came_from[-6:]))}
+        again_said = {step for step in expected["W&B"] if not ended and step > came_from}
         if {step: expected["W&B"].get(step) for step in history} != history or not again_said <= history.keys():
             different.append("W&B")
         row = {"stage": stage, "kill": kill + 1, "half-written": ", ".join(partial) or "-"}
-        row["continued from"] = "nothing: it had ended" if ended else came_from
+        row["continued from"] = "nothing: it had ended" if ended else f"update {came_from}"
         row["exit code"] = again
         row["different"] = ", ".join(different) or "nothing"
         rows.append(row)

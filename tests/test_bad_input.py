@@ -243,7 +243,7 @@ def test_rows_of_different_width(stage_args, made, tmp_path):
     data = load_from_disk(str(made.dataset))
     shorter = data["train"].map(lambda row, i: {"query_token": row["query_token"][i == 3 :]}, with_indices=True)
     DatasetDict({**data, "train": shorter}).save_to_disk(str(tmp_path / "ragged"))
-    parts = ["--dataset", "train: the rows of query_token differ in width"]
+    parts = ["--dataset", "train: rows differ in width"]
     expect("ppo", stage_args("ppo", dataset=str(tmp_path / "ragged")), *parts)
 
 

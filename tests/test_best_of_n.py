@@ -89,7 +89,7 @@ def drawn(made, i: int, count: int, last: int = 0, **changes) -> torch.Tensor:
     """Responses (count, R) to prompt i, by best_of_n.sample_many."""
     model = best_of_n.load_policy(made.policy, made.tokenizer).eval()
     args = best_of_n.Args(**(made.args | {"output_dir": ""} | changes))
-    keys, banned = best_of_n.noise_keys(args.seed, i, list(range(count))), best_of_n.banned_ids(model, made.tokenizer)
+    keys, banned = best_of_n.noise_keys(args.seed, i, list(range(count))), model.banned
     ids = made.tokenizer.eos_token_id, made.tokenizer.pad_token_id
     return best_of_n.sample_many(model, query_of(made, i, last), banned, keys, *ids, args, lambda count: None)
 
@@ -293,8 +293,8 @@ def test_a_reward_model_as_gold_and_a_warning_where_it_is_a_proxy(made, tmp_path
 def test_under_bf16_every_model_runs_in_bfloat16_and_every_head_in_float32(made, tmp_path, monkeypatch):
     torch.backends.cuda.enable_cudnn_sdp(True)
     attention = record(monkeypatch, torch.nn.functional, "scaled_dot_product_attention")
-    heads = record(monkeypatch, ppo.ScalarHead, "forward")
-    monkeypatch.setattr(ppo, "check_head", lambda *_: None)  # runs before, in float32
+    heads = record(monkeypatch, best_of_n, "rewards_after")
+    monkeypatch.setattr(ppo, "check_model", lambda *_: None)  # runs before, in float32
     changes = {"gold": made.rewards[1], "prompts": 1, "mixed_precision": "bf16", "output_dir": str(tmp_path)}
     best_of_n.main(best_of_n.Args(**made.args | changes))
     assert {call.result.dtype for call in attention} == {torch.bfloat16}
@@ -307,7 +307,7 @@ def test_scales_are_of_a_sample_to_each_of_the_first_training_posts(made, writte
     scales = json.loads((written / "scales.json").read_text())
     policy = best_of_n.load_policy(made.policy, made.tokenizer).eval()
     eos_id, pad_id = made.tokenizer.eos_token_id, made.tokenizer.pad_token_id
-    args, banned = best_of_n.Args(**made.args, output_dir=""), best_of_n.banned_ids(policy, made.tokenizer)
+    args, banned = best_of_n.Args(**made.args, output_dir=""), policy.banned
     models, found = [ppo.load_reward_model(path, made.tokenizer).eval() for path in made.rewards], []
     for i, row in enumerate(load_from_disk(str(world.dataset))["train"].select(range(5))):
         query = torch.tensor([x for x in row["query_token"] if x != pad_id])

@@ -30,9 +30,12 @@ FOR_TOOLS = {"ppo", "reward", "tldr_dataset", "run_metrics"}
 MARK = "# ==== plumbing"
 DIFFER = {"main", "Args"}  # what every script has of its own
 # functions that a copy changes under their old name, which keeps its diff short: one text among the scripts listed here
+PPO_FAMILY = ["ppo.py", "ensembles/ppo.py"]
+PPO_FAMILY += [f"variants/{name}.py" for name in ("rloo", "grpo", "online_dpo", "ppo_function")]
 CHANGED = {
     "forward_passes": ["variants/rloo.py", "variants/grpo.py", "variants/online_dpo.py"],
     "validation_score": ["variants/ppo_function.py"],
+    "RewardModel": PPO_FAMILY,
     "pair_table": ["llama2/reward.py"],
     "accuracy_table": ["llama2/reward.py"],
 }

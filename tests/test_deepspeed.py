@@ -55,7 +55,7 @@ def test_zero2_in_bfloat16_resumes_to_the_same_end(tmp_path, record_property):
     code, output = launch(tmp_path, jobs)
     assert code == 0, output[-6000:]
     code, output = launch(tmp_path, again)
-    assert code == 0 and output.count("update_000003 is loaded") == len(STAGES), output[-6000:]
+    assert code == 0 and output.count("continues after update 3") == len(STAGES), output[-6000:]
     for stage in STAGES:
         found, expected = left_behind(tmp_path / f"{stage}.stopped"), left_behind(tmp_path / f"{stage}.zero2")
         assert [key for key in expected if found[key] != expected[key]] == [] and expected["weights"], stage
@@ -84,7 +84,7 @@ def test_the_plumbing_under_zero2(tmp_path):
 def test_zero3_is_refused(tmp_path):
     settings = {"deepspeed_config": {"zero_stage": 3, "deepspeed_multinode_launcher": "standard"}}
     code, output = launch(tmp_path, [("prepare", toy_args(tmp_path / "run"))], **settings)
-    assert code != 0 and "error: ZeRO-3 is not supported" in output
+    assert code != 0 and "ZeRO-2: see benchmark/accelerate/" in output
     assert not (tmp_path / "run").exists()
 
 

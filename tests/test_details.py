@@ -25,8 +25,8 @@ import pytest
 import rm_report
 import torch
 from accelerate.state import AcceleratorState
-from conftest import close, head_of, make_talker, read_csv, read_jsonl, record, script, write_jsonl
-from datasets import load_from_disk
+from conftest import close, edit_config, head_of, make_talker, read_csv, read_jsonl, record, script, write_jsonl
+from datasets import Dataset, load_from_disk
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
@@ -46,12 +46,6 @@ SEED = 7
 
 
 # ---- helpers -----------------------------------------------------------------------------------------
-
-
-def edit_config(folder: Path, **fields):
-    """Set fields of a checkpoint's config.json."""
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def padded_tokenizer(folder: Path):
@@ -267,15 +261,14 @@ def run_ppo(short, talker, reward_run, folder: Path, **changes) -> SimpleNamespa
     with pytest.MonkeyPatch.context() as monkeypatch:
         original = ppo.forward_passes
 
-        def keep_weights(accelerator, model, *args):
-            model = accelerator.unwrap_model(model)
-            shared = {id(p) for p in model.policy.parameters()} & {id(p) for p in model.value_model.parameters()}
-            policy, value = (
+        def keep_weights(accelerator, policy, value_model, *args):
+            shared = {id(p) for p in policy.parameters()} & {id(p) for p in value_model.parameters()}
+            weights = [
                 {key: weight.clone() for key, weight in part.state_dict().items()}
-                for part in (model.policy, model.value_model.model)
-            )
-            starts.append(SimpleNamespace(policy=policy, value=value, shared=len(shared)))
-            return original(accelerator, model, *args)
+                for part in (policy, value_model.model)
+            ]
+            starts.append(SimpleNamespace(policy=weights[0], value=weights[1], shared=len(shared)))
+            return original(accelerator, policy, value_model, *args)
 
         monkeypatch.setattr(ppo, "forward_passes", keep_weights)
         passes = record(monkeypatch, ppo, "forward_passes")
@@ -284,14 +277,16 @@ def run_ppo(short, talker, reward_run, folder: Path, **changes) -> SimpleNamespa
     tokenizer = padded_tokenizer(talker)
     pad_id, episodes = tokenizer.pad_token_id, []
     training = [call for call in samples if call.args[6] != 0.01]
-    for sampled, call in zip(training, passes, strict=True):
-        batch = call.args[3]
+    for update, (sampled, call) in enumerate(zip(training, passes, strict=True), 1):
+        by_episode = ppo.permutation(PPO_BATCH, SEED + update, 0).argsort()
         queries, responses = (
-            [[token for token in row if token != pad_id] for row in batch[key].tolist()]
-            for key in ("queries", "responses")
+            [[token for token in row if token != pad_id] for row in rows[by_episode].tolist()]
+            for rows in (sampled.args[2], call.args[4]["responses"])
         )
-        found = call.result | {"responses": batch["responses"], "scores": batch["raw_scores"]}
-        episodes.append(SimpleNamespace(queries=queries, keys=sampled.args[3], responses=responses, found=found))
+        found = call.result | {"responses": call.args[4]["responses"], "scores": call.args[4]["raw_scores"]}
+        found = {key: value[by_episode] for key, value in found.items()}
+        keys = sampled.args[3][by_episode]
+        episodes.append(SimpleNamespace(queries=queries, keys=keys, responses=responses, found=found))
     return SimpleNamespace(
         folder=folder,
         tokenizer=tokenizer,
@@ -389,7 +384,7 @@ def test_detail_04_length_limits(hand_made):
         tldr_dataset.widths_of(tldr_dataset.Args(), name, cnndm)
         for name, cnndm in (("sft", False), ("preference", False), ("preference", True))
     ]
-    assert limits == [(53, 562), (169, 638), (155, 2021)]
+    assert limits == [(512, 53, 562), (512, 169, 638), (1919, 155, 2021)]
     tokenizer = hand_made.tokenizer
 
     def text(tokens: int) -> str:
@@ -410,16 +405,24 @@ def test_detail_04_length_limits(hand_made):
     fits = tldr_dataset.process_preference_row(pair(1, summaries=summaries(155), **news), tokenizer, args)
     assert fits["chosen_token_len"] == 155
     train = [post(1), post(2, summary=text(54)), post(3, summary=text(60)), post(4)]
-    told = "rows are longer than their widths; all of them fit with "
-    where = hand_made.root / "raw_with_an_error"
-    expected = f"error: {told}--max-sft-response-length 60 ({where / 'posts/train.jsonl'}, row 3)"
+    expected = "row 3: reference_response has 60 tokens but a width of 53; raise --max-sft-response-length by 7"
     assert refused(hand_made, "posts/train.jsonl", train) == expected
-    train = [pair(1, summaries=summaries(170))]
-    expected = f"error: {told}--max-rm-response-length 170 ({where / 'comparisons/train.jsonl'}, row 1)"
+    train = [pair(1), pair(1, summaries=summaries(170))]
+    expected = "row 2: chosen has 170 tokens but a width of 169; raise --max-rm-response-length by 1"
     assert refused(hand_made, "comparisons/train.jsonl", train) == expected
-    validation = [pair(1), pair(2, **news), pair(3, summaries=summaries(156), **news)]
-    expected = f"error: {told}--max-rm-response-length 156 ({where / 'comparisons/validation.jsonl'}, row 3)"
+    validation = [pair(1), pair(2, **news), pair(4, summaries=summaries(156), **news)]
+    expected = "row 3: rejected has 156 tokens but a width of 155; raise --max-rm-response-length-cnndm by 1"
     assert refused(hand_made, "comparisons/validation.jsonl", validation) == expected
+    # both at their limits are longer than together in the paper's data
+    row = post(2, post=" a" * 600, summary=text(53))
+    found = refused(hand_made, "posts/train.jsonl", [post(1), row])
+    excess = tldr_dataset.process_sft_row(row, tokenizer, args)["query_reference_response_token_len"] - 562
+    assert 0 < excess <= 3
+    advice = f"raise --max-sft-response-length by {excess}"
+    assert found == f"row 2: query_reference_response has {562 + excess} tokens but a width of 562; {advice}"
+    args.max_sft_response_length += excess
+    row = tldr_dataset.process_sft_row(row, tokenizer, args)
+    assert len(row["query_reference_response_token"]) > row["query_reference_response_token_len"]
 
 
 def test_detail_05_shapes_and_padding_sides(world):
@@ -501,6 +504,7 @@ DROPOUT = {
 
 
 def test_detail_07_no_dropout(world, gpt2, tmp_path):
+    """As they are loaded. (While they are trained: test_gradients.py, whose models have dropout.)"""
     tokenizer = padded_tokenizer(world.model)
     tokens = torch.randint(0, len(tokenizer) - 1, (2, 40), generator=torch.Generator().manual_seed(0))
     for architecture, source in (("gpt_neox", world.model), ("gpt2", gpt2)):
@@ -512,12 +516,11 @@ def test_detail_07_no_dropout(world, gpt2, tmp_path):
             plain = AutoModelForCausalLM.from_pretrained(folder).train()
             assert not torch.equal(plain(tokens).logits, plain(tokens).logits)  # there is something to switch off
             for stage in (sft, dpo, ppo):
-                policy = stage.load_policy(str(folder), tokenizer).train()
+                policy = stage.load_policy(str(folder), tokenizer)
                 assert torch.equal(policy(tokens).logits, policy(tokens).logits), (architecture, field, stage)
-            new = reward.new_reward_model(str(folder), tokenizer).train()
+            new = reward.new_reward_model(str(folder), tokenizer)
             reward.new_reward_model(str(folder), tokenizer).finished().save_pretrained(trained)
-            edit_config(trained, **{field: rate})
-            for model in (new, ppo.load_reward_model(str(trained), tokenizer).train()):
+            for model in (new, ppo.load_reward_model(str(trained), tokenizer)):
                 assert torch.equal(model(tokens), model(tokens)), (architecture, field)
 
 
@@ -592,7 +595,6 @@ def test_detail_12_reward_at_the_last_token(world, reward_run):
     model = PlainReward(reward_run.folder / "model")
     own = trained_reward(reward, reward_run.folder / "model")
     tokens = torch.tensor([row for row, _ in rows])
-    assert reward.last_token(tokens, pad).tolist() == [last for _, last in rows]
     with torch.no_grad():
         assert close(reward.response_rewards(own, tokens, pad), model.last([row[: last + 1] for row, last in rows]))
 
@@ -602,8 +604,10 @@ def test_detail_13_other_positions_are_only_logged(world, reward_run):
     pad = padded_tokenizer(world.model).pad_token_id
     own = trained_reward(reward, reward_run.folder / "model")
     plain = PlainReward(reward_run.folder / "model")
-    query, chosen = torch.tensor([[pad, 5, 6], [5, 6, 7]]), torch.tensor([[8, 9, 0], [8, 0, pad]])
-    *rewards, others = reward.pair_rewards(own, {"query": query, "chosen": chosen, "rejected": chosen}, pad)
+    rows = torch.tensor([[5, 6, 8, 9, 0], [5, 6, 7, 8, 0]])
+    labels = torch.tensor([[pad, pad, 8, 9, 0], [pad, pad, pad, 8, 0]])
+    pairs = dict(zip(reward.PAIR_COLUMNS, (rows, labels, rows, labels), strict=True))
+    *rewards, others = reward.pair_rewards(own, reward.pair_rows(pairs, pad))
     logits = plain([[5, 6, 8, 9, 0], [5, 6, 7, 8, 0]])
     expected = torch.stack([logits[0, 2], logits[0, 3], logits[1, 3]]).repeat(2)
     assert close(others.sort().values, expected.detach().sort().values)
@@ -647,7 +651,7 @@ def test_detail_14_padding_does_not_change_a_reward(world, gpt2, reward_run, tmp
                     rows = batch(width, length, side)
                     assert (rewards_where_they_are(model, rows, pad) - expected).abs().max() < 1e-5, (folder, width)
                     rows = ppo.make_batch(rows[:, :width], rows[:, width:], pad)
-                    found = ppo.reward_scores(ALONE, scorer, rows, pad, ppo.Args())
+                    found = ppo.reward_scores(ALONE, scorer, rows, ppo.Args())
                     assert (found - expected).abs().max() < 1e-5, (folder, width, side)
             whole = [q + r + [pad] * (20 - len(q + r)) for q, r in zip(queries, responses, strict=True)]
             assert (reward.response_rewards(model, torch.tensor(whole), pad) - expected).abs().max() < 1e-5
@@ -683,9 +687,10 @@ def test_detail_16_a_tie_is_no_hit():
     assert reward.is_tie(*scores, torch.tensor(2.0), "no").tolist() == [True, True, False, False, False]
     assert dpo.is_tie(*scores, torch.tensor(200.0), "no").tolist() == [True, True, True, True, False]
     assert reward.is_tie(*scores, torch.tensor(2.0), "bf16").tolist() == [True, True, True, True, False]
-    columns = ("chosen_reward", "rejected_reward", "tie")
-    pairs = [dict(zip(columns, row, strict=True)) for row in [(2, 1, False), (2, 1, True), (1, 2, False)]]
-    assert reward.accuracy_table("validation", pairs)[0]["accuracy"] == 1 / 3
+    data, tie = Dataset.from_dict({"batch": list("abc")}), torch.tensor([False, True, False])
+    table = reward.pair_table(data, torch.tensor([[2.0, 1.0], [2.0, 1.0], [1.0, 2.0]]), tie)
+    assert table["hit"].tolist() == [True, False, False]
+    assert reward.accuracy_table("validation", table)[0]["accuracy"] == 1 / 3
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -702,7 +707,7 @@ def test_detail_16_equal_responses_are_equal(short, path, bf16, size):
     batch, differ = {key: batch[key] for key in module.PAIR_COLUMNS}, {}
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         for mb in module.pair_micro_batches(batch, size, tokenizer.pad_token_id, "cpu"):
-            scores = (module.pair_rewards if is_reward else module.pair_logprobs)(model, mb, tokenizer.pad_token_id)
+            scores = (module.pair_rewards if is_reward else module.pair_logprobs)(model, mb)
             differ |= zip(mb["index"].tolist(), (scores[0] != scores[1]).tolist(), strict=True)
     assert differ == {0: True, 1: False, 2: False, 3: False, 4: True}
 
@@ -747,12 +752,11 @@ def test_detail_16_accuracy_by_group(short, reward_run):
         assert int(table[key]["pairs"]) == len(hits), key
         assert close(float(table[key]["accuracy"]), sum(hits) / len(hits)), key
 
-    rows = [
-        {"chosen_reward": i, "rejected_reward": 1.5, "batch": b, "confidence": c, "split": "s", "policies": "a--b"}
-        | {"tie": False}
-        for i, b, c in ((0.0, "x", 3), (1.0, "x", None), (2.0, "y", 3), (3.0, None, 9))
-    ]
-    table = {(row["group"], row["value"]): (row["pairs"], row["accuracy"]) for row in reward.accuracy_table("d", rows)}
+    data = {"batch": ["x", "x", "y", None], "extra": [{"confidence": value} for value in (3, None, 3, 9)]}
+    data = Dataset.from_dict(data | {"split": ["s"] * 4, "policies": ["a--b"] * 4})
+    rewards = torch.tensor([[0.0, 1.5], [1.0, 1.5], [2.0, 1.5], [3.0, 1.5]])
+    rows = reward.accuracy_table("d", reward.pair_table(data, rewards, torch.zeros(4, dtype=torch.bool)))
+    table = {(row["group"], row["value"]): (row["pairs"], row["accuracy"]) for row in rows}
     assert table == {
         ("overall", "all"): (4, 0.5),
         ("batch", "x"): (2, 0.0),
@@ -967,12 +971,12 @@ def test_detail_20_entropy_of_the_rollout(ppo_run):
 def test_detail_20_first_ratios_that_are_not_1(short, talker, reward_run, tmp_path, monkeypatch):
     """Old log-probabilities that are wrong, in rows of two mini-batches, ring the alarm: by how much the first step's
     ratios are off, whatever comes after it, and whatever lies behind a response's end."""
-    original, order, shifts = ppo.forward_passes, ppo.permutation(PPO_BATCH, SEED + 1, 0).tolist(), {}
+    original, shifts = ppo.forward_passes, {}
 
-    def shifted(accelerator, model, ref_policy, batch, *args):
-        outputs = original(accelerator, model, ref_policy, batch, *args)
-        for i, length in enumerate(batch["lengths"].tolist()):
-            shifts[i] = 0.01 * (1 + i) if i in order[: PPO_BATCH // 2] else 1.0
+    def shifted(accelerator, policy, value_model, ref_policy, batch, args):
+        outputs = original(accelerator, policy, value_model, ref_policy, batch, args)
+        for i, length in enumerate(batch["lengths"].tolist()):  # the rows of one mini-batch after the other
+            shifts[i] = 0.01 * (1 + i) if i < PPO_BATCH // 2 else 1.0
             outputs["logprobs"][i, length - 1] += shifts[i]
             outputs["logprobs"][i, length:] += 2.0
         return outputs
@@ -1013,10 +1017,6 @@ def test_detail_22_value_model(talker, reward_run, ppo_run):
 
 def test_detail_23_truncation_penalty_and_place_of_the_score():
     """The penalty, and all of it in a run: test_gradients.py::test_ppo."""
-    responses = torch.tensor([[5, 0, 6, 0], [5, 6, 7, 8], [0, 5, 6, 7], [5, 6, 7, 0], [5, 0, 9, 9]])
-    expected = [[5, 0, 9, 9], [5, 6, 7, 8], [0, 9, 9, 9], [5, 6, 7, 0], [5, 0, 9, 9]]
-    assert ppo.truncate_response(responses, 0, 9).tolist() == expected
-
     # the score lies one past EOS, on the last position where there is no room
     scores, lengths = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([2, 3, 4, 1])
     logratio = torch.tensor([[0.1, 0.2, 0, 0], [0.1, 0.2, 0.3, 0], [0.1, 0.2, 0.3, 0.4], [0.5, 0, 0, 0]])

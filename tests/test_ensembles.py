@@ -328,7 +328,7 @@ def error(args) -> str:
 
 
 def test_a_member_that_gives_no_number_in_the_rollout_is_named(setting, world, monkeypatch):
-    """At the sixth episode; an infinity does not show in the worst case, the minimum."""
+    """At the sixth episode that is sampled; an infinity does not show in the worst case, the minimum."""
     original = ppo.member_scores
 
     def member_scores(*inputs):
@@ -338,8 +338,9 @@ def test_a_member_that_gives_no_number_in_the_rollout_is_named(setting, world, m
 
     monkeypatch.setattr(ppo, "member_scores", member_scores)
     text = error(setting.args("bad_rollout", reward_combination="wco", uwo_lambda=None))
-    query = ppo.data_order(len(load_from_disk(str(world.dataset))["train"]), SEED, 0, BATCH)[5].item()
-    assert f"update 1, episode 5 (query {query}): the score of {setting.members[1]} is inf;" in text
+    episode = ppo.permutation(BATCH, SEED + 1, 0)[5].item()
+    query = ppo.data_order(len(load_from_disk(str(world.dataset))["train"]), SEED, 0, BATCH)[episode].item()
+    assert f"update 1, episode {episode} (query {query}): the score of {setting.members[1]} is inf;" in text
     assert read_metrics(setting.root / "bad_rollout") == []
 
 
@@ -355,7 +356,7 @@ def test_a_gold_that_gives_no_number_is_named(setting, world):
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"uwo_lambda": -0.1}, ["--uwo-lambda of at least 0"]),
+        ({"uwo_lambda": -0.1}, ["--uwo-lambda -0.1", "between 0 and inf"]),
         ({"standardise_members": True, "standardise_posts": 1}, ["--standardise-posts 1", "2 or more"]),
         ({"reward_combination": "mean"}, ["nothing else takes it"]),
         (

@@ -4,7 +4,6 @@ run with one message or not at all, and never costs what was saved.
 The plumbing is one text in every stage (test_copies.py), so most of it is tried here on a stage that is nothing else
 (`toy`); killed and resumed stages are in test_invariance.py and kill_runs.py."""
 
-import errno
 import io
 import json
 import os
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -125,21 +124,26 @@ def test_a_signal_saves_after_the_update_and_ends_with_75(tmp_path, whole, numbe
 
 def test_ctrl_c_is_one_line(monkeypatch):
     def interrupted(_):
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
     monkeypatch.setattr(tyro, "cli", interrupted)
-    with pytest.raises((SystemExit, KeyboardInterrupt)) as end:  # the latter would stop pytest itself
-        runpy.run_path(sft.__file__, run_name="__main__")
+    try:
+        with pytest.raises((SystemExit, KeyboardInterrupt)) as end:  # the latter would stop pytest itself
+            runpy.run_path(sft.__file__, run_name="__main__")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert str(end.value) == "error: stopped by Ctrl-C"
 
 
 # ---- two runs in one folder -------------------------------------------------------------------------------------
 
 HOLD = """
-import fcntl, os, sys, time
-file = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)
-fcntl.lockf(file, fcntl.LOCK_EX)
+import sys, time
+from filelock import FileLock
+lock = FileLock(sys.argv[1])
+lock.acquire()
 print("locked", flush=True)
 time.sleep(600)
 """
@@ -148,41 +152,33 @@ time.sleep(600)
 def test_a_second_run_waits_two_minutes_for_the_first_and_ends(tmp_path, whole, monkeypatch):
     folder, waited = tmp_path / "run", []
     folder.mkdir()
+    acquire = sft.FileLock.acquire
+    monkeypatch.setattr(sft.FileLock, "acquire", lambda self, timeout: waited.append(timeout) or acquire(self, 0.1))
     command = [sys.executable, "-c", HOLD, folder / ".lock"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other, ExitStack() as stack:
         stack.callback(other.kill)
         assert other.stdout.readline() == "locked\n"
-        monkeypatch.setattr(sft.time, "sleep", waited.append)
         with pytest.raises(SystemExit, match=f"^error: {folder}: another run still writes there"):
             toy(toy_args(folder))
-        assert sum(waited) == 120 and [path.name for path in folder.iterdir()] == [".lock"]
-        # the kernel frees the lock of a killed process
-        monkeypatch.setattr(sft.time, "sleep", lambda _: (other.kill(), other.wait()))
+        assert waited == [120] and [path.name for path in folder.iterdir()] == [".lock"]
+        other.kill()  # the kernel frees the lock of a killed process
+        other.wait()
         assert toy(toy_args(folder)) == [1, 2, 3, 4, 5, 6] and end_of(folder) == whole
 
 
 def test_a_run_that_came_first_is_not_overwritten(tmp_path, monkeypatch):
     """The second run has passed its first check while the first one, which ends in the meantime, held the lock."""
     folder = tmp_path / "run"
-    lock = sft.lock
+    acquire = sft.FileLock.acquire
 
-    def other_run_ends(path):
-        lock(path)
-        (path / "args.json").write_text("{}")
+    def other_run_ends(self, timeout):
+        (folder / "args.json").write_text("{}")
+        return acquire(self, timeout)
 
-    monkeypatch.setattr(sft, "lock", other_run_ends)
+    monkeypatch.setattr(sft.FileLock, "acquire", other_run_ends)
     with pytest.raises(SystemExit, match="already holds a run"):
         toy(toy_args(folder))
     assert (folder / "args.json").read_text() == "{}" and not (folder / "metrics.jsonl").exists()
-
-
-def test_a_file_system_without_locks_is_told_and_the_run_goes_on(tmp_path, whole, monkeypatch, capsys):
-    def none(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(sft.fcntl, "lockf", none)
-    assert toy(toy_args(tmp_path / "run")) == [1, 2, 3, 4, 5, 6] and end_of(tmp_path / "run") == whole
-    assert capsys.readouterr().out.count("is on a file system without locks") == 1
 
 
 # ---- checkpoints that are not what was written ------------------------------------------------------------------
@@ -284,14 +280,14 @@ def test_resume_compares_data_and_model_by_content(world, tmp_path):
     config, data = tmp_path / "nano" / "config.json", load_from_disk(str(world.dataset))
     settings = config.read_text()
     config.write_text(settings.replace('"use_cache": true', '"use_cache": false'))
-    with pytest.raises(SystemExit, match="^error: --resume .*: the content of --model .* would change the run"):
+    with pytest.raises(SystemExit, match="^error: --resume .*: --model content .* would change the run"):
         sft.main(replace(args))
     config.write_text(settings)
     shutil.rmtree(tmp_path / "data")
     swapped = data["train"].select([1, 0, *range(2, 64)])  # as many rows and tokens
     DatasetDict({**data, "train": swapped}).save_to_disk(str(tmp_path / "data"))
     AcceleratorState._reset_state(True)
-    with pytest.raises(SystemExit, match="^error: --resume .*: the content of --dataset .* would change the run"):
+    with pytest.raises(SystemExit, match="^error: --resume .*: --dataset content .* would change the run"):
         sft.main(replace(args))
     assert contents(tmp_path / "run") == before
     data.save_to_disk(str(tmp_path / "moved"), num_shards={split: 2 for split in data})  # the same rows elsewhere
@@ -312,15 +308,18 @@ def test_resume_leaves_an_ended_run_as_it_is(halfway, changes):
 def test_resume_without_a_checkpoint_starts_anew_and_says_so(halfway, whole, capsys):
     shutil.rmtree(halfway / "checkpoints")
     assert toy(toy_args(halfway, resume=True)) == [1, 2, 3, 4, 5, 6] and end_of(halfway) == whole
-    assert capsys.readouterr().out.count("has no checkpoint, so the run starts anew") == 1
+    assert capsys.readouterr().out.count("continues after update 0") == 1
 
 
 @pytest.mark.parametrize("key", ["sft_model_path", "reward_model_path"])
-def test_resume_refuses_another_model_of_the_same_size(key):
-    """Of another seed, for example: its config and the sizes of its files are the same."""
-    old, new = ({key: f"runs/sft/1b/{seed}", "dataset": f"data/{seed}"} for seed in (1, 2))
-    with pytest.raises(SystemExit, match=f"--{key.replace('_', '-')} runs/sft/1b/1 -> runs/sft/1b/2 would change"):
-        ppo.check_settings(SimpleNamespace(print=print), Path("run"), old, new)
+def test_resume_refuses_another_model_of_the_same_size(tmp_path, key):
+    """Of another seed, for example: its config and the sizes of its files are the same. Data may move."""
+    same = {"sft_model_path": "runs/1", "reward_model_path": "runs/1", "output_dir": str(tmp_path), "resume": True}
+    old, new = (ppo.Args(**same | {key: f"runs/{seed}", "dataset": f"data/{seed}"}) for seed in (1, 2))
+    (tmp_path / "args.json").write_text(json.dumps(asdict(old)))
+    alone = SimpleNamespace(is_main_process=True, num_processes=1, wait_for_everyone=lambda: None, print=print)
+    with pytest.raises(SystemExit, match=f"--{key.replace('_', '-')} runs/1 -> runs/2 would change"):
+        ppo.begin_run(alone, new)
 
 
 def test_accumulation_by_accelerate_divides_no_loss(tmp_path, whole, monkeypatch):
@@ -439,7 +438,8 @@ def test_a_score_that_is_no_number_names_its_model_and_episode(world, tmp_path):
 def test_under_deepspeed_a_process_ends_before_the_interpreter_does(used, code):
     """DeepSpeed's groups keep threads that can abort the interpreter's own end, of which atexit is the beginning."""
     text = (ROOT / "ppo.py").read_text()
-    head = "import atexit, os, sys, types\natexit.register(os._exit, 7)\ntyro = types.SimpleNamespace(cli=str)\n"
+    head = "import atexit, os, signal, sys, types\natexit.register(os._exit, 7)\n"
+    head += "tyro = types.SimpleNamespace(cli=str)\n"
     head += "def main(args): print(args.__name__ if isinstance(args, type) else args, flush=True)\nclass Args: pass\n"
     script = head + text[text.index('if __name__ == "__main__":') :]
     environment = os.environ | {"ACCELERATE_USE_DEEPSPEED": used}
@@ -468,7 +468,7 @@ def test_a_signal_to_one_rank_stops_both_and_a_dead_one_ends_the_other(tmp_path)
     logs = [(tmp_path / f"rank{rank}.log").read_text() for rank in (0, 1)]
     assert codes[0] not in (0, 75) and codes[1] == -signal.SIGKILL, logs[0][-2000:] + logs[1][-2000:]
     assert "ended with 75" in logs[0] and "ended with 75" in logs[1]
-    assert "stopped by a signal after update 2;" in logs[0] and f"{folder}/checkpoints/update_000002 is load" in logs[0]
+    assert "stopped by a signal after update 2;" in logs[0] and f"{folder} continues after update 2" in logs[0]
     assert [x.name for x in sorted((folder / "checkpoints").iterdir())] == ["update_000002", "update_000004"]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines] == [0, 1, 2, 3, 4]

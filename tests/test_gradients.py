@@ -18,7 +18,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import close, make_reward_model, make_talker, read_metrics, record, script
+from conftest import close, edit_config, make_reward_model, make_talker, read_metrics, record, script
 from datasets import Dataset, DatasetDict, load_from_disk
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -58,6 +58,8 @@ def start(world, tmp_path_factory) -> SimpleNamespace:
     sft = make_talker(world, root / "sft", eos=0.1)
     torch.manual_seed(1)
     members = [make_reward_model(sft, root / name, bias) for name, bias in (("reward", 0.3), ("other", -0.2))]
+    for folder in (sft, *members):  # which no stage may use (Detail 7)
+        edit_config(folder, attention_dropout=0.1, hidden_dropout=0.1)
     tokenizer = AutoTokenizer.from_pretrained(sft)
     pad, eos = len(tokenizer), tokenizer.eos_token_id
     posts, comparisons = (load_from_disk(str(x))["train"] for x in (world.dataset, world.preference_dataset))
@@ -148,21 +150,23 @@ def linear(update: int) -> float:
 
 def train(start, path: str, label: str, **settings) -> SimpleNamespace:
     """A run of the script at `path`: its settings, .name and .steps: the .weights and .gradients by name and the
-    .learning_rates of every optimiser step, the number of its .micro_batches, and the .samples (responses) of all calls
-    of `sample` before it."""
+    .learning_rates of every optimiser step, the number of its .micro_batches, and the .samples (responses, in the order
+    of their episodes) of all calls of `sample` before it."""
     AcceleratorState._reset_state(True)
     module, name = script(path), f"{path} {label}".strip()
     settings = SIZES | OPTIMISER | {"output_dir": str(start.root / name.replace("/", " "))} | settings
-    steps, samples = [], []
+    steps, samples, keys = [], [], []
     with pytest.MonkeyPatch.context() as patch:
         if hasattr(module, "sample"):
-            samples = record(patch, module, "sample")
+            samples, keys = record(patch, module, "sample"), record(patch, module, "noise_keys")
         optimizer_step = module.optimizer_step
         backwards = record(patch, Accelerator, "backward")
 
         def recorded(accelerator, model, optimizer, max_grad_norm, where):
             parameters = dict(model.named_parameters())
-            step = SimpleNamespace(samples=[call.result[0] for call in samples], micro_batches=len(backwards))
+            step = SimpleNamespace(samples=[], micro_batches=len(backwards))
+            for call, (_, _, episodes) in zip(samples, (call.args for call in keys), strict=True):
+                step.samples.append(call.result[0][torch.tensor(list(episodes)).argsort()])
             backwards.clear()
             step.weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
             step.gradients = {name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()}

@@ -1,6 +1,7 @@
 """The pure helpers of the stages against plain Python, and against plain rows on four architectures. (What a run makes
 of them, step by step: test_gradients.py.)"""
 
+import copy
 import gc
 import math
 import random
@@ -34,20 +35,24 @@ def sigmoid(x: float) -> float:
 
 
 def test_micro_batches_are_the_batch_cut():
-    """Rows of similar length together; what is per token through one past the longest response, queries whole."""
+    """Rows of similar length together; what is per token through one past the longest response, the tokens through the
+    longest row, and the columns those before each token of the response."""
     lengths = [1, 3, 5, 2, 1]
     responses = torch.tensor([[3] * n + [PAD] * (5 - n) for n in lengths])
-    batch = ppo.make_batch(torch.full((5, 9), 2), responses, PAD)
+    queries = torch.tensor([[PAD] * n + [2] * (14 - n) for n in lengths])  # all rows have 14 tokens, of 19 columns
+    batch = ppo.make_batch(queries, responses, PAD)
+    assert batch["tokens"].tolist() == [[2] * (14 - n) + [3] * n + [PAD] * 5 for n in lengths]
     batch |= {"values": torch.arange(25.0).reshape(5, 5), "scores": torch.arange(5.0)}
     mbs = ppo.micro_batches(batch, torch.tensor([0, 1, 3, 4]), 2)
-    assert [mb["rows"].tolist() for mb in mbs] == [[1, 3], [0, 4]]
-    assert [mb["values"].shape[1] for mb in mbs] == [4, 2] == [mb["value_mask"].shape[1] for mb in mbs]
+    assert [mb["rows"].tolist() for mb in mbs] == [[0, 1], [3, 4]]  # all are equally long
+    assert [mb["values"].shape[1] for mb in mbs] == [4, 3] == [mb["value_mask"].shape[1] for mb in mbs]
     for mb in mbs:
         width = mb["values"].shape[1]
         for i, row in enumerate(mb["rows"].tolist()):
             assert mb["values"][i].tolist() == batch["values"][row, :width].tolist()
-            assert mb["queries"][i].tolist() == [2] * 9 and mb["scores"][i] == row
-        assert torch.equal(batch["values"][mb["index"]], mb["values"])
+            assert mb["tokens"][i].tolist() == batch["tokens"][row, :16].tolist() and mb["scores"][i] == row
+            before = [14 - lengths[row] - 1 + t for t in range(width)]
+            assert mb["columns"][i].tolist() == [min(column, 15) for column in before]
     assert ppo.micro_batches(batch, torch.arange(5), 5)[0]["values"].shape == (5, 5)  # no more than the responses have
 
 
@@ -87,20 +92,50 @@ def stored_pairs(pairs) -> dict:
     return {column: torch.tensor(rows) for column, rows in batch.items()}
 
 
-def test_pair_rows_splits_what_is_shared():
-    found = reward.pair_rows(stored_pairs(PAIRS), PAD)
-    assert found["query"].tolist() == [[1, 2, 3], [0, 1, 2], [0, 1, 2], [0, 1, 2]]
-    assert found["chosen"].tolist() == [[4, 5, 0], [30, 4, 0], [30, 4, 0], [8, 4, 5]]
-    assert found["rejected"].tolist() == [[6, 7, 8], [3, 6, 0], [31, 6, 7], [8, 6, 0]]
-    assert found["chosen_start"].tolist() == [pair[2][3] for pair in PAIRS]
-    assert found["rejected_start"].tolist() == [pair[2][4] for pair in PAIRS]
+def test_pair_rows_has_the_query_once():
+    found = {key: value.tolist() for key, value in reward.pair_rows(stored_pairs(PAIRS), PAD).items()}
+    for i, (_, _, (query, chosen, rejected, *starts)) in enumerate(PAIRS):
+        row = query + chosen + rejected
+        padding = [0] * (12 - len(row))  # all columns, which are fewer than 16
+        positions = list(range(len(query + chosen))) + list(range(len(query), len(query + rejected)))
+        segments = [reward.QUERY] * len(query) + [reward.CHOSEN] * len(chosen) + [reward.REJECTED] * len(rejected)
+        has_label = [False] * len(query)
+        for response, start in zip((chosen, rejected), starts, strict=True):
+            has_label += [place >= start for place in range(len(response))]
+        assert found["tokens"][i] == row + padding and found["position_ids"][i] == positions + padding
+        assert found["segments"][i] == segments + [reward.PADDING] * len(padding)
+        assert found["in_response"][i] == has_label + [False] * len(padding)
+    assert not any(found["is_same"])
+
+
+def test_a_pairs_mask_and_positions_are_those_of_the_figure():
+    """In pair_rows' docstring: query q1 q2, chosen c1 c2, rejected r1; x where a token sees another."""
+    lines = [line.split("#")[0] for line in reward.pair_rows.__doc__.splitlines()]
+    top = next(i for i, line in enumerate(lines) if line.split()[:1] == ["tokens"])
+    columns = [lines[top].index(token) for token in lines[top].split()[1:]]
+    pair = ([1, 2, 3, 4, 0], 2), ([1, 2, 5, 0, 0], 2), None
+    rows = {key: value[:, :6] for key, value in reward.pair_rows(stored_pairs([pair]), PAD).items() if value.ndim == 2}
+    inputs = reward.pair_inputs(SimpleNamespace(config=None), rows)
+    assert inputs["input_ids"].tolist() == [[1, 2, 3, 4, 5, PAD]]
+    for key, line in (("segments", lines[top + 1]), ("position_ids", lines[top + 2])):
+        assert rows[key][0].tolist() == [int(number) for number in line.split()[1:7]]
+    for i, line in enumerate(lines[top + 3 : top + 8]):
+        seen = [line[column : column + 2].strip() == "x" for column in columns]
+        assert inputs["attention_mask"][0, 0, i].tolist() == seen, line
+
+
+def test_equal_responses_are_found():
+    long, short = ([1, 2, 8, 4, 5, 0], 2), ([1, 2, 8, 4, 0, 0], 2)
+    rows = reward.pair_rows(stored_pairs([(long, long, None), (long, short, None), (short, long, None)]), PAD)
+    assert rows["is_same"].tolist() == [True, False, False]
 
 
 def test_pair_rows_takes_columns_of_different_width():
     batch = stored_pairs(PAIRS)
-    expected = {key: value.tolist() for key, value in reward.pair_rows(batch, PAD).items()}
+    expected = reward.pair_rows(batch, PAD)
     wider = batch | {key: torch.nn.functional.pad(batch[key], (0, 2), value=PAD) for key in batch if "rejected" in key}
-    assert {key: value.tolist() for key, value in reward.pair_rows(wider, PAD).items()} == expected
+    for key, value in reward.pair_rows(wider, PAD).items():
+        assert ((value[:, :12] if value.ndim == 2 else value) == expected[key]).all(), key
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -134,12 +169,14 @@ def test_policy_and_value_equal_plain_rows(small):
     queries, responses = ([[rng.randrange(pad_id) for _ in range(n)] for n in ns] for ns in ((3, 9, 6), (4, 1, 7)))
     left = torch.tensor([[pad_id] * (12 - len(row)) + row for row in queries])
     right = torch.tensor([row + [pad_id] * (8 - len(row)) for row in responses])
-    banned = ppo.banned_ids(policy, tokenizer)
-    logits, values = ppo.PolicyAndValue(policy, value_model)(left, right, pad_id, banned)
+    [mb] = ppo.micro_batches(ppo.make_batch(left, right, pad_id), torch.arange(3), 3)
+    back = mb["rows"].argsort()
+    logits, values = (x[back] for x in ppo.PolicyAndValue(policy, value_model)(mb["tokens"], mb["columns"]))
+    right = right[:, : logits.shape[1]]
     logprobs, entropy = ppo.token_logprobs(logits, right, temperature), ppo.token_entropy(logits, temperature)
     for i, (query, response) in enumerate(zip(queries, responses, strict=True)):
         row, start, n = torch.tensor([query + response]), len(query), len(response)
-        logits = policy(row).logits[0].double().masked_fill(banned, -1e9) / temperature
+        logits = policy(row).logits[0].double().masked_fill(policy.banned, -1e9) / temperature
         expected = logits.log_softmax(1)[start - 1 : start - 1 + n]
         assert torch.allclose(logprobs[i, :n].double(), expected[range(n), response], rtol=1e-4, atol=1e-4)
         assert torch.allclose(entropy[i, :n].double(), -(expected.exp() * expected).sum(1), rtol=1e-4, atol=1e-4)
@@ -156,9 +193,8 @@ def test_rewards_and_values_are_float32_under_autocast(small):
     model.model.base_model.register_forward_hook(lambda _module, _inputs, output: hidden.append(output[0]))
     with torch.autocast("cpu", torch.bfloat16):
         found = model(rows)
-        responses, banned = rows[:, 3:], ppo.banned_ids(policy, tokenizer)
-        both = ppo.PolicyAndValue(policy, ppo.RewardModel(model.model))
-        values = both(rows[:, :3], responses, tokenizer.pad_token_id, banned)[1]
+        columns = torch.tensor([[2, 3], [2, 3]])
+        values = ppo.PolicyAndValue(policy, ppo.RewardModel(model.model))(rows, columns)[1]
     head = model.model.score
     same(found, (hidden[0].double() @ head.weight.double().T + head.bias)[:, :, 0].tolist(), 1e-6)
     same(values, (hidden[-1].double() @ head.weight.double().T + head.bias)[:, 2:4, 0].tolist(), 1e-6)
@@ -199,6 +235,9 @@ def test_a_tokens_log_probability_is_the_samplers(small):
     tokenizer = Tokenizer(440, real.pad_token_id, -1)
     queries = torch.randint(1, 300, (5, 6), generator=torch.Generator().manual_seed(1))
     cache = ppo.KeyValueCache(model.config, 6 + 9)
+    ids = torch.arange(len(model.banned))
+    model = copy.deepcopy(model)
+    model.banned = (ids == real.pad_token_id) | (ids >= 440)
     found, logprobs = ppo.generate(model, queries, tokenizer, 9, 0.7, ppo.noise_keys(1, 1, list(range(5))), cache)
     with torch.no_grad():
         logits = model(torch.cat([queries, found], 1)).logits[:, 5:-1].double()
@@ -210,11 +249,28 @@ def test_a_tokens_log_probability_is_the_samplers(small):
             assert math.isclose(value, logits[row, t, token] / 0.7 - math.log(sum(weights)), abs_tol=1e-4)
 
 
-def test_a_rollout_has_one_cache_which_is_gone_before_training(small, monkeypatch):
+def test_nothing_follows_an_eos(small):
+    """A response is what would be sampled without an end, through its first EOS (Detail 23)."""
+    model, real, _ = small
+    queries = torch.randint(1, 300, (6, 8), generator=torch.Generator().manual_seed(1))
+    keys = ppo.noise_keys(1, 1, list(range(6)))
+
+    def sampled(eos: int) -> list[list[int]]:
+        tokenizer = Tokenizer(len(real), real.pad_token_id, eos)
+        return ppo.generate(model, queries, tokenizer, 12, 0.7, keys, ppo.KeyValueCache(model.config, 28))[0].tolist()
+
+    whole = sampled(-1)
+    eos = whole[0][4]
+    expected = [row[: row.index(eos) + 1] if eos in row else row for row in whole]
+    assert sampled(eos) == [row + [real.pad_token_id] * (12 - len(row)) for row in expected]
+
+
+def test_each_cache_of_a_rollout_is_gone_before_the_next(small, monkeypatch):
     model, tokenizer, _ = small
-    made, original = [], ppo.KeyValueCache
+    made, alive, original = [], [], ppo.KeyValueCache
 
     def watched(*args, **kwargs):
+        alive.append(sum(layer() is not None for layer in made))
         cache = original(*args, **kwargs)
         made.append(weakref.ref(cache.layers[-1]))
         return cache
@@ -226,6 +282,6 @@ def test_a_rollout_has_one_cache_which_is_gone_before_training(small, monkeypatc
     try:
         keys = ppo.noise_keys(1, 1, list(range(7)))
         ppo.sample(SimpleNamespace(autocast=nullcontext), model, queries, keys, tokenizer, args, 0.7)
-        assert [layer() for layer in made] == [None]
+        assert [layer() for layer in made] == [None, None, None] and max(alive) <= 1  # it has no tensors yet
     finally:
         gc.enable()

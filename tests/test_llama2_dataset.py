@@ -234,7 +234,9 @@ SHARED_COLUMNS += ["query_token", "query_chosen_token_response_label", "query_re
 
 def tldr_columns(row: dict, tokenizer, query: int, response: int) -> dict:
     """The columns that tldr_dataset.py makes of a row, with these widths."""
-    args = tldr_dataset.Args(max_query_length=query, max_rm_response_length=response)
+    args = tldr_dataset.Args(
+        max_query_length=query, max_rm_response_length=response, max_rm_response_length_cnndm=response
+    )
     with mock.patch.object(tldr_dataset, "MAX_QUERY_LENGTH_CNNDM", query):
         return tldr_dataset.process_preference_row(row, tokenizer, args)
 

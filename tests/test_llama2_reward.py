@@ -34,9 +34,11 @@ def test_grade_of_a_confidence():
 
 
 def test_accuracy_and_gap_by_grade_and_safety():
-    columns = ("chosen_reward", "rejected_reward", "grade", "safety", "tie")
-    rows = [(1.0, 0.5, "better", "both safe"), (0.0, 2.0, "better", None), (3.0, 0.0, "none", "both safe")]
-    table = graded_reward.accuracy_table("d", [dict(zip(columns, (*row, False), strict=True)) for row in rows])
+    safe = [True, None, True]
+    data = Dataset.from_dict({"grade": ["better", "better", "none"], "chosen_safe": safe, "rejected_safe": safe})
+    rewards, tie = torch.tensor([[1.0, 0.5], [0.0, 2.0], [3.0, 0.0]]), torch.zeros(5, dtype=torch.bool)
+    table = graded_reward.accuracy_table("d", graded_reward.pair_table(data, rewards, tie[:3]))
+    table = [row for row in table if row["group"] != "confidence"]
     assert [tuple(row.values()) for row in table] == [
         ("d", "overall", "all", 3, pytest.approx(2 / 3), pytest.approx(0.5)),
         ("d", "grade", "better", 2, 0.5, -0.75),
@@ -45,9 +47,8 @@ def test_accuracy_and_gap_by_grade_and_safety():
         ("d", "safety", "null", 1, 0.0, -2.0),
     ]
     labels = {"chosen_safe": [safe for safe, _ in SAFE[:5]], "rejected_safe": [safe for _, safe in SAFE[:5]]}
-    graded = graded_reward.pair_table(labels | {"grade": GRADES}, torch.zeros(5, 2), torch.zeros(5))
-    bins = [pair["safety"] for pair in graded]
-    assert bins == ["chosen alone safe", "both safe", "both unsafe", None, None]
+    graded = graded_reward.pair_table(Dataset.from_dict(labels | {"grade": GRADES}), torch.zeros(5, 2), tie)
+    assert graded["safety"].tolist() == ["chosen alone safe", "both safe", "both unsafe", None, None]
 
 
 def pairs(**columns) -> Dataset:
@@ -158,7 +159,7 @@ def test_tables_by_grade_and_safety(world, graded):
 def test_a_bad_safety_coefficient_leaves_nothing_behind(world, graded, coef):
     """Above 0 it needs labels, and the plain pairs have none."""
     data = {"preference_dataset": str(world.preference_dataset if coef > 0 else graded.folder)}
-    with pytest.raises(SystemExit, match=f"--safety-coef {coef}: .* chosen_safe"):
+    with pytest.raises(SystemExit, match=f"--safety-coef {coef}( must be|: .* chosen_safe)"):
         run(world, graded, "bad", **data, safety_coef=coef)
     assert not (graded.root / "bad").exists()
 

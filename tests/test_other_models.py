@@ -8,7 +8,8 @@ import check_data
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import close, make_reward_model, record
+from conftest import close, make_reward_model
+from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -78,15 +79,15 @@ RESPONSES = {"chosen": [[61, 62, *range(120, 138), 0], [*range(200, 211), 0], [5
 RESPONSES["rejected"] = [[*range(70, 90), 0], [99, 0], [*range(300, 317), 0]]
 
 
-def pairs_of(pad_id: int) -> dict:
-    """The pairs above as pair_rows makes them."""
-    width = max(map(len, QUERIES))
-    pairs = {"query": torch.tensor([[pad_id] * (width - len(row)) + row for row in QUERIES])}
-    for side, rows in RESPONSES.items():
-        width = max(map(len, rows))
-        pairs[side] = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows])
-        pairs[f"{side}_start"] = torch.zeros(len(rows), dtype=torch.long)
-    return pairs
+def stored_pairs(pad_id: int) -> Dataset:
+    """The pairs above as tldr_dataset.py stores them."""
+    columns = {column: [] for column in reward.PAIR_COLUMNS}
+    for side, responses in RESPONSES.items():
+        for query, response in zip(QUERIES, responses, strict=True):
+            padding = [pad_id] * (62 - len(query + response))
+            columns[f"query_{side}_token"].append(query + response + padding)
+            columns[f"query_{side}_token_response_label"].append([pad_id] * len(query) + response + padding)
+    return Dataset.from_dict(columns).with_format("torch")
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt2", "llama", "opt"])
@@ -102,7 +103,8 @@ def test_a_pair_in_one_row_has_the_numbers_of_two_rows(models, name, module):
     else:
         model = module.load_policy(models[name], tokenizer).eval()
     with torch.no_grad():
-        found = (module.pair_rewards if is_reward else module.pair_logprobs)(model, pairs_of(pad_id), pad_id)
+        pairs = module.pair_rows(stored_pairs(pad_id)[:], pad_id)
+        found = (module.pair_rewards if is_reward else module.pair_logprobs)(model, pairs)
         for side, numbers in zip(RESPONSES, found, strict=False):
             for query, response, number in zip(QUERIES, RESPONSES[side], numbers, strict=True):
                 row = torch.tensor([query + response])
@@ -112,11 +114,7 @@ def test_a_pair_in_one_row_has_the_numbers_of_two_rows(models, name, module):
                     logprobs = model(row).logits[0].double().log_softmax(1)
                     expected = sum(logprobs[len(query) + i - 1, token] for i, token in enumerate(response))
                 assert close(number, expected, 1e-4)
-        module.check_pairs(model.model if is_reward else model, "here", [short_pairs(40)], pad_id)
-
-
-def short_pairs(width: int) -> list[dict]:
-    return [{f"query_{side}_token": torch.zeros(width) for side in ("chosen", "rejected")}]
+        module.check_pairs(model.model if is_reward else model, "here", stored_pairs(pad_id)[:1], pad_id)
 
 
 def test_a_model_that_sees_more_than_its_mask_is_refused(models):
@@ -124,7 +122,7 @@ def test_a_model_that_sees_more_than_its_mask_is_refused(models):
     tokenizer = sft.load_tokenizer(models["falcon"])
     model = sft.load_policy(models["falcon"], tokenizer).eval()
     with pytest.raises(SystemExit, match="^error: here: FalconForCausalLM cannot process a pair in one row"):
-        reward.check_pairs(model, "here", [short_pairs(60)], tokenizer.pad_token_id)
+        reward.check_pairs(model, "here", stored_pairs(tokenizer.pad_token_id)[:1], tokenizer.pad_token_id)
 
 
 @pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
@@ -139,7 +137,7 @@ def test_a_model_that_ignores_the_mask_or_the_positions_is_refused(models, monke
 
     monkeypatch.setattr(model.base_model, "forward", without)
     with pytest.raises(SystemExit, match="^error: here: .* its states differ by"):
-        reward.check_pairs(model, "here", [short_pairs(60)], tokenizer.pad_token_id)
+        reward.check_pairs(model, "here", stored_pairs(tokenizer.pad_token_id)[:1], tokenizer.pad_token_id)
 
 
 def test_a_row_longer_than_the_models_positions_is_refused_before_the_run_folder(world, models, tmp_path):
@@ -149,26 +147,15 @@ def test_a_row_longer_than_the_models_positions_is_refused_before_the_run_folder
     of_ppo = {"sft_model_path": models["gpt2"], "reward_model_path": str(reward_model)}
     for module, paths, needed in ((sft, {"model": models["gpt2"]}, 562), (ppo, of_ppo, 512 + 53)):
         AcceleratorState._reset_state(True)
-        with pytest.raises(SystemExit, match=rf"^error: .* rows need {needed} positions, but GPT2\w+ has 64\."):
+        with pytest.raises(SystemExit, match=rf"^error: .* GPT2\w+ has 64 positions, but rows need {needed}\."):
             module.main(module.Args(**common, **paths))
         assert not (tmp_path / "run").exists()
 
 
 def test_rows_that_just_fit_the_models_positions_are_taken(models):
-    model = sft.load_policy(models["gpt2"], sft.load_tokenizer(models["gpt2"]))
-    sft.check_positions(model, "here", 64)
-    with pytest.raises(SystemExit, match="^error: here: rows need 65 positions, but GPT2LMHeadModel has 64"):
-        sft.check_positions(model, "here", 65)
-
-
-@pytest.mark.parametrize("pad_id", [0, 1, 511])
-def test_a_model_is_tried_on_real_tokens_whatever_the_id_of_pad(models, monkeypatch, pad_id):
-    tokenizer = sft.load_tokenizer(models["llama"])
-    model = reward.new_reward_model(models["llama"], tokenizer).model.eval()
-    calls = record(monkeypatch, reward, "pair_inputs")
-    reward.check_pairs(model, "here", [short_pairs(600)], pad_id)
-    tokens = torch.cat(calls[0].args[:3], 1)
-    assert (tokens != pad_id).all() and len(tokens.unique()) == len(tokenizer) - 1 and tokens.max() < len(tokenizer)
+    model = sft.load_policy(models["gpt2"], sft.load_tokenizer(models["gpt2"]), 64)
+    with pytest.raises(SystemExit, match="^error: here: GPT2LMHeadModel has 64 positions, but rows need 65"):
+        sft.check_model(model, "here", 65)
 
 
 # ---- checkpoints ------------------------------------------------------------------------------------------------

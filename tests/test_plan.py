@@ -180,20 +180,28 @@ def losses(stage: str):
     """The modules and a call of a stage's forward pass on four long rows, and the passes and logits that this makes:
     [(rows, columns)], columns with logits."""
     language, value = language_model("pythia"), reward.RewardModel(classifier("pythia"))
-    pairs = {"query": tokens(4, 257), "chosen": tokens(4, 60), "rejected": tokens(4, 52)}
+    query, pairs = tokens(4, 257), {}
+    for side, width in (("chosen", 60), ("rejected", 52)):
+        response = tokens(4, width)
+        pairs[f"query_{side}_token"] = torch.cat([query, response], 1)
+        pairs[f"query_{side}_token_response_label"] = torch.cat([torch.full_like(query, PAD), response], 1)
+    pairs = reward.pair_rows(pairs, PAD)
     if stage == "sft":
         batch = {"query_reference_response_token": tokens(4, 320)}
-        return language, lambda: sft.loss_and_count(language, batch, "all", PAD, "cpu")[0], [(4, 320)], 320
+        labels = sft.next_tokens(batch, "query_response", PAD)
+        loss = lambda: sft.sft_loss(language, batch["query_reference_response_token"], labels, PAD)  # noqa: E731
+        return language, loss, [(4, 320)], 320
     if stage == "reward":
-        return value, lambda: reward.pair_rewards(value, pairs, PAD)[0].sum(), [(4, 384)], 0
+        return value, lambda: reward.pair_rewards(value, pairs)[0].sum(), [(4, 384)], 0
     if stage == "dpo":
-        pairs |= {"chosen_start": torch.zeros(4).long(), "rejected_start": torch.zeros(4).long()}
-        return language, lambda: sum(dpo.pair_logprobs(language, pairs, PAD)).sum(), [(4, 384)], 128
+        return language, lambda: sum(dpo.pair_logprobs(language, pairs)).sum(), [(4, 384)], 128
     both = ppo.PolicyAndValue(language, value)
-    queries, responses, banned = tokens(4, 268), tokens(4, 53), torch.zeros(VOCAB, dtype=torch.bool)
+    language.register_buffer("banned", torch.zeros(VOCAB, dtype=torch.bool), persistent=False)
+    responses = tokens(4, 53)
+    [mb] = ppo.micro_batches(ppo.make_batch(tokens(4, 267), responses, PAD), torch.arange(4), 4)
 
     def loss():
-        logits, values = both(queries, responses, PAD, banned)
+        logits, values = both(mb["tokens"], mb["columns"])
         return ppo.token_logprobs(logits, responses, 0.7).sum() + values.sum()
 
     return both, loss, [(4, 320)] * 2, 53

@@ -92,7 +92,7 @@ STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo, "rloo": script("
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_tied_model_in_bfloat16_resumes_to_the_same_bytes(world, tied, tmp_path, stage, caplog):
+def test_a_tied_model_in_bfloat16_resumes_to_the_same_bytes(world, tied, tmp_path, stage):
     module, base = STAGES[stage], str(tied["base"])
     own = {"sft": {"model": base, "dataset": str(world.dataset)}}
     own["dpo"] = {"model": "tied", "sft_model_path": base, "preference_dataset": str(world.preference_dataset)}
@@ -119,7 +119,6 @@ def test_a_tied_model_in_bfloat16_resumes_to_the_same_bytes(world, tied, tmp_pat
     for file in tmp_path.glob("whole/*model/model.safetensors"):
         assert file.read_bytes() == (resumed / file.relative_to(tmp_path / "whole")).read_bytes(), file
     assert load_file(resumed / "model" / "model.safetensors")
-    assert not [record for record in caplog.records if "shared tensor" in record.message]
     metrics = [
         [{k: v for k, v in line.items() if not k.startswith("time/")} for line in read_metrics(tmp_path / name)]
         for name in ("whole", "resumed")

@@ -17,7 +17,6 @@ from test_helpers import PAD
 from test_tldr_dataset import EOS, byte_level_tokenizer, naive_truncation
 from transformers import AutoTokenizer
 
-import ppo
 import reward
 import sft
 import tldr_dataset
@@ -54,7 +53,8 @@ widths = st.tuples(st.integers(1, 90), st.integers(1, 60)) | st.just((400, 100))
 def arguments(query: int, response: int) -> tldr_dataset.Args:
     """Limits of the data script, the same for all its data."""
     tldr_dataset.MAX_QUERY_LENGTH_CNNDM = query
-    return tldr_dataset.Args(max_query_length=query, max_sft_response_length=response, max_rm_response_length=response)
+    limits = dict.fromkeys(("max_sft_response_length", "max_rm_response_length"), response)
+    return tldr_dataset.Args(max_query_length=query, max_rm_response_length_cnndm=response, **limits)
 
 
 @pytest.fixture(autouse=True)
@@ -86,11 +86,8 @@ def test_truncation_is_the_naive_rule(tokenizer, title, post, share):
         return
     assert query == naive_truncation(prefix, post, suffix, tokenizer, limit)
     assert tokens == tldr_dataset.encode(tokenizer, query) and len(tokens) <= limit
-    how = tldr_dataset.truncation(row, query)
     kept = query[len(prefix) : len(query) - len(suffix)]
-    assert post.startswith(kept) and (how == "none") == (kept == post)
-    assert (how == "newline") == (kept != post and post[len(kept)] == "\n")
-    event(how)
+    event("whole" if kept == post else "cut at a newline" if post[len(kept)] == "\n" else "cut by characters")
 
 
 def check_padding(columns: dict, name: str, width: int, side: str):
@@ -214,17 +211,12 @@ def id_rows(draw, low=PAD, high=6):
     return draw(st.lists(row, min_size=1, max_size=5))
 
 
-@given(rows=id_rows(END))
-def test_truncate_response_ends_behind_the_first_eos(rows):
-    expected = [row[: row.index(END) + 1] if END in row else row for row in rows]
-    expected = [row + [PAD] * (len(rows[0]) - len(row)) for row in expected]
-    assert ppo.truncate_response(torch.tensor(rows), END, PAD).tolist() == expected
-
-
 @given(rows=id_rows())
 def test_last_token_is_before_the_first_padding(rows):
+    rows = [[END, *row] for row in rows]  # none is empty
     expected = [row.index(PAD) - 1 if PAD in row else len(row) - 1 for row in rows]
-    assert reward.last_token(torch.tensor(rows), PAD).tolist() == expected
+    columns = torch.arange(len(rows[0])).expand(len(rows), -1)
+    assert reward.response_rewards(lambda _: columns, torch.tensor(rows), PAD).tolist() == expected
 
 
 @given(

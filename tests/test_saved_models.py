@@ -163,7 +163,7 @@ def test_plain_transformers_gives_our_rewards_but_for_a_constant(saved, world, r
         tokenizer = ppo.load_tokenizer(str(folder))
         pad_id = tokenizer.pad_token_id
         tokens = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows])
-        tokens = tokens[:, : ppo.trimmed_width(tokens, pad_id)]
+        tokens = tokens[:, : ppo.rounded_width((tokens != pad_id).sum(1))]
         ours = reward.response_rewards(ppo.load_reward_model(str(folder), tokenizer).eval(), tokens, pad_id)
         plain = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
         theirs = plain(tokens, attention_mask=(tokens != pad_id).long()).logits[:, 0]

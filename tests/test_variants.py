@@ -354,20 +354,23 @@ def test_a_wrong_signature_is_told_the_right_one(tmp_path, name, named):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("without_annotations", "no score for update 1, episode 0, .*f\\(post: str, summary: str\\)"),
+        ("without_annotations", "no score for update 1, episode {first}, .*f\\(post: str, summary: str\\)"),
         ("raises", "no score for update 1, episode 7, post '{post}.*cannot score this"),
         ("nan", "nan for update 1, episode 7, post '{post}"),
-        ("too_few", "23 scores for 24 summaries, update 1, episode 0, post 'SUB"),
+        ("too_few", "23 scores for 24 summaries, update 1, episode {first}, post 'SUB"),
         ("absent", "no function there"),
     ],
 )
 def test_a_function_that_gives_no_score_is_named(start, tmp_path, name, message):
+    """The first is the first that the process trains on."""
     data = load_from_disk(start.args["dataset"])["train"]
+    first = str(ppo_function.permutation(BATCH, SEED + 1, 0)[0].item())
     post = data[int(ppo_function.data_order(len(data), SEED, 0, BATCH)[7])]["query"][:60].replace("\n", "\\n")
     (tmp_path / "mine.py").write_text(FUNCTIONS.replace("{post}", post.replace('"', '\\"')))
     with pytest.raises(SystemExit) as raised:
         run(start, tmp_path / "run", ppo_function, reward_function=f"{tmp_path}/mine.py:{name}")
-    assert re.search(message.replace("{post}", re.escape(post)[:20]), str(raised.value), re.DOTALL)
+    message = message.replace("{post}", re.escape(post)[:20]).replace("{first}", first)
+    assert re.search(message, str(raised.value), re.DOTALL)
 
 
 def test_simpos_rewards_are_means_in_the_evaluation_too(start, tmp_path, monkeypatch):

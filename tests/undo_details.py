@@ -36,9 +36,9 @@ PATCHES = r"""
 - "cnndm0", "cnndm2")
 + "cnndm0")
 01 tldr_dataset.py: CNN/DM stays in validation too
--         splits[split].append((where, row))
-+         splits[split].append((where, row))
-+         splits["validation"] += [(where, row)] * (split != "validation")
+- splits["validation_cnndm"].append((where, row))
++ splits["validation_cnndm"].append((where, row))
++                 splits["validation"].append((where, row))
 01 tldr_dataset.py: confidence is lost
 - columns["extra"] = {"confidence": confidence}
 + columns["extra"] = {"confidence": None}
@@ -55,8 +55,8 @@ PATCHES = r"""
 - {article}\n\nTL;DR:\n"
 + {article}\n\nTL;DR:"
 02 tldr_dataset.py: newlines are no place to cut
-- body[: body.rfind("\n")]
-+ body[:-1]
+- body.rfind("\n")
++ -1
 02 tldr_dataset.py: the title is cut
 - title=row["title"]
 + title=row["title"][:12]
@@ -74,20 +74,20 @@ PATCHES = r"""
 - [token for token in label if token != pad_id]
 + [token for token in label[:-1] if token != pad_id]
 03 tldr_dataset.py: no EOS after query + response
-- encode(tokenizer, joined) + [eos_id]
+- encode(tokenizer, joined) + [tokenizer.eos_token_id]
 + encode(tokenizer, joined)
 03 sft.py: [PAD] is EOS
 - tokenizer.add_special_tokens({"pad_token": "[PAD]"})
 + tokenizer.pad_token = tokenizer.eos_token
 test_gradients.py::test_sft sft.py: EOS is not in the loss
-- return batch["query_reference_response_token"] != pad_id
-+ return (batch["query_reference_response_token"] != pad_id) & (batch["query_reference_response_token"] != 0)
+- batch[column] == pad_id, -100)
++ (batch[column] == pad_id) | (batch[column] == 0), -100)
 
 04 tldr_dataset.py: 63 tokens
 - max_sft_response_length: int = 53
 + max_sft_response_length: int = 63
 04 tldr_dataset.py: longer rows are let through
-- if too_long:
+- if longest > width:
 + if False:
 test_tldr_dataset.py::test_whole_run tldr_dataset.py: the limit is reported as the maximum
 - "max": lengths.max()
@@ -114,11 +114,19 @@ test_tldr_dataset.py::test_whole_run tldr_dataset.py: the limit is reported as t
 + "unique pairs": sum(count for _, count in counts)
 
 07 ppo.py: dropout stays
-- setattr(config, key, 0.0)
-+ setattr(config, key, value)
-07 ppo.py: GPT-2's …_pdrop stays
-- if "drop" in k
-+ if "dropout" in k
+-     return model
+- 
+- 
+- @torch.no_grad()
+- def check_model
++     return model.train()
++ 
++ 
++ @torch.no_grad()
++ def check_model
+07 ppo.py: the value model's dropout stays
+- return RewardModel(model)
++ return RewardModel(model.train())
 
 09 sft.py: epsilon 1e-8 by default
 - ADAM_EPS = 1e-5
@@ -147,29 +155,29 @@ test_gradients.py::test_sft sft.py: Adam with L2 in place of AdamW
 - nn.Parameter(torch.zeros(1))
 + nn.Parameter(torch.rand(1))
 11 reward.py: the backbone is random
-- model.score = ScalarHead(model.score.in_features, 1)
-+ model = AutoModelForSequenceClassification.from_config(config)
+- model.score = nn.Linear(model.score.in_features, 1)
++ model = AutoModelForSequenceClassification.from_config(model.config)
 +     model.score = nn.Linear(model.score.in_features, 1)
 11 reward.py: not from the SFT run
 - sft_model_path: str = "runs/sft/{model}/{seed}"
 + sft_model_path: str = "runs/base/{model}/{seed}"
 
 12 reward.py: the last token that is no pad
-- return (tokens != pad_id).long().cumprod(1).sum(1) - 1
-+ return tokens.shape[1] - 1 - (tokens != pad_id).int().flip(1).argmax(1)
+- last = (tokens != pad_id).long().cumprod(1).sum(1, keepdim=True) - 1
++ last = tokens.shape[1] - 1 - (tokens != pad_id).int().flip(1).argmax(1, keepdim=True)
 test_gradients.py::test_ppo ppo.py: one position early
 - last = mb["row_lengths"] - 1
 + last = mb["row_lengths"] - 2
 
 test_gradients.py::test_reward reward.py: the mean over the response is the reward
-- side_logits.gather(1, last).squeeze(1)
-+ side_logits.mean(1)
+- chosen = logits.gather(1, chosen_last).squeeze(1)
++ chosen = logits.mean(1)
 13 reward.py: the reward's own position is logged as another
-- & (positions < last)
-+ & (positions <= last)
+- .scatter(1, rejected_last, False)
++ 
 13 reward.py: the query's last token is logged as another
-- (positions > 0) &
-+ (positions >= 0) &
+- is_other = (segments == CHOSEN) | (segments == REJECTED)
++ is_other = segments < PADDING
 test_gradients.py::test_reward reward.py: the share of positive ones is logged
 - (other_logits < 0)
 + (other_logits > 0)
@@ -177,21 +185,21 @@ test_gradients.py::test_reward reward.py: the mean is not logged
 - ["other_logits/mean"] += other_logits.sum()
 + ["other_logits/mean"] += 0 * other_logits.sum()
 13 reward.py: other positions are trained
-- side_logits.detach()
-+ side_logits
+- logits.detach()[is_other]
++ logits[is_other]
 
 14 ppo.py: rewards of left-padded rows
-- tokens = right_padded(torch.cat([mb["queries"], mb["responses"]], 1), pad_id)
-+ tokens = torch.cat([mb["queries"], mb["responses"]], 1)
+- "tokens": joined.gather(1, real_first),
++ "tokens": joined,
 14 reward.py: rewards are read in the last column
-- return model(tokens).gather(1, last[:, None]).squeeze(1)
+- return model(tokens).gather(1, last).squeeze(1)
 + return model(tokens)[:, -1]
 test_helpers.py::test_policy_and_value ppo.py: values are read as if rows were padded on the left
-- values = self.value_model.model.score(states).squeeze(-1)
-+ values = self.value_model(tokens)[:, -responses.shape[1] :]
+- self.value_model(tokens).gather(1, columns)
++ self.value_model(tokens)[:, -columns.shape[1] :]
 test_helpers.py::test_policy_and_value ppo.py: logits are read one token late
-- return tokens, columns.clamp(
-+ return tokens, (columns + 1).clamp(
+- mb["query_lengths"][:, None] - 1 + torch
++ mb["query_lengths"][:, None] + torch
 
 15 reward.py: not centred
 - reward_mean = rewards.mean().item()
@@ -200,26 +208,24 @@ test_helpers.py::test_policy_and_value ppo.py: logits are read one token late
 - "max": rewards.max()
 + "max": rewards.max() - rewards.mean()
 15 reward.py: saved before it is centred
-- reward_model.model.score.reward_mean = reward_mean  # it was 0
+- reward_model.reward_mean = reward_mean  # it was 0
 + pass
 16 reward.py: the pairs are reported as they were before centring
-- pair["rejected_reward"] -= reward_mean
+- table[side] = table[side] - reward_mean
 + pass
 
 16 reward.py: accuracy of the rejected
-- > frame["rejected_reward"]
-+ < frame["rejected_reward"]
+- columns["hit"] = ((rewards[:, 0] > rewards[:, 1])
++ columns["hit"] = ((rewards[:, 0] < rewards[:, 1])
 16 reward.py: no confidence
 - ("overall", "batch", "confidence", "split", "policies")
 + ("overall", "batch", "split", "policies")
 16 reward.py: no CNN/DM
 - for split in data:
--             for pair in pairs[split]:
 + for split in ["validation"]:
-+             for pair in pairs[split]:
 16 reward.py: null is no group
-- dropna=False
-+ dropna=True
+- pairs[group].where(pairs[group].notna(), "null")
++ pairs[group]
 
 17 eval/judge.py: the summary is always A
 - first_is_a(args.seed, identity) for
@@ -274,15 +280,15 @@ test_gradients.py::test_dpo dpo.py: logged rewards know no beta
 - args.beta * (logprobs - ref_logprobs[split])
 + args.beta * logprobs
 test_gradients.py::test_dpo dpo.py: the reference's part goes to other rows
-- ref_logprobs["train"][seen] =
-+ ref_logprobs["train"][: len(seen)] =
+- places = torch.searchsorted(seen, rows)
++ places = torch.arange(len(rows))
 test_gradients.py::test_dpo dpo.py: a micro-batch has the reference's part of the first rows
 - mb = {key: value[index] for key, value in batch.items()}
 + mb = {key: value[: len(index)] if "ref_" in key else value[index] for key, value in batch.items()}
 19 dpo.py: no CNN/DM
-- table = []
+- rows = []
 -         for split in data:
-+ table = []
++ rows = []
 +         for split in ["validation"]:
 
 20 ppo.py: sampling at temperature 1
@@ -294,9 +300,9 @@ test_gradients.py::test_ppo ppo.py: all log-probabilities at temperature 1
 + scaled = logits.float()
 +     return -F
 test_gradients.py::test_ppo ppo.py: the reference at temperature 1
-- logits = response_logits(ref_policy, tokens, columns, banned)
+- logits = response_logits(ref_policy, mb["tokens"], mb["columns"])
 -                 logprobs = token_logprobs(logits, mb["responses"], args.temperature)
-+ logits = response_logits(ref_policy, tokens, columns, banned)
++ logits = response_logits(ref_policy, mb["tokens"], mb["columns"])
 +                 logprobs = token_logprobs(logits, mb["responses"], 1.0)
 20 ppo.py: linear to 0 at the last update
 - (1 - (update - 1) / num_updates)
@@ -324,8 +330,8 @@ test_gradients.py::test_ppo ppo.py: ratios are not clipped
 + tokenizer, args, args.temperature)
 
 20 ppo.py: the same sampling noise in every update
-- noise_keys(args.seed, update, episodes[share])
-+ noise_keys(args.seed, 1, episodes[share])
+- noise_keys(args.seed, update, 
++ noise_keys(args.seed, 1, 
 test_gradients.py::test_ppo ppo.py: the same mini-batches in every pass
 - args.seed + update, epoch)
 + args.seed + update, 0)
@@ -333,7 +339,7 @@ test_gradients.py::test_ppo ppo.py: the k3 estimate with the sign of the log-rat
 - ((-kl).exp() - 1 + kl)
 + (kl.exp() - 1 - kl)
 20 ppo.py: the alarm looks at the first micro-batch alone
-- if before_first_step:
+- if not grad_norms:
 + if not deviations:
 20 ppo.py: the alarm looks behind a response's end
 - .abs()[mb["response_mask"]].max())
@@ -356,27 +362,27 @@ test_gradients.py::test_ppo ppo.py: RLHF reward without the penalty
 + data_order(len(train) // args.batch_size * args.batch_size, args.seed,
 
 22 ppo.py: the head starts at 0
--     banned = banned_ids(policy, tokenizer).to(device)
-+     banned = banned_ids(policy, tokenizer).to(device)
+-     model, optimizer = prepare(accelerator, PolicyAndValue(policy, value_model), args)
 +     nn.init.zeros_(value_model.model.score.weight)
++     model, optimizer = prepare(accelerator, PolicyAndValue(policy, value_model), args)
 22 ppo.py: starts as the SFT model
--     banned = banned_ids(policy, tokenizer).to(device)
-+     banned = banned_ids(policy, tokenizer).to(device)
+-     model, optimizer = prepare(accelerator, PolicyAndValue(policy, value_model), args)
 +     value_model.model.gpt_neox.load_state_dict(policy.gpt_neox.state_dict())
++     model, optimizer = prepare(accelerator, PolicyAndValue(policy, value_model), args)
 22 ppo.py: shares the policy's backbone
--     banned = banned_ids(policy, tokenizer).to(device)
-+     banned = banned_ids(policy, tokenizer).to(device)
+-     model, optimizer = prepare(accelerator, PolicyAndValue(policy, value_model), args)
 +     value_model.model.gpt_neox = policy.gpt_neox
++     model, optimizer = prepare(accelerator, PolicyAndValue(policy, value_model), args)
 test_gradients.py::test_ppo ppo.py: trains the reward model itself
--     banned = banned_ids(policy, tokenizer).to(device)
-+     banned = banned_ids(policy, tokenizer).to(device)
+-     model, optimizer = prepare(accelerator, PolicyAndValue(policy, value_model), args)
 +     reward_model = value_model
++     model, optimizer = prepare(accelerator, PolicyAndValue(policy, value_model), args)
 22 ppo.py: not saved in value_model/
 - args, "value_model", value_model.finished(),
 + args, "value_models", value_model.finished(),
 test_gradients.py::test_ppo ppo.py: the value model's bias is lost
-- head.reward_mean - head.bias.item()
-+ head.reward_mean
+- self.reward_mean - self.model.score.bias.item()
++ self.reward_mean
 test_saved_models.py::test_generate sft.py: the base model's settings of generate()
 -     model.generation_config = GenerationConfig(
 +     dict(
@@ -384,18 +390,20 @@ test_saved_models.py::test_generate sft.py: the saved tokenizer adds a BOS
 - tokenizer.add_bos_token = False
 + pass
 test_saved_models.py::test_plain ppo.py: the mean is added
-- self.bias.float()) - self.reward_mean
-+ self.bias.float()) + self.reward_mean
+- head.bias.float()) - self.reward_mean
++ head.bias.float()) + self.reward_mean
 test_saved_models.py::test_a_reward_model ppo.py: other weights are taken
 - if wrong:
 + if False:
 
-23 ppo.py: no truncation
-- return responses.masked_fill(eos_before > 0, pad_id)
-+ return responses
-23 ppo.py: EOS is cut off too
-- is_eos.cumsum(1) - is_eos
-+ is_eos.cumsum(1)
+test_helpers.py::test_nothing_follows ppo.py: no truncation
+- responses[:, t] = tokens.masked_fill(ended, pad_id)
++ responses[:, t] = tokens
+test_helpers.py::test_nothing_follows ppo.py: EOS is cut off too
+-         responses[:, t] = tokens.masked_fill(ended, pad_id)
+-         ended |= tokens == tokenizer.eos_token_id
++         ended |= tokens == tokenizer.eos_token_id
++         responses[:, t] = tokens.masked_fill(ended, pad_id)
 test_gradients.py::test_ppo ppo.py: no penalty
 - scores.where(has_eos, args.penalty_reward_value)
 + scores
@@ -452,8 +460,8 @@ test_variants.py::test_the_first_ratio variants/rloo.py: the first ratio is a to
 - deviations.append((logratio.sum(1).exp() - 1).abs().max())
 + deviations.append((logratio.exp() - 1).abs().max())
 test_gradients.py::test_rloo variants/rloo.py: the prompts in turn
-- .repeat_interleave(k, 0)
-+ .repeat(k, 1)
+- order[rows // k]
++ order[rows % len(order)]
 test_variants.py::test_grpos_epsilon variants/grpo.py: an epsilon of 1e-8
 - + 1e-4)
 + + 1e-8)
@@ -515,8 +523,8 @@ test_gradients.py::test_ppo_function variants/ppo_function.py: summaries with th
 - skip_special_tokens=True
 + skip_special_tokens=False
 test_gradients.py::test_ppo_function variants/ppo_function.py: posts in another order than their responses
-- train[order.tolist()]["query"][share]
-+ train[order.sort().values.tolist()]["query"][share]
+- (episodes.start + rows).tolist(), posts["query"]
++ (episodes.start + rows).tolist(), posts["query"][::-1]
 test_variants.py::test_a_function_of variants/ppo_function.py: one config for policy and value model
 - config = deepcopy(policy.config)
 + config = policy.config
@@ -548,14 +556,11 @@ test_sampling.py::test_noise_in_the_rollouts ppo.py: old log-probabilities in ot
 - mbs += micro_batches(batch, rows, args.micro_batch_size)
 + mbs += micro_batches(batch, rows, args.micro_batch_size + 3)
 test_sampling.py::test_it_is_exactly_1 ppo.py: a frozen model all in bfloat16
-- is_linear = weight is not None and weight.ndim == 2 and weight not in embeddings
+- is_linear = isinstance(module, nn.Linear) and module.weight not in embeddings
 + is_linear = True
-test_sampling.py::test_no_position ppo.py: padding sees nothing
-- return None if mask is None else mask | torch.eye(*mask.shape[2:], dtype=torch.bool, device=mask.device)
-+ return mask
 test_sampling.py::test_the_tokens_are ppo.py: padding is seen
-- is_token = F.pad(inputs != pad_id, (0, response_length), value=True)
-+ is_token = F.pad(inputs != pad_id - 1000, (0, response_length), value=True)
+- is_token = F.pad(is_query[:, -width:], (0
++ is_token = F.pad(is_query[:, -width:] | True, (0
 test_sampling.py::test_the_tokens_are ppo.py: positions stand still
 - position_ids[:, -1:] + 1
 + position_ids[:, -1:]
@@ -567,16 +572,16 @@ test_helpers.py::test_a_tokens_log_probability ppo.py: the noise is in the sampl
 + scaled = scaled + gumbel_noise(keys, position, scaled.shape[1])
 +     tokens = scaled.argmax(1)
 test_stages.py::test_each_split reward.py: validation is evaluated again
-- if split not in pairs:
+- if split not in tables:
 + if True:
 test_launch.py::test_what_a_run sft.py: cuDNN's attention stays on
 - torch.backends.cuda.enable_cudnn_sdp(False)
 + pass
 test_launch.py::test_nothing_of_a_frozen ppo.py: biases are cast at every call
-- if accelerator.mixed_precision == "bf16" and is_cast:
-+ if accelerator.mixed_precision == "bf16" and is_cast and parameter.ndim == 2:
+- if is_cast and accelerator.mixed_precision == "bf16":
++ if is_cast and accelerator.mixed_precision == "bf16" and parameter.ndim == 2:
 test_launch.py::test_a_frozen_model_in ppo.py: a tied head takes the embedding along
-- and weight not in embeddings
+- and module.weight not in embeddings
 + or False
 
 test_gradients.py::test_sft sft.py: rows that fill no micro-batch are left out
@@ -586,21 +591,21 @@ test_stages.py::test_registered ppo.py: what an edit registered is not in the ch
 - accelerator.save_state(str(partial))
 + (accelerator._custom_objects.clear(), accelerator.save_state(str(partial)))
 test_stages.py::test_registered ppo.py: the newest checkpoint is not the one that is loaded
-- checkpoints = sorted(folder.glob("checkpoints/update_??????"))
-+ checkpoints = sorted(folder.glob("checkpoints/update_??????"), reverse=True)
+- newest = max(folder.glob(
++ newest = min(folder.glob(
 test_stages.py::test_registered ppo.py: the metrics begin anew
-- partial.write_text(metrics)
-+ partial.write_text("")
+- "metrics.jsonl": metrics}
++ "metrics.jsonl": ""}
 
 test_bad_input.py::test_data_like sft.py: one row of another tokenizer is enough
-- 2 * same <= len(looked_at) or
-+ same < len(looked_at) or
+- 2 * sum(matches) <= len(matches) or
++ sum(matches) < len(matches) or
 test_bad_input.py::test_data_like reward.py: ids may have any size
 -  or largest >= len(tokenizer):
 + :
 test_bad_input.py::test_data_like ppo.py: rows need no EOS
-- return all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())
-+ return True
+- matches.append(is_query and has_eos)
++ matches.append(is_query)
 test_bad_input.py::test_data_like sft.py: the train split alone is looked at
 - for split, rows in data.items():
 + for split, rows in [*data.items()][:1]:
@@ -621,15 +626,15 @@ test_helpers.py::test_micro_batches ppo.py: no room for the value past the end
 - .max()) + 1
 + .max())
 test_helpers.py::test_micro_batches ppo.py: numbers of other rows
-- value[index] if value.ndim
-+ value[group, slice(width)] if value.ndim
+- value[rows[group]] for
++ value[group] for
 
 test_ensembles.py::test_members_are_standardised_by ensembles/ppo.py: the standard deviation over n - 1
 - sd = scores[:, k].std(unbiased=False)
 + sd = scores[:, k].std()
 test_gradients.py::test_ensembles_ppo ensembles/ppo.py: the mean is not taken off
-- (head.reward_mean + mean) / sd
-+ head.reward_mean / sd
+- (model.reward_mean + mean) / sd
++ model.reward_mean / sd
 test_ensembles.py::test_members_are_standardised_by ensembles/ppo.py: measured on the samples of training
 - noise_keys(args.seed, -2, index)
 + noise_keys(args.seed, 1, index)
@@ -688,8 +693,8 @@ test_gradients.py::test_sft sft.py: the weights decay by a hundredth whatever WE
 - "weight_decay": WEIGHT_DECAY
 + "weight_decay": 0.01
 test_gradients.py::test_sft sft.py: the micro-batch's count in place of the batch's
-- mb_sum, _ = loss_and_count(
-+ mb_sum, target_count = loss_and_count(
+- accelerator.backward(mb_sum * world / label_count)
++ accelerator.backward(mb_sum * world / (labels[rows] != -100).sum())
 test_gradients.py::test_reward reward.py: the last micro-batch is left out
 - for mb in mbs:
 + for mb in mbs[:-1]:
@@ -737,8 +742,8 @@ test_gradients.py::test_ensembles_ppo ensembles/ppo.py: the ratio is to the poli
 - policy_loss(logprobs, mb, args.cliprange)
 + policy_loss(logprobs, mb | {"logprobs": logprobs.detach()}, args.cliprange)
 test_gradients.py::test_ppo_function variants/ppo_function.py: no clipping of the gradient
-- max_grad_norm or float("inf")
-+ float("inf")
+- max_grad_norm or inf
++ inf
 test_gradients.py::test_grpo variants/grpo.py: a literal in place of --kl-coef
 - args.kl_coef * penalty
 + 0.04 * penalty
@@ -752,8 +757,8 @@ test_gradients.py::test_online_dpo variants/online_dpo.py: --loss-type has no ef
 - *ref, args.beta, args.loss_type
 + *ref, args.beta
 test_faults.py::test_resume_refuses sft.py: --resume takes whatever it is given
-- if key not in MAY_CHANGE]
-+ if False]
+- if key not in MAY_CHANGE:
++ if False:
 test_faults.py::test_resume_takes sft.py: no other micro-batch on --resume
 - MAY_CHANGE = {"micro_batch_size", 
 + MAY_CHANGE = {
@@ -772,10 +777,10 @@ test_invariance.py::test_a_kill_between ppo.py: the value model comes last
 +     save_model(accelerator, args, "model", policy, tokenizer)
 +     save_model(accelerator, args, "value_model", value_model.finished(), tokenizer)
 test_other_models.py::test_a_pair_in_one_row reward.py: windows are widened
-- if window is None:
-+ if True:
+- if window is not None:
++ if False:
 test_other_models.py::test_a_pair_in_one_row dpo.py: padding counts on
-- .masked_fill(tokens == pad_id, 0)
+- .masked_fill(segments == PADDING, 0)
 + 
 test_other_models.py::test_a_model_that_ignores reward.py: no model is refused
 - if not difference < 1e-3:
@@ -786,10 +791,6 @@ test_other_models.py::test_a_row_longer sft.py: positions are not looked at
 test_other_models.py::test_a_row_longer ppo.py: the sampled tokens need no positions
 - (train, validation)) + args.response_length
 + (train, validation))
-test_other_models.py::test_a_vocabulary reward.py: the pad id before its row
-- config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
-+ config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
-+         config.pad_token_id = tokenizer.pad_token_id
 test_other_models.py::test_a_path_that sft.py: an @ in a path begins a revision
 - Path(os.path.abspath(args.model)).name.partition("@")[0]
 + Path(args.model.partition("@")[0]).name
@@ -798,7 +799,7 @@ test_other_models.py::test_the_name sft.py: ~ is a name
 + setattr(args, key, value)
 test_other_models.py::test_a_responses_tokens tldr_dataset.py: the response by itself
 - tokens = [token for token in label if token != pad_id]
-+ tokens = encode(tokenizer, response) + [eos_id]
++ tokens = encode(tokenizer, response) + [tokenizer.eos_token_id]
 test_other_models.py::test_a_bos tldr_dataset.py: a BOS is left out in silence
 - if added:
 + if False:
@@ -806,14 +807,14 @@ test_other_models.py::test_a_terminal ppo.py: a terminal that cannot show a char
 - sys.stdout.reconfigure(errors="replace")
 + sys.stdout.reconfigure(errors="strict")
 16 reward.py: rounding decides a tie
-- & ~frame["tie"].astype(bool)
-+ & True
+- & ~tie).tolist()
++ ).tolist()
 16 dpo.py: equal responses differ by their rounding
-- torch.where(same, sums["chosen"], sums["rejected"])
-+ sums["rejected"]
+- torch.where(pairs["is_same"], chosen, rejected)
++ rejected
 16 reward.py: equal responses differ by their rounding
-- torch.where(same, rewards["chosen"], rewards["rejected"])
-+ rewards["rejected"]
+- torch.where(pairs["is_same"], chosen, rejected)
++ rejected
 test_details.py::test_dpos_first_batch dpo.py: the tolerance does not follow the sums
 - * sum(logprobs.detach().abs() for logprobs in (chosen, rejected, *ref))
 + * torch.ones_like(chosen)
@@ -824,17 +825,16 @@ test_faults.py::test_resume_refuses ppo.py: another model of the same size is ta
 - MAY_CHANGE |= {"dataset", "preference_dataset"}
 + MAY_CHANGE |= {"dataset", "sft_model_path", "reward_model_path"}
 test_faults.py::test_resume_without sft.py: a run begins anew in silence
-- if args.resume and not finished:
-+ if False:
+-     if args.resume:
+-         accelerator.print(
++     if args.resume and finished:
++         accelerator.print(
 test_faults.py::test_a_second_run sft.py: no lock
-- lock(folder)
-+ folder.mkdir(parents=True, exist_ok=True)
+- accelerator.lock.acquire(timeout=120)
++ pass
 test_faults.py::test_a_run_that_came_first sft.py: the folder is not checked under the lock
 - check_args(args)  # again
 + pass  # again
-test_faults.py::test_a_file_system sft.py: a file system without locks ends the run
-- except OSError as error:
-+ except ZeroDivisionError as error:
 test_faults.py::test_resume_compares sft.py: data are compared by their size
 - content.update(tokens.to_numpy())
 + content.update(str(len(tokens)).encode())
@@ -845,20 +845,20 @@ test_faults.py::test_a_score ppo.py: a score may be no number
 - check_scores(batch["raw_scores"][:, None]
 + print(batch["raw_scores"][:, None]
 test_faults.py::test_ctrl_c sft.py: a traceback
-- except KeyboardInterrupt:
-+ except ZeroDivisionError:
+- signal.signal(signal.SIGINT, lambda *_: fail("stopped by Ctrl-C"))
++ pass
 test_bad_input.py::test_a_number_out sft.py: no ranges
 - not 0 <= value <= largest
 + value == "never"
 test_bad_input.py::test_rows_of_different ppo.py: rows of any width
 - ) != 1:
 + ) < 1:
-test_other_models.py::test_a_model_is_tried reward.py: tried on paddings
-- tokens += tokens >= pad_id
-+ tokens %= max(pad_id, 2)
-test_tldr_dataset.py::test_an_output tldr_dataset.py: renamed onto what is there
-- if not target.exists():
-+ if True:
+test_helpers.py::test_a_pairs_mask reward.py: rejected sees chosen
+- same_text = (segments == QUERY)[:, None] |
++ same_text = (segments < REJECTED)[:, None] |
+test_tldr_dataset.py::test_a_folder_that_no_other tldr_dataset.py: any folder is replaced
+- if target.is_mount() or target == Path.cwd():
++ if False:
 test_tldr_dataset.py::test_an_output tldr_dataset.py: a symlink is replaced
 - target = output_dir.resolve()
 + target = output_dir

@@ -55,15 +55,12 @@ def kl_to_sft(accelerator, policy, sft, tokenizer, queries: torch.Tensor) -> tor
     keys = ppo.noise_keys(1, -2, range(len(queries)))  # training never has an update -2
     responses, _ = ppo.sample(accelerator, policy, queries, keys, tokenizer, args, args.temperature)
     batch = ppo.make_batch(queries, responses, tokenizer.pad_token_id)
-    banned = ppo.banned_ids(sft, tokenizer)
     kl = torch.zeros(len(queries))
     with torch.no_grad():
         for mb in ppo.micro_batches(batch, torch.arange(len(queries)), 32):
-            rows = ppo.episode_rows(mb["queries"], mb["responses"], tokenizer.pad_token_id)
-            logprobs, sft_logprobs = (
-                ppo.token_logprobs(ppo.response_logits(model, *rows, banned), mb["responses"], args.temperature)
-                for model in (policy, sft)
-            )
+            logits, sft_logits = (ppo.response_logits(model, mb["tokens"], mb["columns"]) for model in (policy, sft))
+            logprobs = ppo.token_logprobs(logits, mb["responses"], args.temperature)
+            sft_logprobs = ppo.token_logprobs(sft_logits, mb["responses"], args.temperature)
             kl[mb["rows"]] = ((logprobs - sft_logprobs) * mb["response_mask"]).sum(1)
     return kl
 

@@ -22,8 +22,10 @@ Shapes: B is the number of episodes of an update, b the number of rows in a func
 queries, R the response length, W the width of a micro-batch's responses, T the width of query and response together, V
 the vocabulary size and D the size of a hidden state. A batch is a dict of tensors:
 
-    queries (B, Q) left-padded; responses (B, R) right-padded; lengths, row_lengths, raw_scores and advantages (B,)
+    tokens (B, Q + R) query and response, right-padded; responses (B, R) right-padded
+    query_lengths, lengths (of the responses, EOS included), row_lengths (of both), raw_scores and advantages (B,)
     response_mask (B, R) through EOS: logprobs, ref_logprobs and entropy are 0 outside of it
+    in a micro-batch also `rows` (b,) of the batch, and `columns` (b, W) of `tokens` that predict the response tokens
 
 A prompt's k episodes are consecutive. The script deviates on purpose from the paper (its settings for TL;DR are in
 Appendix C) and from other implementations:
@@ -40,21 +42,19 @@ Appendix C) and from other implementations:
 - Sampling, padding and temperature are the same as in ppo.py.
 """
 
-import fcntl
 import hashlib
 import json
-import logging
 import os
-import shlex
 import shutil
 import signal
-import struct
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 from typing import Literal
 
@@ -66,24 +66,23 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import WandBTracker
 from accelerate.utils import gather_object, set_seed
 from datasets import DatasetDict, load_dataset, load_from_disk
+from filelock import FileLock
 from huggingface_hub import snapshot_download
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     StaticCache,
 )
-from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging as transformers_logging
 
 STAGE = "rloo"
-MICRO_BATCH_SIZES = {"1b": 16, "2.8b": 8, "6.9b": 2}  # per Pythia size: what fits on one 80 GB device
+MICRO_BATCH_SIZES = {"1b": 16, "2.8b": 8, "6.9b": 2}  # per Pythia size: fits on one 80 GB device
 SAMPLE_BATCH_SIZES = {"1b": 256, "2.8b": 128, "6.9b": 64}  # 19 to 24 GB of cached keys and values
 TEMPERATURE_EPS = 1e-7  # added to the temperature before dividing by it, as in the authors' code
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
@@ -188,11 +187,9 @@ def rloo_loss(logprobs: torch.Tensor, mb: dict, cliprange: float, on_policy: boo
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     """Return the row indices (stop - start,) at positions start..stop-1 of an endless stream over n rows, reshuffled
     without replacement on each pass (Detail 21). They depend only on (seed, position), so all processes agree."""
-    passes = []
-    for epoch in range(start // n, (stop - 1) // n + 1):
-        shuffled = permutation(n, seed, epoch)
-        passes.append(shuffled[max(start - epoch * n, 0) : stop - epoch * n])
-    return torch.cat(passes)
+    first = start // n
+    passes = [permutation(n, seed, epoch) for epoch in range(first, (stop - 1) // n + 1)]
+    return torch.cat(passes)[start - first * n : stop - first * n]
 
 
 def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
@@ -220,50 +217,45 @@ def main(args: Args):
     reward_folder = checkpoint_folder("--reward-model-path", args.reward_model_path)
     tokenizer = load_tokenizer(sft_folder)
     if load_tokenizer(reward_folder).get_vocab() != tokenizer.get_vocab():
-        fail(f"--reward-model-path {reward_folder}: this reward model has another tokenizer than {sft_folder}")
-    pad_id = tokenizer.pad_token_id
-    columns = ["query", "query_token", "reference_response_token"]
-    data = load_splits("--dataset", args.dataset, columns, tokenizer)
+        fail(f"--reward-model-path {reward_folder}: another tokenizer than in {sft_folder}")
+    data = load_splits("--dataset", args.dataset, ["query", "query_token", "reference_response_token"], tokenizer)
     train = data["train"].select_columns(["query_token"])
     validation = data["validation"].take(min(args.eval_rows, len(data["validation"])))
-
-    reward_model = frozen_model(accelerator, load_reward_model(reward_folder, tokenizer), args.offload)
-    ref_policy = frozen_model(accelerator, load_policy(sft_folder, tokenizer), args.offload)
-    policy = load_policy(sft_folder, tokenizer).to(device)  # now, so that host memory holds one model at a time
     width = max(len(rows[0]["query_token"]) for rows in (train, validation)) + args.response_length
-    check_positions(reward_model.model, reward_folder, width)
-    check_positions(policy, sft_folder, width)
-    banned = banned_ids(policy, tokenizer).to(device)
-    unwrapped_model = PolicyLogits(policy)  # without DDP or DeepSpeed, for passes without gradient
-    model, optimizer = prepare(accelerator, unwrapped_model, args)
-    # register state of your own here: accelerator.register_for_checkpointing(it). --resume restores its tensors on the
-    # CPU, so move them to the device yourself.
+
+    # Each model moves to the device before the next is loaded, so host memory holds only one (without --offload).
+    reward_model = frozen_model(accelerator, load_reward_model(reward_folder, tokenizer, width), args.offload)
+    ref_policy = frozen_model(accelerator, load_policy(sft_folder, tokenizer, width), args.offload)
+    policy = load_policy(sft_folder, tokenizer, width).to(device)
+    model, optimizer = prepare(accelerator, PolicyLogits(policy), args)
+    # Register state of your own here (accelerator.register_for_checkpointing). After --resume it is on the CPU.
     finished_updates = begin_run(accelerator, args)
 
     run_start = time.time()
     for update in updates(accelerator, args, finished_updates, num_updates):
-        # ---- 1. queries, the same on every process; each samples its share -----------------------
+        # ---- 1. sample: each process its share of the episodes -----------------------------------
         update_start = time.time()
         episodes = range((update - 1) * args.batch_size, update * args.batch_size)
         order = data_order(len(train), args.seed, episodes.start // k, episodes.stop // k)  # Detail 21
-        queries = train[order.tolist()]["query_token"].to(device).repeat_interleave(k, 0)  # (B, Q)
-        share = slice(rank * args.batch_size // world, (rank + 1) * args.batch_size // world)
-        keys = noise_keys(args.seed, update, episodes[share])  # so that a sample does not depend on its process
-        sampled = sample(accelerator, policy, queries[share], keys, tokenizer, args, args.temperature)
-        responses, sampling_logprobs = sampled  # (b, R) each
+        # This process samples the rows of the batch that it will train on in the first epoch. Section 2 and that epoch
+        # can so pass the same micro-batches through the policy. As kernels round differently for other shapes, this is
+        # what makes the ratios before the first step exactly 1, even in bfloat16.
+        rows = torch.cat([mini_batch.chunk(world)[rank] for mini_batch in mini_batches(args, update, 0, "cpu")])
+        queries = train[order[rows // k].tolist()]["query_token"].to(device)  # (b, Q)
+        keys = noise_keys(args.seed, update, (episodes.start + rows).tolist())
+        responses, logprobs = sample(accelerator, policy, queries, keys, tokenizer, args, args.temperature)
         sampling_seconds = time.time() - update_start
 
         # ---- 2. scores, log-probabilities, values ------------------------------------------------
-        batch = make_batch(queries[share], responses, pad_id)
-        batch["sampling_logprobs"] = sampling_logprobs
-        batch["raw_scores"] = reward_scores(accelerator, reward_model, batch, pad_id, args)
-        # from here on every process holds the whole batch, so no number depends on how the batch was split
+        batch = make_batch(queries, responses, tokenizer.pad_token_id)
+        batch["sampling_logprobs"] = logprobs
+        batch["raw_scores"] = reward_scores(accelerator, reward_model, batch, args)
+        batch |= forward_passes(accelerator, policy, ref_policy, batch, args)
+        # From here on every process holds the whole batch, in the order of its episodes.
+        batch["rows"] = rows.to(device)
         batch = {key: accelerator.gather(value) for key, value in batch.items()}
-        # Kernels round differently for different shapes. The first epoch trains on the same micro-batches as these
-        # passes, so that its ratios are exactly 1 before the first step, even in bfloat16.
-        groups = [rows.chunk(world)[rank] for rows in mini_batches(args, update, 0, device)]
-        outputs = forward_passes(accelerator, unwrapped_model, ref_policy, batch, groups, pad_id, banned, args)
-        batch |= {key: accelerator.reduce(value, "sum") for key, value in outputs.items()}  # other rows are 0
+        by_episode = batch.pop("rows").argsort()
+        batch = {key: value[by_episode] for key, value in batch.items()}
 
         # ---- 3. rewards --------------------------------------------------------------------------
         where = [f"update {update}, episode {i}" for i in episodes]
@@ -280,40 +272,39 @@ def main(args: Args):
         rollout_seconds = time.time() - update_start
 
         # ---- 5. K epochs of clipped updates ------------------------------------------------------
-        learning_rate = args.learning_rate * (1 - (update - 1) / num_updates)  # linear to 0 (table 7)
+        learning_rate = args.learning_rate * (1 - (update - 1) / num_updates)  # linear (table 7)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        logs = defaultdict(float)  # means over a mini-batch, summed over the optimiser steps
+        logs = defaultdict(float)  # sums over the micro-batches of all optimiser steps
         on_policy = args.num_ppo_epochs == args.num_mini_batches == 1
         grad_norms = []
         deviations = []
         for epoch in range(args.num_ppo_epochs):
             for mini_batch in mini_batches(args, update, epoch, device):
                 mbs = micro_batches(batch, mini_batch.chunk(world)[rank], args.micro_batch_size)
-                before_first_step = len(grad_norms) == 0
                 for mb in mbs:
-                    last = mb is mbs[-1]  # gradients are exchanged between devices with the last micro-batch
-                    accelerator.sync_gradients = last  # for DeepSpeed
+                    last = mb is mbs[-1]  # devices exchange gradients with the last micro-batch
+                    accelerator.sync_gradients = last  # for DeepSpeed, whose backward then also takes the step
                     model.require_backward_grad_sync = last  # for DDP
-                    logits = model(mb["queries"], mb["responses"], pad_id, banned)
+                    logits = model(mb["tokens"], mb["columns"])
                     logprobs = token_logprobs(logits, mb["responses"], args.temperature)
-                    del logits  # the largest tensor of a step, which the backward pass does not need
+                    del logits  # the largest tensor, not needed for the backward pass
                     loss, sums = rloo_loss(logprobs, mb, args.cliprange, on_policy)
                     loss = loss / len(mini_batch)
-                    accelerator.backward(loss * world)  # x world: DDP and DeepSpeed average over devices
-                    for key, value in sums.items():
-                        logs[key] += value.detach() / len(mini_batch)
-                    if before_first_step:  # the weights are those of the rollout, so every ratio should be 1
+                    accelerator.backward(loss * world)  # DDP and DeepSpeed average over devices
+                    if not grad_norms:  # before the first step, every ratio should be exactly 1
                         logratio = (logprobs.detach() - mb["logprobs"]).masked_fill(~mb["response_mask"], 0.0)
                         deviations.append((logratio.sum(1).exp() - 1).abs().max())
+                    for key, value in sums.items():
+                        logs[key] += value.detach() / len(mini_batch)
                 grad_norms.append(optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}"))
-
-        # ---- 6. log, samples ---------------------------------------------------------------------
         steps = len(grad_norms)
         means = {key: accelerator.reduce(value, "sum").item() / steps for key, value in logs.items()}
+
+        # ---- 6. log, samples ---------------------------------------------------------------------
         sampling_difference = (batch["sampling_logprobs"] - batch["logprobs"]).abs()[batch["response_mask"]]
         ratio_square = means.pop("policy/ratio_square")
-        metrics = {
+        metrics = {  # the first five are also printed
             "objective/score": scores.mean(),
             "objective/kl": kl.sum(1).mean(),
             "response/length": batch["lengths"].float().mean(),
@@ -341,7 +332,7 @@ def main(args: Args):
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
             metrics["eval/score"] = validation_score(accelerator, policy, reward_model, validation, tokenizer, args)
         write_metrics(accelerator, args, metrics, update, num_updates)
-        if args.sample_every and update % args.sample_every == 0:
+        if accelerator.is_main_process and args.sample_every and update % args.sample_every == 0:
             show_samples(accelerator, batch, scores, kl.sum(1), tokenizer, update)
 
     # ---- save ------------------------------------------------------------------------------------
@@ -356,61 +347,56 @@ def main(args: Args):
 @torch.no_grad()
 def sample(accelerator: Accelerator, policy, queries, keys, tokenizer, args, temperature: float) -> tuple:
     """Sample a response (b, R) to each left-padded query (b, Q), with [PAD] after its EOS (Detail 23). Also returns the
-    log-probabilities (b, R) of its tokens at sampling time. keys (b, 2) come from noise_keys."""
-    pad_id = tokenizer.pad_token_id
+    log-probabilities (b, R) of its tokens at sampling time, meaningless after EOS. keys (b, 2) come from noise_keys."""
     keys = keys.to(queries.device)
-    responses = queries.new_full((len(queries), args.response_length), pad_id)
+    lengths = (queries != tokenizer.pad_token_id).sum(1)
+    responses = queries.new_zeros((len(queries), args.response_length))
     logprobs = torch.zeros(responses.shape, device=queries.device)
-    size = min(args.sample_batch_size, len(queries))
-    cache = KeyValueCache(policy.config, trimmed_width(queries, pad_id) + args.response_length)
-    for index in similar_lengths((queries != pad_id).sum(1), size):
-        rows = torch.cat([index, index[-1:].expand(size - len(index))])  # the cache has `size` rows
+    for rows in similar_lengths(lengths, args.sample_batch_size):
+        cache = KeyValueCache(policy.config, rounded_width(lengths[rows]) + args.response_length)
         with accelerator.autocast():
             found = generate(policy, queries[rows], tokenizer, args.response_length, temperature, keys[rows], cache)
-        found_responses, found_logprobs = found
-        responses[index] = found_responses[: len(index)]
-        logprobs[index] = found_logprobs[: len(index)]
+        responses[rows], logprobs[rows] = found
     return responses, logprobs
 
 
 @torch.no_grad()
-def forward_passes(accelerator: Accelerator, model, ref_policy, batch: dict, groups, pad_id, banned, args) -> dict:
-    """Return logprobs, ref_logprobs and entropy (B, R) of the responses in a batch (make_batch), computed in
-    micro-batches of each group of its rows. They are 0 outside their masks and in rows of no group."""
-    outputs = {}
-    for key in ("logprobs", "ref_logprobs", "entropy"):
-        outputs[key] = torch.zeros(batch["responses"].shape, device=accelerator.device)
+def forward_passes(accelerator: Accelerator, policy, ref_policy, batch: dict, args) -> dict:
+    """Return logprobs, ref_logprobs and entropy (b, R) of the responses in a process's batch (make_batch), 0 outside
+    their masks. The micro-batches are those of the first epoch, whose mini-batches follow each other in it."""
+    zeros = torch.zeros(batch["responses"].shape, device=accelerator.device)
+    outputs = {key: zeros.clone() for key in ("logprobs", "ref_logprobs", "entropy")}
     mbs = []
-    for rows in groups:
+    for rows in torch.arange(len(batch["responses"]), device=accelerator.device).chunk(args.num_mini_batches):
         mbs += micro_batches(batch, rows, args.micro_batch_size)
     for mb in mbs:
+        rows, width = mb["rows"], mb["responses"].shape[1]
         with accelerator.autocast():
-            logits = model(mb["queries"], mb["responses"], pad_id, banned)
+            logits = response_logits(policy, mb["tokens"], mb["columns"])
             logprobs = token_logprobs(logits, mb["responses"], args.temperature)
             entropy = token_entropy(logits, args.temperature)
-        outputs["logprobs"][mb["index"]] = logprobs * mb["response_mask"]
-        outputs["entropy"][mb["index"]] = entropy * mb["response_mask"]
+        outputs["logprobs"][rows, :width] = logprobs * mb["response_mask"]
+        outputs["entropy"][rows, :width] = entropy * mb["response_mask"]
     with on_device(accelerator, ref_policy):
         for mb in mbs:
-            tokens, columns = episode_rows(mb["queries"], mb["responses"], pad_id)
             with accelerator.autocast():
-                logits = response_logits(ref_policy, tokens, columns, banned)
+                logits = response_logits(ref_policy, mb["tokens"], mb["columns"])
                 logprobs = token_logprobs(logits, mb["responses"], args.temperature)
-            outputs["ref_logprobs"][mb["index"]] = logprobs * mb["response_mask"]
+            width = logprobs.shape[1]
+            outputs["ref_logprobs"][mb["rows"], :width] = logprobs * mb["response_mask"]
     return outputs
 
 
 @torch.no_grad()
-def reward_scores(accelerator: Accelerator, reward_model, batch: dict, pad_id: int, args) -> torch.Tensor:
+def reward_scores(accelerator: Accelerator, reward_model, batch: dict, args) -> torch.Tensor:
     """Return the reward model's score (b,) of each response in a batch, read at its last token (Detail 12)."""
     rows = torch.arange(len(batch["responses"]), device=accelerator.device)
     scores = torch.zeros(len(rows), device=accelerator.device)
     with on_device(accelerator, reward_model):
         for mb in micro_batches(batch, rows, args.forward_batch_size):
-            tokens = right_padded(torch.cat([mb["queries"], mb["responses"]], 1), pad_id)
-            last = mb["row_lengths"] - 1
             with accelerator.autocast():
-                rewards = reward_model(tokens)  # (b, T)
+                rewards = reward_model(mb["tokens"])  # (b, T)
+            last = mb["row_lengths"] - 1
             scores[mb["rows"]] = rewards.gather(1, last[:, None]).squeeze(1)
     return scores
 
@@ -426,24 +412,28 @@ def on_device(accelerator: Accelerator, model):
     """Keep a frozen model on the device while it is used (Detail 8). An offloaded model keeps its copy in host memory,
     so nothing is copied back."""
     tensors = [*model.parameters(), *model.buffers()]
-    waiting = [tensor.data for tensor in tensors]
+    in_host_memory = [tensor.data for tensor in tensors]
     for tensor in tensors:
         tensor.data = tensor.data.to(accelerator.device, non_blocking=True)
     yield
-    for tensor, data in zip(tensors, waiting, strict=True):
+    for tensor, data in zip(tensors, in_host_memory, strict=True):
         tensor.data = data
 
 
 def make_batch(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> dict:
-    """Return the part of a batch that follows from the tokens: queries (b, Q), responses (b, R), their lengths (b,) in
-    tokens, EOS included, row_lengths (b,) of query and response, and response_mask and value_mask (b, R) bool."""
+    """Return the part of a batch that follows from the tokens of left-padded queries (b, Q) and responses (b, R): see
+    "Shapes" at the top of the file."""
+    joined = torch.cat([queries, responses], 1)
+    real_first = (joined == pad_id).int().argsort(dim=1, stable=True)
+    query_lengths = (queries != pad_id).sum(1)
     lengths = (responses != pad_id).sum(1)
     positions = torch.arange(responses.shape[1], device=responses.device)
     return {
-        "queries": queries,
+        "tokens": joined.gather(1, real_first),  # moves padding to the right
         "responses": responses,
+        "query_lengths": query_lengths,
         "lengths": lengths,
-        "row_lengths": (queries != pad_id).sum(1) + lengths,
+        "row_lengths": query_lengths + lengths,
         "response_mask": positions < lengths[:, None],
         "value_mask": positions <= lengths[:, None],
     }
@@ -456,24 +446,35 @@ def mini_batches(args, update: int, epoch: int, device) -> tuple[torch.Tensor, .
 
 
 def micro_batches(batch: dict, rows: torch.Tensor, size: int) -> list[dict]:
-    """Split these rows (b,) of a batch into micro-batches of `size` rows of similar length, which saves padding.
-    Queries (b, Q) and numbers (b,) keep their width. Per-token tensors (B, R) are cropped to (b, W), one position past
-    the longest response. A micro-batch also has `rows`, its rows in the batch, and `index`, which selects its (b, W)
-    from a (B, R)."""
+    """Split these rows (b,) of a batch into micro-batches of `size` rows of similar length, which saves padding. Tokens
+    are cropped to the longest row (b, T), and per-token tensors to one position past the longest response (b, W). A
+    micro-batch also has `rows`, its rows in the batch, and `columns` (b, W): for each response token the column of the
+    token before it, where the policy predicts it and the value model values the state."""
     mbs = []
     for group in similar_lengths(batch["row_lengths"][rows], size):
-        mb_rows = rows[group]
-        width = int(batch["lengths"][mb_rows].max()) + 1
-        index = (mb_rows, slice(width))
-        mb = {"rows": mb_rows, "index": index, "queries": batch["queries"][mb_rows]}
-        for key, value in batch.items():
-            if key != "queries":
-                mb[key] = value[index] if value.ndim == 2 else value[mb_rows]
+        mb = {key: value[rows[group]] for key, value in batch.items()}
+        width = int(mb["lengths"].max()) + 1
+        for key, value in mb.items():
+            if value.ndim == 2 and key != "tokens":
+                mb[key] = value[:, :width]
+        mb["rows"] = rows[group]
+        mb["tokens"] = mb["tokens"][:, : rounded_width(mb["row_lengths"])]
+        columns = mb["query_lengths"][:, None] - 1 + torch.arange(mb["responses"].shape[1], device=rows.device)
+        mb["columns"] = columns.clamp(max=mb["tokens"].shape[1] - 1)  # past a response's end, any column will do
         mbs.append(mb)
     return mbs
 
 
-# ==== forward passes ==============================================================================
+def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Return row indices in groups of `size` rows of similar length, which saves padding. lengths: (b,)."""
+    order = lengths.argsort(descending=True, stable=True)
+    return list(order.split(size))
+
+
+def rounded_width(lengths: torch.Tensor) -> int:
+    """Return the width that rows of these lengths (b,) are cropped to: the longest, rounded up to a multiple of 16.
+    Rounding keeps the number of different shapes small, because each new shape costs memory and, on a GPU, time."""
+    return -(-int(lengths.max()) // 16) * 16
 
 
 class PolicyLogits(nn.Module):
@@ -483,81 +484,65 @@ class PolicyLogits(nn.Module):
         super().__init__()
         self.policy = policy
 
-    def forward(self, queries, responses, pad_id: int, banned: torch.Tensor):
-        """Return logits (b, W, V) of the response tokens, for left-padded queries (b, Q) and responses (b, W). Banned
-        ids get -1e9, so mask the huge log-probability of a [PAD] after the end before taking exp."""
-        tokens, columns = episode_rows(queries, responses, pad_id)
-        return response_logits(self.policy, tokens, columns, banned)
+    def forward(self, tokens, columns):
+        """Return the logits (b, W, V) at the columns (b, W) of right-padded rows (b, T)."""
+        return response_logits(self.policy, tokens, columns)
+
+
+def response_logits(policy, tokens: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return the logits (b, W, V) at the columns (b, W) of right-padded rows (b, T), which need no mask,
+    because the model is causal. The head only runs on these columns. Banned ids get -1e9, so mask the huge
+    log-probability of a [PAD] after the end before taking exp."""
+    hidden = policy.base_model(tokens, use_cache=False).last_hidden_state  # (b, T, D)
+    states = hidden.gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[2]))
+    return policy.get_output_embeddings()(states).masked_fill_(policy.banned, -1e9)
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return log softmax(logits / (temperature + 1e-7)) at the tokens (Detail 20): (b, R, V), (b, R) -> (b, R)."""
+    """Return log softmax(logits / (temperature + 1e-7)) at the tokens (Detail 20): (b, W, V), (b, W) -> (b, W)."""
     scaled = logits.float() / (temperature + TEMPERATURE_EPS)
     return -F.cross_entropy(scaled.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
 
 
 def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the entropy (nats) of softmax(logits / (temperature + 1e-7)) per position: (b, R, V) -> (b, R)."""
+    """Return the entropy (nats) of softmax(logits / (temperature + 1e-7)) per position: (b, W, V) -> (b, W)."""
     scaled = logits.float() / (temperature + TEMPERATURE_EPS)
     logprobs = scaled.log_softmax(2)
     return -(logprobs.exp() * logprobs).sum(2)
 
 
-def response_logits(policy, tokens: torch.Tensor, columns: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
-    """Return the logits (b, W, V) at the columns (b, W) of right-padded rows (b, T), both from episode_rows. Banned ids
-    get -1e9. The head only runs on these columns."""
-    states = states_at(policy, tokens, columns)
-    return policy.get_output_embeddings()(states).masked_fill_(banned, -1e9)
-
-
-def states_at(model, tokens: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return a transformers model's last hidden states (b, W, D) at the columns (b, W) of right-padded rows (b, T). The
-    rows need no mask, because no token of a causal model sees what comes after it."""
-    hidden = model.base_model(tokens, use_cache=False).last_hidden_state  # (b, T, D)
-    return hidden.gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[2]))
-
-
-def episode_rows(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join left-padded queries (b, Q) and responses (b, W) into right-padded rows (b, T). Also returns the columns (b,
-    W) of the token before each response token, where its log-probability and value are read."""
-    inputs = torch.cat([queries, responses[:, :-1]], 1)  # the last token predicts nothing we need
-    tokens = right_padded(inputs, pad_id)
-    last_of_query = (queries != pad_id).sum(1, keepdim=True) - 1
-    columns = last_of_query + torch.arange(responses.shape[1], device=tokens.device)
-    return tokens, columns.clamp(max=tokens.shape[1] - 1)
-
-
 # ==== sampling ====================================================================================
 
 
-def noise_keys(seed: int, update: int, rows: list[int]) -> torch.Tensor:
-    """Return two 32-bit keys (b, 2) per row, hashed from (seed, update, row)."""
-    keys = []
-    for row in rows:
-        digest = hashlib.blake2b(f"{seed} {update} {row}".encode(), digest_size=8).digest()
-        keys.append(struct.unpack("<ii", digest))
-    return torch.tensor(keys, dtype=torch.int32).reshape(-1, 2)
+def noise_keys(seed: int, update: int, episodes: Iterable[int]) -> torch.Tensor:
+    """Return two 32-bit keys (b, 2) per episode, hashed from (seed, update, episode)."""
+    digests = [hashlib.blake2b(f"{seed} {update} {i}".encode(), digest_size=8).digest() for i in episodes]
+    return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int32).reshape(-1, 2)
 
 
 def mix(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return a bijective hash of int32 x, in which each bit changes about half of all bits. Shifts and factors are
-    those of Wellons's lowbias32; key is xored in after each product. int32 products wrap; masks make >> unsigned."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D ^ key
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32) ^ key
+    """Return a bijective hash of int32 x, in which each bit changes about half of all bits: Wellons's lowbias32, with
+    key xored in after each product. It is meant for unsigned numbers, but torch multiplies only signed ones. Products
+    wrap around all the same, masks make >> unsigned, and - 2**32 brings a large constant into the range of int32."""
+    x = ((x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D) ^ key
+    x = ((x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)) ^ key
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def gumbel_noise(keys: torch.Tensor, position: int, vocab_size: int) -> torch.Tensor:
-    """Return Gumbel(0, 1) noise (b, V) that depends only on (key, position, token), not on batch, device or rank. A
-    32-bit integer hash is read as a uniform number with 32 bits near 0, where the largest noise comes from."""
+def gumbel_noise(keys: torch.Tensor, position: int | torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return Gumbel(0, 1) noise (b, V) that depends only on (key, position, token), not on batch, device or rank: the
+    hash of all three, as a uniform number u in (0, 1), becomes -log(-log(1 - u)). The largest noise comes from u near
+    0, where float32 is finest."""
+    # odd factors spread consecutive positions and tokens over the 32 bits
     step = torch.as_tensor(position, dtype=torch.int32, device=keys.device) * 0x3C6EF35F
-    key_0 = mix(keys[:, 0, None] + step, keys[:, 1, None])  # (b, 1)
+    # two keys (b, 1) for this position; each hashes the other in, so that it depends on all 64 bits of the row's keys
+    key_0 = mix(keys[:, 0, None] + step, keys[:, 1, None])
     key_1 = mix(keys[:, 1, None] + step, keys[:, 0, None])
-    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * (0x9E3779B9 - 2**32)  # golden ratio
+    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * (0x9E3779B9 - 2**32)
     bits = mix(token + key_0, key_1)  # (b, V)
     unsigned = torch.where(bits < 0, bits + 2.0**32, bits.float())
-    uniform = (unsigned + 0.5) / 2**32
-    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
+    uniform = ((unsigned + 0.5) / 2**32).clamp(max=1 - 2**-24)  # 1 would give an infinite number
+    return -torch.log(-torch.log1p(-uniform))
 
 
 def sample_tokens(logits, keys, position, temperature: float, banned) -> tuple[torch.Tensor, torch.Tensor]:
@@ -570,223 +555,140 @@ def sample_tokens(logits, keys, position, temperature: float, banned) -> tuple[t
 
 
 class KeyValueCache(StaticCache):
-    """A StaticCache that stores keys in the type of its values, as attention would cast them to it under autocast."""
+    """A StaticCache with keys in the type of the values. Under autocast, rotary embeddings make keys float32, while
+    values are bfloat16. Attention would cast all keys again at every step."""
 
     def update(self, keys, values, *args, **kwargs):
         return super().update(keys.to(values.dtype), values, *args, **kwargs)
 
 
-def banned_ids(model, tokenizer) -> torch.Tensor:
-    """Return which ids must never be sampled, (V,) bool: [PAD] and the ids beyond the tokenizer."""
-    ids = torch.arange(model.get_input_embeddings().num_embeddings)
-    return (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer))
-
-
-def truncate_response(responses: torch.Tensor, eos_id: int, pad_id: int) -> torch.Tensor:
-    """Replace everything after the first EOS by [PAD] (Detail 23). Rows without EOS stay. (b, R) -> (b, R)."""
-    is_eos = (responses == eos_id).int()
-    eos_before = is_eos.cumsum(1) - is_eos
-    return responses.masked_fill(eos_before > 0, pad_id)
-
-
-def prefill_mask(model, inputs: torch.Tensor, is_token: torch.Tensor, cache):
-    """Return the model's own attention mask (causal or with sliding windows; a dict if its layers differ) for
-    left-padded inputs (b, Q), in which padding positions also see themselves. Attention over no key at all gives NaN in
-    some kernels, and in the next layer 0 x NaN would spread to every token. is_token: (b, Q + R)."""
-    embeddings = model.get_input_embeddings()(inputs)
-    masks = create_masks_for_generate(model.config, embeddings, is_token, cache)
-
-    def with_diagonal(mask):  # (b, 1, Q, K), or None where nothing but the causal order is masked
-        return None if mask is None else mask | torch.eye(*mask.shape[2:], dtype=torch.bool, device=mask.device)
-
-    if isinstance(masks, dict):
-        return {kind: with_diagonal(mask) for kind, mask in masks.items()}
-    return with_diagonal(masks)
-
-
 @torch.no_grad()
 def generate(model, queries, tokenizer, response_length: int, temperature: float, keys, cache):
     """Sample responses (b, R) to left-padded queries (b, Q) and return them with their tokens' log-probabilities (b,
-    R). Rows are filled with [PAD] after EOS, which equals sampling on and truncating (Detail 23). cache is a
-    KeyValueCache of at least Q + R columns, either new or with b rows. All steps but the first have the same shapes.
-    Only every eighth step waits for the device, to check whether all rows have ended."""
+    R). Rows are filled with [PAD] after EOS (Detail 23). cache is a KeyValueCache with room for the longest query
+    (rounded_width) and R tokens. All steps but the first have the same shapes. Only every eighth step waits for the
+    device, to check whether all rows have ended."""
     pad_id = tokenizer.pad_token_id
-    inputs = queries[:, -trimmed_width(queries, pad_id) :]
-    banned = banned_ids(model, tokenizer).to(queries.device)
+    is_query = queries != pad_id
+    width = rounded_width(is_query.sum(1))
+    inputs = queries[:, -width:]
+    is_token = F.pad(is_query[:, -width:], (0, response_length), value=True)  # later columns are hidden by causality
+    position_ids = (is_query[:, -width:].cumsum(1) - 1).clamp(min=0)
     responses = queries.new_full((len(queries), response_length), pad_id)
     logprobs = torch.zeros(responses.shape, device=queries.device)
     ended = torch.zeros(len(queries), dtype=torch.bool, device=queries.device)
-    positions = torch.arange(response_length, dtype=torch.int32, device=queries.device)
+    positions = torch.arange(response_length, dtype=torch.int32, device=queries.device)  # copied only once
     cache.reset()
-    position_ids = ((inputs != pad_id).cumsum(1) - 1).clamp(min=0)
-    is_token = F.pad(inputs != pad_id, (0, response_length), value=True)  # (b, Q + R)
-    mask = prefill_mask(model, inputs, is_token, cache)
     for t in range(response_length):
         states = model.base_model(
-            inputs, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True
+            inputs, attention_mask=is_token, position_ids=position_ids, past_key_values=cache, use_cache=True
         ).last_hidden_state
         logits = model.get_output_embeddings()(states[:, -1])
-        tokens, logprobs[:, t] = sample_tokens(logits, keys, positions[t], temperature, banned)
-        responses[:, t] = tokens
+        tokens, logprobs[:, t] = sample_tokens(logits, keys, positions[t], temperature, model.banned)
+        responses[:, t] = tokens.masked_fill(ended, pad_id)
         ended |= tokens == tokenizer.eos_token_id
         if t % 8 == 7 and ended.all():
             break
         inputs = tokens[:, None]
-        mask = is_token
         position_ids = position_ids[:, -1:] + 1
-    return truncate_response(responses, tokenizer.eos_token_id, pad_id), logprobs
-
-
-# ==== padding =====================================================================================
-
-
-def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
-    """Return the width to which rows (b, T) can be trimmed: the longest row, rounded up to a multiple of 16, at most T.
-    Rounding keeps the number of different shapes small, because each new shape costs memory and, on a GPU, time."""
-    longest = int((tokens != pad_id).sum(1).max())
-    return min(-(-longest // 16) * 16, tokens.shape[1])
-
-
-def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Return row indices in groups of `size` rows of similar length, which saves padding. lengths: (b,)."""
-    order = lengths.argsort(descending=True, stable=True)
-    return list(order.split(size))
-
-
-def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Return the rows (b, T) with all padding moved to the right, trimmed to the longest row."""
-    real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
-    return tokens.gather(1, real_first)[:, : trimmed_width(tokens, pad_id)]
+    return responses, logprobs
 
 
 # ==== models ======================================================================================
 
 
-class ScalarHead(nn.Linear):
-    """A reward model's head, (b, T, d) -> (b, T, 1), in float32 even under autocast or in a bfloat16 model. It
-    subtracts the constant `reward_mean` (Detail 15)."""
-
-    def forward(self, hidden):
-        with torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(hidden.float(), self.weight.float(), self.bias.float()) - self.reward_mean
-
-
 class RewardModel(nn.Module):
-    """A transformers sequence classifier with one label that returns its scalar at every position. In training, its
-    head has a bias that starts at 0."""
+    """A transformers sequence classifier with one label that returns its scalar at every position, less the constant
+    `reward_mean` (Detail 15). The head is in float32, even under autocast or in a bfloat16 model. In training it has a
+    bias that starts at 0."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
         self.config = model.config
-        head = model.score  # a plain nn.Linear without bias
-        head.__class__ = ScalarHead
-        head.bias = nn.Parameter(torch.zeros(1))
-        head.reward_mean = getattr(model.config, "reward_mean", 0.0)
+        self.reward_mean = getattr(model.config, "reward_mean", 0.0)
+        model.score.bias = nn.Parameter(torch.zeros(1))  # the head, an nn.Linear without bias
 
-    def forward(self, input_ids, **inputs):
-        """Return the rewards (b, T) of right-padded rows (b, T), in float32. The rows need no mask, because no token of
-        a causal model sees what comes after it."""
-        hidden = self.model.base_model(input_ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
-        return self.model.score(hidden).squeeze(-1)
+    def forward(self, tokens):
+        """Return the rewards (b, T) of right-padded rows (b, T), which need no mask, because the model is causal."""
+        hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state
+        head = self.model.score
+        with torch.autocast(hidden.device.type, enabled=False):
+            rewards = F.linear(hidden.float(), head.weight.float(), head.bias.float()) - self.reward_mean
+        return rewards.squeeze(-1)
 
     def finished(self):
         """Return the transformers model to save. Its head has a weight alone, because the bias becomes part of the
         config's `reward_mean`. Do not use this RewardModel afterwards."""
-        head = self.model.score
-        self.config.reward_mean = head.reward_mean - head.bias.item()
-        head.bias = None
+        self.config.reward_mean = self.reward_mean - self.model.score.bias.item()
+        self.model.score.bias = None
         return self.model
 
 
-def load_reward_model(path: str, tokenizer) -> RewardModel:
-    """Return a trained reward model in float32 without dropout. To use the paper's released models, convert them with
-    benchmark/convert_released.py."""
+def load_reward_model(path: str, tokenizer, width: int = 0) -> RewardModel:
+    """Return a trained reward model for rows of up to `width` tokens, in float32 and without dropout (see load_policy).
+    To use the paper's released models, convert them with benchmark/convert_released.py."""
     settings = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
     with or_fail(f"{path} holds no reward model that can be read; make one with reward.py"):
-        config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False))
-        model, found = AutoModelForSequenceClassification.from_pretrained(path, config=config, **settings)
+        model, found = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **settings)
     wrong = {kind: sorted(keys)[:3] for kind, keys in found.items() if keys}
     if wrong:  # transformers would go on, with a random head where there is none
         fail(f"{path} holds no reward model as reward.py saves it: {wrong}")
-    check_layers(model, path)
+    check_model(model, path, width)
     model.config.pad_token_id = tokenizer.pad_token_id
     return RewardModel(model)
 
 
-def load_policy(path: str, tokenizer):
-    """Return a causal language model in float32, without dropout, with an embedding for every id of the tokenizer. Its
-    generation config is what transformers' generate() needs to sample as ppo.py does."""
+def load_policy(path: str, tokenizer, width: int = 0):
+    """Return a causal language model for rows of up to `width` tokens, in float32, with an embedding for every id of
+    the tokenizer. It stays in evaluation mode even while it is trained, so it has no dropout (Detail 7). Its buffer
+    `banned` (V,) marks [PAD] and the ids beyond the tokenizer. Its generation config makes generate() avoid them."""
     with or_fail(f"the model in {path} cannot be read"):
-        config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
-        settings = {"dtype": torch.float32, "trust_remote_code": False}
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
-    check_layers(model, path)
-    check_head(model, path)
-    fit_tokenizer(model, tokenizer, path)
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    never = [tokenizer.pad_token_id, *range(len(tokenizer), model.get_input_embeddings().num_embeddings)]
-    model.generation_config = GenerationConfig(**ids, suppress_tokens=never)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
+    check_model(model, path, width)
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer) - 1:  # it may lack one for [PAD]
+        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
+    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
+    ids = torch.arange(max(rows, len(tokenizer)))
+    model.register_buffer("banned", (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer)), persistent=False)
+    settings = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model.config.update(settings)  # after resizing: some models check that the id has a row
+    model.generation_config = GenerationConfig(**settings, suppress_tokens=ids[model.banned].tolist())
     return model
 
 
-def fit_tokenizer(model, tokenizer, path: str):
-    """Give a model an embedding for every id of the tokenizer, and its config the tokenizer's EOS and [PAD]."""
-    rows = model.get_input_embeddings().num_embeddings
-    if rows < len(tokenizer) - 1:
-        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
-    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
-    model.config.eos_token_id = tokenizer.eos_token_id
-    model.config.pad_token_id = tokenizer.pad_token_id  # after resizing: some models check that the id has a row
-
-
-def check_layers(model, path: str):
-    """End with an error if a model has layers that cannot be trained or sampled from here."""
-    name = type(model).__name__
+@torch.no_grad()
+def check_model(model, path: str, width: int):
+    """End with an error if a model cannot be trained or sampled from here because of its attention, because it scales
+    or caps the logits of its head, or because it has fewer positions than `width`, the tokens of the widest row."""
+    name = f"{path}: {type(model).__name__}"
     if model.config._attn_implementation != "sdpa":
-        fail(f"{path}: {name} has no scaled dot-product attention in transformers. Choose another model")
+        fail(f"{name} has no scaled dot-product attention in transformers. Choose another model")
     other = set(getattr(model.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if other:
-        fail(f"{path}: {name} has {', '.join(sorted(other))} layers; only full and sliding attention are supported")
-
-
-@torch.no_grad()
-def check_head(model, path: str):
-    """End with an error if a model scales or caps the logits of its head, because we use the head alone."""
-    tokens = torch.arange(4)[None]
-    logits = model.get_output_embeddings()(model.base_model(tokens).last_hidden_state)
-    if not torch.allclose(logits, model(tokens).logits, atol=1e-4):
-        fail(f"{path}: {type(model).__name__} scales or caps the logits of its head. Choose another model")
-
-
-def check_positions(model, path: str, width: int):
-    """End with an error if a model has fewer positions than the rows of the data are wide."""
-    positions = getattr(model.config, "max_position_embeddings", None) or width  # some models have no limit
+        fail(f"{name} has {', '.join(sorted(other))} layers; only full and sliding attention are supported")
+    positions = getattr(model.config, "max_position_embeddings", None) or inf
     if width > positions:
-        name = type(model).__name__
-        fail(f"{path}: rows need {width} positions, but {name} has {positions}. Make the data with shorter queries")
-
-
-def without_dropout(config):
-    """Return the config with every dropout at 0 (Detail 7), even attention dropout, which is not an nn.Dropout."""
-    for key, value in config.to_dict().items():
-        if "drop" in key and isinstance(value, int | float):
-            setattr(config, key, 0.0)
-    return config
+        fail(f"{name} has {positions} positions, but rows need {width}. Make the data with shorter queries")
+    head = model.get_output_embeddings()  # None in a reward model
+    tokens = torch.arange(4)[None]
+    if head and not torch.allclose(head(model.base_model(tokens)[0]), model(tokens).logits, atol=1e-4):
+        fail(f"{name} scales or caps the logits of its head. Choose another model")
 
 
 def frozen_model(accelerator: Accelerator, model, offload: bool):
-    """Freeze a model and move it to the device, or with `offload` into page-locked host memory. Weights that every use
-    would cast to bfloat16 are cast here once: those of linear layers under autocast, and all but a reward head's under
-    DeepSpeed's bf16. Buffers stay in float32, because rotary frequencies need the precision."""
-    model.eval().requires_grad_(False)
+    """Freeze a model and move it to the device, or with `offload` into page-locked host memory. Under bf16 the weights
+    of linear layers are cast here once, because autocast would cast them at every use (not those that an embedding
+    shares). Under DeepSpeed's bf16 all weights but a reward model's head are cast, like those of the trained models.
+    Buffers, such as rotary frequencies, stay in float32."""
+    model.requires_grad_(False)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        is_linear = weight is not None and weight.ndim == 2 and weight not in embeddings  # a tied head is an embedding
-        is_cast = (is_linear or accelerator.state.deepspeed_plugin) and not isinstance(module, ScalarHead)
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, nn.Linear) and module.weight not in embeddings
+        is_cast = (is_linear or accelerator.state.deepspeed_plugin) and name != "model.score"  # RewardModel's head
         for parameter in module.parameters(recurse=False):
-            if accelerator.mixed_precision == "bf16" and is_cast:
+            if is_cast and accelerator.mixed_precision == "bf16":
                 parameter.data = parameter.data.bfloat16()
             if offload and accelerator.device.type == "cuda":
                 parameter.data = parameter.data.pin_memory()
@@ -794,7 +696,7 @@ def frozen_model(accelerator: Accelerator, model, offload: bool):
 
 
 def fill_sizes(args, world: int) -> int:
-    """Fill in the sizes left open and return the number of updates. Ends with an error if the batch does not divide."""
+    """Fill in the sizes left open and return the number of updates. Ends with an error if the batch does not fit."""
     args.micro_batch_size = args.micro_batch_size or MICRO_BATCH_SIZES.get(args.model, 8)
     args.sample_batch_size = args.sample_batch_size or SAMPLE_BATCH_SIZES.get(args.model, 32)
     if args.offload is None:
@@ -811,34 +713,24 @@ def fill_sizes(args, world: int) -> int:
 
 @torch.no_grad()
 def validation_score(accelerator: Accelerator, policy, reward_model, data, tokenizer, args) -> float:
-    """Return the mean score of one summary per post of `data`, sampled at temperature 0.01, without EOS penalty."""
-    pad_id = tokenizer.pad_token_id
-    rank = accelerator.process_index
-    world = accelerator.num_processes
-    index = range(len(data) * rank // world, len(data) * (rank + 1) // world)
-    scores = []
-    if index:  # there may be more processes than posts
-        queries = data[index.start : index.stop]["query_token"].to(accelerator.device)
-        keys = noise_keys(args.seed, 0, index)  # training never has an update 0
-        responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, 0.01)
-        batch = make_batch(queries, responses, pad_id)
-        scores = reward_scores(accelerator, reward_model, batch, pad_id, args)
-        check_scores(scores[:, None], [args.reward_model_path], [f"validation post {i}" for i in index])
-        scores = scores.tolist()
-    return sum(gather_object(scores)) / len(data)
+    """Return the mean score of one summary per post of `data`, sampled at temperature 0.01, without EOS penalty. Each
+    process computes all of it, because decoding more rows at a time takes hardly longer."""
+    queries = data[:]["query_token"].to(accelerator.device)
+    keys = noise_keys(args.seed, 0, range(len(data)))  # training never has an update 0
+    responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, 0.01)
+    scores = reward_scores(accelerator, reward_model, make_batch(queries, responses, tokenizer.pad_token_id), args)
+    return scores.mean().item()
 
 
 def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, update: int):
-    """Print the first four episodes as a table that wraps long texts, and log them to W&B, on the main process only.
-    scores and kl (B,) belong to the batch's episodes."""
-    if not accelerator.is_main_process:
-        return
+    """Print the first four episodes of a batch as a table that wraps long texts, and log them to W&B. scores and kl
+    (B,) belong to the batch's episodes."""
     columns = ["query (end)", "response", "score", "kl"]
     table = Table(*columns, title=f"samples of update {update}", show_lines=True)
     samples = []
     for i in range(min(4, len(scores))):
-        query = tokenizer.decode(batch["queries"][i].tolist()).replace(tokenizer.pad_token, "")
-        response = tokenizer.decode(batch["responses"][i].tolist()).replace(tokenizer.pad_token, "")
+        query = tokenizer.decode(batch["tokens"][i, : batch["query_lengths"][i]].tolist())
+        response = tokenizer.decode(batch["responses"][i, : batch["lengths"][i]].tolist())
         samples.append([query[-200:], response, f"{scores[i]:.3f}", f"{kl[i]:.3f}"])
         table.add_row(*samples[-1])
     Console(width=160, markup=False, emoji=False).print(table)
@@ -848,19 +740,15 @@ def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, u
 
 
 # ==== plumbing: identical in every stage script; read it once, then skip it =======================
-# Launch, loading, run folder, checkpoints, trackers, optimiser. Nothing here changes a loss or a sample.
 
+POSITIVE = {"batch_size", "micro_batch_size", "forward_batch_size", "sample_batch_size", "num_mini_batches"}
+POSITIVE |= {"total_episodes", "num_ppo_epochs", "response_length", "temperature", "beta", "eval_rows"}
+LARGEST = {"seed": 2**32 - 1, "gamma": 1, "lam": 1, "label_smoothing": 1}
 # Settings that --resume may change, because they affect memory, speed, evaluation, logging and saving only.
 MAY_CHANGE = {"micro_batch_size", "forward_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes"}
 MAY_CHANGE |= {"eval_every", "eval_rows", "run_eval", "sample_every", "track", "save_every", "resume", "output_dir"}
-MAY_CHANGE |= {"dataset", "preference_dataset"}  # their rows are compared; of a model only its config and sizes
-CONTENTS = {}  # digests of the models and data sets that a run starts from, for --resume
-POSITIVE = {"batch_size", "micro_batch_size", "forward_batch_size", "sample_batch_size", "num_mini_batches"}
-POSITIVE |= {"num_ppo_epochs", "response_length", "temperature", "beta", "eval_rows"}
-NOT_NEGATIVE = {"seed", "total_episodes", "num_train_epochs", "learning_rate", "max_grad_norm", "kl_coef", "vf_coef"}
-NOT_NEGATIVE |= {"cliprange", "cliprange_value", "gamma", "lam", "label_smoothing"}
-NOT_NEGATIVE |= {"eval_every", "save_every", "sample_every"}
-LARGEST = {"seed": 2**32 - 1, "gamma": 1, "lam": 1, "label_smoothing": 1}
+MAY_CHANGE |= {"dataset", "preference_dataset"}  # their contents are compared
+CONTENTS = {}  # for --resume: digests of data sets, and of configs and file sizes of a flag's models
 ADAM_EPS = 1e-5  # the paper's tables
 WEIGHT_DECAY = 0.01  # torch's default for AdamW, as in the authors' code
 
@@ -882,17 +770,16 @@ def or_fail(message: str):
 def check_args(args):
     """Replace {model} and {seed} in the arguments. Ends with an error if a number is out of its range or the output
     folder already holds a run. With --resume, ends the process successfully if that run is complete."""
-    name = Path(os.path.abspath(args.model)).name.partition("@")[0]
+    name = Path(os.path.abspath(args.model)).name.partition("@")[0]  # sft.py takes a path or an id@revision
     for key, value in vars(args).items():
-        flag = f"--{key.replace('_', '-')} {value}"
-        largest = LARGEST.get(key, float("inf"))
-        if key in POSITIVE and value is not None and not value > 0:
-            fail(f"{flag} must be above 0")
-        if key in NOT_NEGATIVE and value is not None and not 0 <= value <= largest:
-            fail(f"{flag} must be between 0 and {largest}")
         if isinstance(value, str):
             value = value.replace("{model}", name).replace("{seed}", str(args.seed))
             setattr(args, key, os.path.expanduser(value))
+        if isinstance(value, int | float) and key != "penalty_reward_value":
+            largest = LARGEST.get(key, inf)
+            if not 0 <= value <= largest or (value == 0 and key in POSITIVE):
+                bounds = "above 0" if key in POSITIVE else f"between 0 and {largest}"
+                fail(f"--{key.replace('_', '-')} {value} must be {bounds}")
     folder = Path(args.output_dir)
     if args.resume and (folder / "model").exists():  # a run writes this last
         print(f"--resume: the run in {folder} has ended, so there is nothing left to do", flush=True)
@@ -903,27 +790,25 @@ def check_args(args):
 
 def make_accelerator(args) -> Accelerator:
     """Return the Accelerator that the launcher asked for. Ends with an error if accelerate started something else."""
-    CONTENTS.clear()  # another run in this process may have filled it
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # against memory fragmentation
-    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # otherwise accelerate divides the loss by it
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and has given NaN under a mask
-    transformers_logging.set_verbosity_error()  # its warnings are about intended things, such as a new head
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns that tied weights are saved once
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # less fragmentation
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # or it divides the loss
+    torch.backends.cuda.enable_cudnn_sdp(False)  # slow with new shapes, and has given NaN
+    transformers_logging.set_verbosity_error()  # it warns about a new head
     set_seed(args.seed)
+    CONTENTS.clear()  # another run in this process may have filled it
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     on_cpu = not torch.accelerator.is_available()
-    settings = {"mixed_precision": args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no")}
-    if world > 1:
-        process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # writing a large checkpoint takes long
-        if on_cpu and deepspeed:
-            process_group.backend = "gloo"
-        settings |= {"kwargs_handlers": [process_group], "cpu": on_cpu and not deepspeed}  # it must be told to use CPUs
-    accelerator = Accelerator(log_with="tensorboard", project_dir=args.output_dir, **settings)
-    if accelerator.num_processes != world or bool(accelerator.state.deepspeed_plugin) != deepspeed:
-        fail(f"accelerate did not start {world} processes, DeepSpeed {deepspeed}: use one of benchmark/accelerate/")
+    process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # large checkpoints
+    if on_cpu and deepspeed:
+        process_group.backend = "gloo"
+    settings = {"log_with": "tensorboard", "project_dir": args.output_dir, "kwargs_handlers": [process_group]}
+    settings["mixed_precision"] = args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no")
+    accelerator = Accelerator(cpu=on_cpu and not deepspeed, **settings)  # cpu=True would switch DeepSpeed off
+    plugin = accelerator.state.deepspeed_plugin
+    if accelerator.num_processes != world or bool(plugin) != deepspeed or (plugin and plugin.zero_stage == 3):
+        fail(f"accelerate did not start {world} processes, DeepSpeed: {deepspeed}, no ZeRO-3; see benchmark/accelerate")
     return accelerator
 
 
@@ -932,15 +817,14 @@ def checkpoint_folder(flag: str, path: str) -> str:
     folder = Path(path, "model") if Path(path, "model/config.json").exists() else Path(path)
     if not (folder / "config.json").exists():
         name, _, revision = path.partition("@")
-        wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # skips PPO's value_model/
+        wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no subfolders
         with or_fail(f"{flag} {path}: no checkpoint there, in its model/ or on the Hub. Run the earlier stage first"):
             folder = Path(snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
             if not list(folder.glob("*.safetensors")):
-                folder = Path(snapshot_download(**wanted))  # there may be a pytorch_model.bin instead
+                folder = Path(snapshot_download(**wanted))  # with its pytorch_model.bin
     weights = [(file.name, file.stat().st_size) for file in sorted(folder.glob("*model*"))]
     content = f"{(folder / 'config.json').read_text()}{weights}".encode()
-    key = f"the content of {flag}"
-    CONTENTS[key] = CONTENTS.get(key, "") + hashlib.sha256(content).hexdigest()[:16]
+    CONTENTS.setdefault(f"{flag[2:]} content", []).append(hashlib.sha256(content).hexdigest()[:16])
     return str(folder)
 
 
@@ -963,50 +847,42 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
     with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
         for split in ("train", "validation", *data):
-            data[split].select_columns(columns)[0]
+            data[split].select_columns(columns)[0]  # fails where something is missing
     keys = [column for column in columns if "_token" in column]
     content = hashlib.sha256(str(data.num_rows).encode())
     for split, rows in data.items():
         largest = 0
-        for key in keys:
-            column = rows.data.column(key)
+        for column in rows.data.select(keys).columns:
             if len(pc.unique(pc.list_value_length(column))) != 1:
-                fail(f"{flag} {path}: {split}: the rows of {key} differ in width. Pad them, as tldr_dataset.py does")
+                fail(f"{flag} {path}: {split}: rows differ in width. Pad them, as tldr_dataset.py does")
             for tokens in pc.list_flatten(column).chunks:
                 largest = max(largest, pc.max(tokens).as_py())
                 content.update(tokens.to_numpy())
-        looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
-        same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
-        if 2 * same <= len(looked_at) or largest >= len(tokenizer):
-            found = f"{same} of {len(looked_at)} rows match the model's tokenizer; largest id {largest}"
+        matches = []
+        for row in rows.select(range(0, len(rows), -(-len(rows) // 16))):
+            tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
+            is_query = tokens.pop("query_token") == tokenizer(row["query"], add_special_tokens=False).input_ids
+            has_eos = all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())  # in the other columns
+            matches.append(is_query and has_eos)
+        if 2 * sum(matches) <= len(matches) or largest >= len(tokenizer):  # another tokenizer matches next to none
+            found = f"{sum(matches)} of {len(matches)} rows match the model's tokenizer; largest id {largest}"
             fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py; eval/check_data.py shows the rows")
-    CONTENTS[f"the content of {flag}"] = content.hexdigest()[:16]
+    CONTENTS[f"{flag[2:]} content"] = content.hexdigest()[:16]
     return data.with_format("torch")
-
-
-def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
-    """Return whether this tokenizer made a row: its query tokens match its text, and its other columns end in EOS."""
-    tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
-    query = tokens.pop("query_token", None)
-    if query is not None and query != tokenizer(row["query"], add_special_tokens=False).input_ids:
-        return False
-    return all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())
 
 
 @contextmanager
 def writing(accelerator: Accelerator, path: Path):
-    """Yield a temporary path for the new content of `path` (file or folder), sync it to disk and rename it into place,
-    so that `path` is always complete or absent. All processes call it."""
-    partial = path.with_suffix(".tmp")
+    """Yield a temporary path for the new content of `path` (file or folder) and rename it into place when it is on the
+    disk, so that `path` is always complete or absent. All processes call it, because each may write a part."""
+    partial = path.with_suffix(".tmp")  # one that a killed run has left is written over
     with or_fail(f"{path} could not be written: make room, then continue with --resume"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)  # a killed run may have left one
-        accelerator.wait_for_everyone()
         yield partial
-        accelerator.wait_for_everyone()  # each process writes its part
+        accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             os.sync()
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)  # a file is replaced, a folder has to go first
             os.replace(partial, path)
         accelerator.wait_for_everyone()
 
@@ -1016,76 +892,44 @@ def begin_run(accelerator: Accelerator, args) -> int:
     finished updates. Call it right before training, so that a wrong command leaves nothing behind."""
     folder = Path(args.output_dir)
     if accelerator.is_main_process:
-        lock(folder)
+        with or_fail(f"{folder}: another run still writes there, or nothing can be written there"):
+            folder.mkdir(parents=True, exist_ok=True)
+            accelerator.lock = FileLock(folder / ".lock", is_singleton=True)  # held until the process ends
+            accelerator.lock.acquire(timeout=120)  # a requeued job may meet the old one still ending
     accelerator.wait_for_everyone()
     check_args(args)  # again, because another run may have been here since
     settings = {"stage": STAGE, "processes": accelerator.num_processes} | asdict(args) | CONTENTS
-    settings["wandb_id"] = os.urandom(8).hex()
+    old = {}
     if (folder / "args.json").exists():
         old = json.loads((folder / "args.json").read_text())
-        settings["wandb_id"] = old.get("wandb_id", settings["wandb_id"])
-        check_settings(accelerator, folder, old, settings)
-    finished, metrics = load_newest(accelerator, folder)
-    if args.resume and not finished:
-        accelerator.print(f"--resume: {folder} has no checkpoint, so the run starts anew")
+    for key, value in settings.items():
+        if old.get(key, value) != value:
+            change = f"--resume {folder}: --{key.replace('_', '-')} {old[key]} -> {value}"
+            if key not in MAY_CHANGE:
+                fail(f"{change} would change the run. If a model has only moved, write its new path into args.json")
+            accelerator.print(change)
+    finished = 0
+    metrics = ""
+    newest = max(folder.glob("checkpoints/update_??????"), default=None)
+    if newest:
+        with or_fail(f"--resume: {newest} cannot be loaded. Launch the run as before, or delete that checkpoint"):
+            metrics = (newest / "metrics.jsonl").read_text()
+            accelerator.load_state(str(newest))
+        finished = int(newest.name.removeprefix("update_"))
+    if args.resume:
+        accelerator.print(f"--resume: {folder} continues after update {finished}")
+    settings["wandb_id"] = old.get("wandb_id", os.urandom(8).hex())
     if args.track:  # accelerate's own tracker would override WANDB_PROJECT
         run = {"name": "__".join(folder.parts[-3:]), "id": settings["wandb_id"], "resume": "allow"}
         accelerator.log_with.append(WandBTracker(None, config=asdict(args), dir=args.output_dir, **run))
-    tensorboard = {"purge_step": finished + 1 if finished else 0}  # a resumed run continues its curves
+    tensorboard = {"purge_step": finished + 1 if finished else 0}  # drops what a killed run logged later
     with or_fail("the trackers could not start (with WANDB_MODE=offline, W&B only writes to the run folder)"):
         accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": tensorboard})
-    settings["command"] = shlex.join(["python", *sys.argv])
-    with writing(accelerator, folder / "args.json") as partial:
-        if accelerator.is_main_process:
-            partial.write_text(json.dumps(settings, indent=2) + "\n")
-    with writing(accelerator, folder / "metrics.jsonl") as partial:
-        if accelerator.is_main_process:
-            partial.write_text(metrics)
+    for name, content in {"args.json": json.dumps(settings, indent=2) + "\n", "metrics.jsonl": metrics}.items():
+        with writing(accelerator, folder / name) as partial:
+            if accelerator.is_main_process:
+                partial.write_text(content)
     return finished
-
-
-def lock(folder: Path):
-    """Lock the run folder for this process, so that no other run writes there. The kernel frees the lock when the
-    process ends, however it ends. Waits up to two minutes, because a requeued job may meet the old one still ending."""
-    with or_fail(f"{folder} cannot be made"):
-        folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)  # stays open: closing it would free the lock
-    for _ in range(120):
-        try:
-            return fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # another process holds it
-            time.sleep(1)
-        except OSError as error:
-            return print(f"{folder} is on a file system without locks ({error}): start no second run there", flush=True)
-    fail(f"{folder}: another run still writes there. Wait until it has ended, or choose another --output-dir")
-
-
-def check_settings(accelerator: Accelerator, folder: Path, old: dict, settings: dict):
-    """Print what --resume changes. Ends with an error if a change would affect the training (see MAY_CHANGE)."""
-    changed = {}
-    for key, value in settings.items():
-        if old.get(key, value) != value:
-            name = key if key in CONTENTS else f"--{key.replace('_', '-')}"
-            changed[key] = f"{name} {old[key]} -> {value}"
-    refused = [change for key, change in changed.items() if key not in MAY_CHANGE]
-    if refused:
-        fail(
-            f"--resume {folder}: {', '.join(refused)} would change the run. Undo it, or use another --output-dir. "
-            f"If a model has only moved, write its new path into {folder}/args.json"
-        )
-    accelerator.print(f"--resume {folder}, changed: {', '.join(changed.values()) or 'nothing'}")
-
-
-def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
-    """Load the newest checkpoint and return its update and its metrics.jsonl, or 0 and "" if there is none."""
-    checkpoints = sorted(folder.glob("checkpoints/update_??????"))
-    if not checkpoints:
-        return 0, ""
-    with or_fail(f"--resume: {checkpoints[-1]} cannot be loaded. Launch the run as before, or delete that checkpoint"):
-        metrics = (checkpoints[-1] / "metrics.jsonl").read_text()
-        accelerator.load_state(str(checkpoints[-1]))
-    accelerator.print(f"--resume: {checkpoints[-1]} is loaded")
-    return int(checkpoints[-1].name.removeprefix("update_")), metrics
 
 
 def updates(accelerator: Accelerator, args, first: int, last: int):
@@ -1094,8 +938,8 @@ def updates(accelerator: Accelerator, args, first: int, last: int):
     folder = Path(args.output_dir)
     caught = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: caught.append(number))  # only noted: the run ends after the update
-    for update in progress(accelerator, range(first + 1, last + 1), STAGE):
+        signal.signal(number, lambda number, _: caught.append(number))  # the update still ends
+    for update in track(range(first + 1, last + 1), STAGE, disable=not accelerator.is_main_process):
         yield update
         stop = gather_object(caught)  # by any process
         if stop or (args.save_every and update % args.save_every == 0):
@@ -1111,13 +955,8 @@ def updates(accelerator: Accelerator, args, first: int, last: int):
             raise SystemExit(75)
 
 
-def progress(accelerator: Accelerator, items, description: str):
-    """Return `items` to iterate over under a progress bar, shown by the main process."""
-    return track(items, description, console=Console(stderr=True), disable=not accelerator.is_main_process)
-
-
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
-    """Append a line to metrics.jsonl and log it to the trackers. Print its first five numbers 20 times per run."""
+    """Append a line to metrics.jsonl and log it to the trackers. Print its first five numbers about 20 times a run."""
     metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
     line = json.dumps({"update": update, **metrics})
     if accelerator.is_main_process:
@@ -1139,25 +978,22 @@ def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
 
 def prepare(accelerator: Accelerator, model, args):
     """Return the model and its AdamW optimiser, wrapped as the launcher asked for (plain, DDP or DeepSpeed)."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     settings = {"lr": args.learning_rate, "eps": ADAM_EPS, "weight_decay": WEIGHT_DECAY}
-    optimizer = torch.optim.AdamW(parameters, **settings, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), **settings, fused=True)
     if accelerator.state.deepspeed_plugin:  # DeepSpeed has other defaults for these
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
         config["gradient_clipping"] = args.max_grad_norm
         config["gradient_accumulation_steps"] = 1
         config["zero_force_ds_cpu_optimizer"] = False  # when offloaded, use torch's AdamW
-        config["data_types"] = {"grad_accum_dtype": "fp32"}  # otherwise gradients are summed in bfloat16
-        if config["zero_optimization"]["stage"] == 3:
-            fail("ZeRO-3 is not supported; use benchmark/accelerate/zero2_offload.yaml, which fits every size")
+        config["data_types"] = {"grad_accum_dtype": "fp32"}  # not in bfloat16
     return accelerator.prepare(model, optimizer)
 
 
 def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:
     """Take one step with the accumulated gradients and return their norm before clipping, which must be finite."""
-    norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf")))
-    if not norm < float("inf"):  # also true for nan
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or inf))
+    if not norm < inf:  # also true for nan
         fail(f"{where}: the gradient norm is {norm}; this update was not saved. Try a lower --learning-rate")
     optimizer.step()
     optimizer.zero_grad()
@@ -1166,9 +1002,7 @@ def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: fl
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # print ? where the terminal cannot show a character
-    try:
-        main(tyro.cli(Args))
-    except KeyboardInterrupt:
-        fail("stopped by Ctrl-C")
+    signal.signal(signal.SIGINT, lambda *_: fail("stopped by Ctrl-C"))
+    main(tyro.cli(Args))
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # its threads can crash a normal exit
         os._exit(0)  # everything has been written

@@ -19,9 +19,7 @@ Training starts from the SFT model with the same name and seed. The run folder (
 model/ (a plain transformers checkpoint), metrics.jsonl, args.json, TensorBoard files, eval/ (table 5 of ../dpo.py's
 paper, for the implicit reward) and, with --save-every, checkpoints/.
 
-Shapes: n is the number of rows of a split, b the number of pairs in a function's input, Q the width of the queries, C
-and R the widths of the chosen and rejected responses, T the width of a row of query and both, and V the vocabulary
-size.
+Shapes: n is the number of rows of a split, b of the pairs in a function's input; T is the width of a pair's row.
 
 The script deviates from the authors' code on purpose:
 - As in dpo.py, a pair is one row, an epoch shows every pair once, and leftover pairs are not trained on.
@@ -30,12 +28,9 @@ The script deviates from the authors' code on purpose:
 - Mean log-probabilities are sums in float32 over the tokens through EOS, divided by their number. No BOS is added.
 """
 
-import fcntl
 import hashlib
 import json
-import logging
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -44,7 +39,7 @@ from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from math import cos, pi
+from math import cos, inf, pi
 from pathlib import Path
 from typing import Literal
 
@@ -57,11 +52,10 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import WandBTracker
 from accelerate.utils import gather_object, set_seed
 from datasets import DatasetDict, load_dataset, load_from_disk
+from filelock import FileLock
 from huggingface_hub import snapshot_download
-from rich.console import Console
 from rich.progress import track
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 STAGE = "simpo"
@@ -71,6 +65,7 @@ ROUNDING = {"no": 1e-6, "bf16": 1e-3}  # relative, of a sum of log-probabilities
 PAIR_COLUMNS = ["query_chosen_token", "query_chosen_token_response_label"]
 PAIR_COLUMNS += ["query_rejected_token", "query_rejected_token_response_label"]
 PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
+QUERY, CHOSEN, REJECTED, PADDING = range(4)  # segments of a pair's row
 
 
 @dataclass
@@ -81,8 +76,6 @@ class Args:
     """seed of the data order (the paper uses 44413, 55513, 66613 and 77713)"""
     sft_model_path: str = "runs/sft/{model}/{seed}"
     """SFT model that the policy starts from: run folder, checkpoint folder or Hub id[@revision]"""
-    policy_path: str | None = None
-    """policy to start from, if not the SFT model; --total-episodes 0 --run-eval evaluates it without training"""
     preference_dataset: str = "data/tldr/preference" if Path("data/tldr/preference").exists() else PREFERENCE_DATASET
     """pre-tokenised preference data: folder or Hub id[@revision]"""
     output_dir: str = "runs/simpo/{model}/{seed}"
@@ -136,26 +129,26 @@ def response_lengths(pairs: dict, pad_id: int) -> torch.Tensor:
     return torch.stack([(label != pad_id).sum(1) for label in labels], 1)
 
 
-def pair_logprobs(model, pairs: dict, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pair_logprobs(model, pairs: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed log-probabilities (b,) of the chosen and the rejected response, EOS included. `pairs` comes
     from pair_rows."""
-    inputs, columns = pair_inputs(pairs["query"], pairs["chosen"], pairs["rejected"], pad_id)
-    inputs["attention_mask"] = windowed_mask(model, inputs)
-    width = inputs["input_ids"].shape[1]
-    first = max(int(columns["chosen"].min()), 0) // 16 * 16  # the head skips columns that are query in every row
-    logits = model(**inputs, use_cache=False, logits_to_keep=width - first).logits.float()  # (b, T - first, V)
-    log_normaliser = logits.logsumexp(2)
-    row = torch.arange(len(logits), device=logits.device)[:, None]
-    sums = {}
-    for side in ("chosen", "rejected"):
-        response = pairs[side]
-        before = columns[side][:, :-1] - first  # a token is predicted by the logits at the token before it
-        logprobs = logits[row, before, response] - log_normaliser.gather(1, before)
-        positions = torch.arange(response.shape[1], device=response.device)
-        in_query = positions < pairs[f"{side}_start"][:, None]
-        sums[side] = logprobs.masked_fill(in_query | (response == pad_id), 0.0).sum(1)
-    same = same_tokens(pairs["chosen"], pairs["rejected"], pad_id)  # equal, whatever their rounding
-    return sums["chosen"], torch.where(same, sums["chosen"], sums["rejected"])
+    tokens = pairs["tokens"]
+    segments = pairs["segments"]
+    query_end = (segments < CHOSEN).sum(1, keepdim=True)  # (b, 1)
+    chosen_end = (segments < REJECTED).sum(1, keepdim=True)
+    width = tokens.shape[1]
+    first = max(int(query_end.min()) - 1, 0) // 16 * 16  # the head skips columns that are query in every row
+    logits = model(**pair_inputs(model, pairs), use_cache=False, logits_to_keep=width - first).logits.float()
+    t = torch.arange(first, width, device=tokens.device)
+    before = torch.where(t == chosen_end, query_end, t) - 1  # (b, T - first), where a token is predicted
+    before = (before - first).clamp(min=0)
+    row = torch.arange(len(tokens), device=tokens.device)[:, None]
+    logprobs = logits[row, before, tokens[:, first:]] - logits.logsumexp(2).gather(1, before)
+    logprobs = logprobs.masked_fill(~pairs["in_response"][:, first:], 0.0)
+    is_rejected = (segments == REJECTED)[:, first:]
+    chosen = logprobs.masked_fill(is_rejected, 0.0).sum(1)
+    rejected = logprobs.masked_fill(~is_rejected, 0.0).sum(1)
+    return chosen, torch.where(pairs["is_same"], chosen, rejected)  # equal, whatever their rounding
 
 
 def is_tie(chosen: torch.Tensor, rejected: torch.Tensor, size: torch.Tensor, precision: str) -> torch.Tensor:
@@ -164,21 +157,12 @@ def is_tie(chosen: torch.Tensor, rejected: torch.Tensor, size: torch.Tensor, pre
     return (chosen - rejected).abs() <= ROUNDING[precision] * size
 
 
-def same_tokens(chosen: torch.Tensor, rejected: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Return which right-padded responses (b, C) and (b, R) consist of the same tokens, (b,) bool."""
-    width = max(chosen.shape[1], rejected.shape[1])
-    padded = [F.pad(side, (0, width - side.shape[1]), value=pad_id) for side in (chosen, rejected)]
-    return (padded[0] == padded[1]).all(1)
-
-
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     """Return the row indices (stop - start,) at positions start..stop-1 of an endless stream over n rows, reshuffled
     without replacement on each pass (Detail 21). They depend only on (seed, position), so all processes agree."""
-    passes = []
-    for epoch in range(start // n, (stop - 1) // n + 1):
-        shuffled = permutation(n, seed, epoch)
-        passes.append(shuffled[max(start - epoch * n, 0) : stop - epoch * n])
-    return torch.cat(passes)
+    first = start // n
+    passes = [permutation(n, seed, epoch) for epoch in range(first, (stop - 1) // n + 1)]
+    return torch.cat(passes)[start - first * n : stop - first * n]
 
 
 def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
@@ -200,38 +184,29 @@ def main(args: Args):
     args.micro_batch_size = args.micro_batch_size or MICRO_BATCH_SIZES.get(args.model, 8)
     args.forward_batch_size = args.forward_batch_size or 4 * args.micro_batch_size
     sft_folder = checkpoint_folder("--sft-model-path", args.sft_model_path)
-    policy_folder = sft_folder
-    if args.policy_path:
-        policy_folder = checkpoint_folder("--policy-path", args.policy_path)
     tokenizer = load_tokenizer(sft_folder)
-    if load_tokenizer(policy_folder).get_vocab() != tokenizer.get_vocab():
-        fail(f"--policy-path {policy_folder}: this model has another tokenizer than {sft_folder}")
     pad_id = tokenizer.pad_token_id
     data = load_splits("--preference-dataset", args.preference_dataset, PREFERENCE_COLUMNS, tokenizer)
     if "weight" in data["train"].column_names and data["train"].unique("weight") != [1.0]:
         fail(f"--preference-dataset {args.preference_dataset}: pairs with weights other than 1 need llama2/reward.py")
     train = data.pop("train").select_columns(PAIR_COLUMNS)  # all other splits are for validation
-    if args.total_episodes is None:
-        args.total_episodes = int(args.num_train_epochs * len(train))
+    if not args.run_eval:
+        data = {"validation": data["validation"]}
+    args.total_episodes = args.total_episodes or int(args.num_train_epochs * len(train))
     num_updates = args.total_episodes // args.batch_size
-    if (num_updates == 0 and args.total_episodes) or args.batch_size % world:
-        fail(
-            f"--batch-size {args.batch_size} must be at most the {args.total_episodes} pairs to train on, and a "
-            f"multiple of the {world} processes"
-        )
+    if num_updates == 0 or args.batch_size % world:
+        fail(f"--batch-size {args.batch_size}: use a multiple of {world} processes, up to {args.total_episodes} pairs")
 
-    num_pairs = num_updates * args.batch_size  # 0 where the policy is only evaluated
-    order = data_order(len(train), args.seed, 0, max(num_pairs, 1))[:num_pairs]  # Detail 19: as in reward.py
+    order = data_order(len(train), args.seed, 0, num_updates * args.batch_size)  # Detail 19: as in reward.py
 
     # ---- the policy ------------------------------------------------------------------------------
-    policy = load_policy(policy_folder, tokenizer).to(accelerator.device)
-    compared = [train] + [data[split] for split in data if split == "validation" or args.run_eval]
-    check_pairs(policy, policy_folder, compared, pad_id)
+    width = max(len(rows[0][key]) for rows in (train, *data.values()) for key in PAIR_COLUMNS)
+    policy = load_policy(sft_folder, tokenizer, width).to(accelerator.device)
+    check_pairs(policy, sft_folder, train[:1], pad_id)
     model, optimizer = prepare(accelerator, policy, args)
-    # register state of your own here: accelerator.register_for_checkpointing(it). --resume restores its tensors on the
-    # CPU, so move them to the device yourself.
+    # Register state of your own here (accelerator.register_for_checkpointing). After --resume it is on the CPU.
     finished_updates = begin_run(accelerator, args)
-    pairs = {}  # split: both rewards of each pair, from the latest evaluation
+    tables = {}  # split: its pairs with their implicit rewards, from the latest evaluation
     run_start = time.time()
     for update in updates(accelerator, args, finished_updates, num_updates):
         # ---- 1. pairs: each process takes its share ----------------------------------------------
@@ -247,10 +222,10 @@ def main(args: Args):
             group["lr"] = learning_rate
         sums = defaultdict(float)
         for mb in mbs:
-            last = mb is mbs[-1]  # gradients are exchanged between devices with the last micro-batch
+            last = mb is mbs[-1]  # devices exchange gradients with the last micro-batch
             accelerator.sync_gradients = last  # for DeepSpeed
             model.require_backward_grad_sync = last  # for DDP
-            chosen, rejected = pair_logprobs(model, mb, pad_id)
+            chosen, rejected = pair_logprobs(model, mb)
             lengths = response_lengths(mb, pad_id)
             chosen, rejected = chosen / lengths[:, 0], rejected / lengths[:, 1]  # means over tokens
             loss = simpo_loss(chosen, rejected, args.beta, args.gamma_beta_ratio * args.beta).sum()
@@ -261,6 +236,7 @@ def main(args: Args):
             size = chosen_reward.abs() + rejected_reward.abs()
             tie = is_tie(chosen_reward, rejected_reward, size, accelerator.mixed_precision)
             sums["accuracy/train"] += ((chosen_reward > rejected_reward) & ~tie).float().sum()
+            sums["rewards/margin"] += (chosen_reward - rejected_reward).sum()
             sums["rewards/chosen"] += chosen_reward.sum()
             sums["rewards/rejected"] += rejected_reward.sum()
             sums["logprobs/chosen"] += chosen.detach().sum()
@@ -268,12 +244,8 @@ def main(args: Args):
         grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
 
         # ---- 3. log ------------------------------------------------------------------------------
-        means = {key: (accelerator.reduce(value, "sum") / args.batch_size).item() for key, value in sums.items()}
-        metrics = {
-            "loss/train": means["loss/train"],
-            "accuracy/train": means["accuracy/train"],
-            "rewards/margin": means["rewards/chosen"] - means["rewards/rejected"],
-            **means,
+        metrics = {key: (accelerator.reduce(value, "sum") / args.batch_size).item() for key, value in sums.items()}
+        metrics |= {
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
             "episode": episodes.stop,
@@ -281,19 +253,19 @@ def main(args: Args):
             "time/total": time.time() - run_start,
         }
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
-            pairs["validation"] = mean_rewards(accelerator, policy, data, args, pad_id, "validation")
-            metrics["eval/accuracy"] = accuracy_table("validation", pairs["validation"])[0]["accuracy"]
+            tables["validation"] = mean_rewards(accelerator, policy, data, args, pad_id, "validation")
+            metrics["eval/accuracy"] = tables["validation"]["hit"].mean()
         write_metrics(accelerator, args, metrics, update, num_updates)
 
     # ---- evaluate (table 5 for the implicit reward), save ----------------------------------------
     if args.run_eval:
-        table = []
+        rows = []
         for split in data:
-            if split not in pairs:  # validation has been evaluated with the last update
-                pairs[split] = mean_rewards(accelerator, policy, data, args, pad_id, split)
-            write_table(accelerator, args, f"pairs_{split}", pairs[split])
-            table += accuracy_table(split, pairs[split])
-        write_table(accelerator, args, "accuracy", table, "accuracy of the implicit reward (figure 8)")
+            if split not in tables:  # validation has been evaluated with the last update
+                tables[split] = mean_rewards(accelerator, policy, data, args, pad_id, split)
+            write_table(accelerator, args, f"pairs_{split}", tables[split].drop(columns="hit"))
+            rows += accuracy_table(split, tables[split])
+        write_table(accelerator, args, "accuracy", rows, "accuracy of the implicit reward (figure 8)")
     save_model(accelerator, args, "model", policy, tokenizer)
     accelerator.print(f"done in {time.time() - run_start:.0f} s: {args.output_dir}", flush=True)
     accelerator.end_training()
@@ -308,22 +280,22 @@ def split_logprobs(accelerator: Accelerator, model, data, args, pad_id: int, nam
     found = []
     pairs = data.select_columns(PAIR_COLUMNS)
     at_once = 8 * args.forward_batch_size  # so that each forward pass gets pairs of similar length
-    for index, batch in shares(accelerator, pairs, at_once, f"log-probabilities: {name}"):
+    for index, batch in shares(accelerator, pairs, at_once, f"log-probabilities of {name}"):
         logprobs = torch.empty(len(index), 2, device=accelerator.device)
         for mb in pair_micro_batches(batch, args.forward_batch_size, pad_id, accelerator.device):
             with accelerator.autocast():
-                logprobs[mb["index"]] = torch.stack(pair_logprobs(model, mb, pad_id), 1)
+                logprobs[mb["index"]] = torch.stack(pair_logprobs(model, mb), 1)
         found += logprobs.tolist()
-    return torch.tensor(gather_object(found)).reshape(-1, 2)
+    return torch.tensor(gather_object(found))
 
 
 def pair_micro_batches(batch: dict, size: int, pad_id: int, device) -> list[dict]:
     """Split a batch of stored pairs into micro-batches of `size` pairs of similar length, which saves padding. Each
     holds the columns of its pairs, the output of pair_rows and `index` (b,), the rows of its pairs in the batch."""
-    query_and_chosen = (batch["query_chosen_token"] != pad_id).sum(1)
-    rejected = (batch["query_rejected_token_response_label"] != pad_id).sum(1)
+    lengths = (batch["query_chosen_token"] != pad_id).sum(1)
+    lengths += (batch["query_rejected_token_response_label"] != pad_id).sum(1)
     mbs = []
-    for index in similar_lengths(query_and_chosen + rejected, size):
+    for index in lengths.argsort(descending=True, stable=True).split(size):
         mb = {key: value[index] for key, value in batch.items()}
         mb |= pair_rows(mb, pad_id) | {"index": index}
         mbs.append({key: value.to(device) for key, value in mb.items()})
@@ -331,223 +303,162 @@ def pair_micro_batches(batch: dict, size: int, pad_id: int, device) -> list[dict
 
 
 def pair_rows(batch: dict, pad_id: int) -> dict:
-    """Split stored pairs, PAIR_COLUMNS (b, T), into the tokens that both sides share and the rest: query (b, Q)
-    left-padded, chosen (b, C) and rejected (b, R) right-padded. chosen_start and rejected_start (b,) count the first
-    tokens that still belong to the query, which is 0 unless a template's last token merges with the response."""
-    width = min(batch[f"query_{side}_token"].shape[1] for side in ("chosen", "rejected"))
-    chosen = batch["query_chosen_token"][:, :width]
-    in_response = batch["query_chosen_token_response_label"][:, :width] != pad_id
-    in_response |= batch["query_rejected_token_response_label"][:, :width] != pad_id
-    is_shared = (chosen == batch["query_rejected_token"][:, :width]) & (chosen != pad_id) & ~in_response
-    shared = is_shared.long().cumprod(1).sum(1)  # (b,) number of identical first tokens
-    queries = [row[:length] for row, length in zip(chosen, shared, strict=True)]
-    pairs = {"query": pad_sequence(queries, batch_first=True, padding_value=pad_id, padding_side="left")}
-    for side in ("chosen", "rejected"):
-        tokens = batch[f"query_{side}_token"]
-        lengths = (tokens != pad_id).sum(1)
-        response_lengths = (batch[f"query_{side}_token_response_label"] != pad_id).sum(1)
-        responses = [row[start:end] for row, start, end in zip(tokens, shared, lengths, strict=True)]
-        pairs[side] = pad_sequence(responses, batch_first=True, padding_value=pad_id)
-        pairs[f"{side}_start"] = lengths - response_lengths - shared
-    return pairs
+    """Combine stored pairs, PAIR_COLUMNS (b, T), into right-padded rows `query + chosen + rejected` (b, T). The figure
+    shows the row of a query q1 q2 with the responses c1 c2 and r1. Below it, x marks what each token sees:
+
+        tokens         q1  q2  c1  c2  r1  [PAD]
+        segments        0   0   1   1   2    3       QUERY, CHOSEN, REJECTED, PADDING
+        position_ids    0   1   2   3   2    0       rejected continues from the query, too
+        q1              x
+        q2              x   x
+        c1              x   x   x
+        c2              x   x   x   x
+        r1              x   x           x            rejected does not see chosen
+
+    Also returns `in_response` (b, T), true where a token has a label, and `is_same` (b,), true where both responses are
+    equal. A segment's first token has no label if it belongs to the query, but differs because it merged with more."""
+    chosen, chosen_labels, rejected, rejected_labels = (batch[key] for key in PAIR_COLUMNS)
+    width = min(chosen.shape[1], rejected.shape[1])
+    is_equal = chosen[:, :width] == rejected[:, :width]
+    has_label = (chosen_labels[:, :width] != pad_id) | (rejected_labels[:, :width] != pad_id)
+    is_query = is_equal & ~has_label & (chosen[:, :width] != pad_id)
+    query_end = is_query.long().cumprod(1).sum(1, keepdim=True)  # (b, 1)
+    chosen_end = (chosen != pad_id).sum(1, keepdim=True)
+    rejected_end = (rejected != pad_id).sum(1, keepdim=True)  # in a row of its own
+    without_query = rejected.masked_fill(torch.arange(rejected.shape[1]) < query_end, pad_id)
+    tokens = torch.cat([chosen, without_query], 1)
+    longest = int((chosen_end + rejected_end - query_end).max())
+    width = -(-longest // 16) * 16  # rounded up: each new shape costs memory and, on a GPU, time
+    real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)[:, :width]
+    tokens = tokens.gather(1, real_first)
+    labels = torch.cat([chosen_labels, rejected_labels], 1).gather(1, real_first)
+    t = torch.arange(tokens.shape[1])
+    segments = (t >= query_end).long() + (t >= chosen_end) + (tokens == pad_id)
+    positions = torch.where(segments == REJECTED, t - chosen_end + query_end, t)
+    return {
+        "tokens": tokens,
+        "segments": segments,
+        "position_ids": positions.masked_fill(segments == PADDING, 0),
+        "in_response": labels != pad_id,
+        "is_same": is_equal.all(1) & (chosen_end == rejected_end).squeeze(1),
+    }
 
 
-def pair_inputs(query, chosen, rejected, pad_id: int) -> tuple[dict, dict]:
-    """Combine each pair into one right-padded row `query + chosen + rejected` (b, T). Returns a model's inputs: the
-    tokens (b, T), a mask (b, 1, T, T) that hides chosen from rejected, and position ids (b, T) that continue from the
-    query in both. Also returns the columns of the query's last token and the response's tokens, for chosen (b, 1 + C)
-    and rejected (b, 1 + R)."""
-    tokens = right_padded(torch.cat([query, chosen, rejected], 1), pad_id)  # (b, T)
-    query_length = (query != pad_id).sum(1, keepdim=True)  # (b, 1)
-    chosen_length = (chosen != pad_id).sum(1, keepdim=True)
-    t = torch.arange(tokens.shape[1], device=tokens.device)
-    is_query = t < query_length  # (b, T)
-    is_rejected = t >= query_length + chosen_length
-    same_response = is_rejected[:, :, None] == is_rejected[:, None]  # (b, T, T)
-    causal = t[:, None] >= t  # (T, T)
-    mask = causal & (is_query[:, None] | same_response)
-    positions = (t - is_rejected * chosen_length).masked_fill(tokens == pad_id, 0)  # padding gets 0
-    inputs = {"input_ids": tokens, "attention_mask": mask[:, None], "position_ids": positions}
-    query_end = query_length - 1  # (b, 1), the query's last token, which comes before either response
-    columns = {}
-    for side, response, start in (("chosen", chosen, 0), ("rejected", rejected, chosen_length)):
-        response_columns = query_length + start + torch.arange(response.shape[1], device=tokens.device)
-        columns[side] = torch.cat([query_end, response_columns], 1)
-        columns[side].clamp_(max=tokens.shape[1] - 1)  # past a response's end, any column will do
-    return inputs, columns
-
-
-def windowed_mask(model, inputs: dict):
-    """Return pair_inputs' mask in the form that the model's layers take. A layer with a sliding window sees no position
-    further back than its window, just as in a row with a single response."""
+def pair_inputs(model, pairs: dict) -> dict:
+    """Return a model's inputs for the rows of pair_rows: tokens, mask (b, 1, T, T) and position ids. A layer with a
+    sliding window sees no position further back than its window, just as in a row with a single response."""
+    segments = pairs["segments"]
+    positions = pairs["position_ids"]
+    same_text = (segments == QUERY)[:, None] | (segments[:, :, None] == segments[:, None])  # (b, T, T)
+    mask = same_text.tril()[:, None]  # (b, 1, T, T), causal
     config = getattr(model, "module", model).config  # DDP and DeepSpeed keep the model in `module`
-    mask = inputs["attention_mask"]
     window = getattr(config, "sliding_window", None)
-    if window is None:
-        return mask
-    positions = inputs["position_ids"]
-    distances = positions[:, :, None] - positions[:, None, :]
-    windowed = mask & (distances < window)[:, None]
-    if getattr(config, "layer_types", None) is None:  # every layer has the window
-        return windowed
-    return {"full_attention": mask, "sliding_attention": windowed}
+    if window is not None:
+        distances = positions[:, :, None] - positions[:, None]
+        windowed = mask & (distances < window)[:, None]
+        every_layer = getattr(config, "layer_types", None) is None
+        mask = windowed if every_layer else {"full_attention": mask, "sliding_attention": windowed}
+    return {"input_ids": pairs["tokens"], "attention_mask": mask, "position_ids": positions}
 
 
 @torch.no_grad()
-def check_pairs(model, path: str, splits: list, pad_id: int):
-    """End with an error if a pair is too wide for the model (check_positions), or if the model gives a pair in one row
-    other states than in two rows because its attention ignores our mask or position ids."""
-    widths = [len(rows[0][f"query_{side}_token"]) for rows in splits for side in ("chosen", "rejected")]
-    check_positions(model, path, max(widths))
-    length = widths[0]
-    ids = min(model.get_input_embeddings().num_embeddings, 1000) - 1
-    tokens = torch.arange(length + 8, device=model.device)[None] % ids
-    tokens += tokens >= pad_id  # every id but [PAD]
-    query = tokens[:, : length - 8]
-    responses = {"chosen": tokens[:, length - 8 : length], "rejected": tokens[:, length:]}
-    inputs, columns = pair_inputs(query, responses["chosen"], responses["rejected"], pad_id)
-    inputs["attention_mask"] = windowed_mask(model, inputs)
+def check_pairs(model, path: str, pairs: dict, pad_id: int):
+    """End with an error if a model gives the rejected response of a stored pair other states in the pair's row than
+    alone, because its attention ignores our mask or position ids."""
+    [pair] = pair_micro_batches(pairs, 1, pad_id, model.device)
     problem = f"{path}: {type(model).__name__} cannot process a pair in one row, as {STAGE}.py does"
     with or_fail(problem):
-        states = model.base_model(**inputs, use_cache=False).last_hidden_state
-        for side, response in responses.items():
-            expected = model.base_model(torch.cat([query, response], 1), use_cache=False).last_hidden_state[:, -8:]
-            difference = (states[:, columns[side][0, 1:]] - expected).norm() / expected.norm()
-            if not difference < 1e-3:
-                fail(f"{problem}: its states differ by {difference:.1e}")
-
-
-# ==== padding =====================================================================================
-
-
-def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
-    """Return the width to which rows (b, T) can be trimmed: the longest row, rounded up to a multiple of 16, at most T.
-    Rounding keeps the number of different shapes small, because each new shape costs memory and, on a GPU, time."""
-    longest = int((tokens != pad_id).sum(1).max())
-    return min(-(-longest // 16) * 16, tokens.shape[1])
-
-
-def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Return row indices in groups of `size` rows of similar length, which saves padding. lengths: (b,)."""
-    order = lengths.argsort(descending=True, stable=True)
-    return list(order.split(size))
-
-
-def right_padded(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Return the rows (b, T) with all padding moved to the right, trimmed to the longest row."""
-    real_first = (tokens == pad_id).int().argsort(dim=1, stable=True)
-    return tokens.gather(1, real_first)[:, : trimmed_width(tokens, pad_id)]
+        states = model.base_model(**pair_inputs(model, pair), use_cache=False).last_hidden_state
+        alone = model.base_model(pair["query_rejected_token"], use_cache=False).last_hidden_state
+    is_rejected = pair["segments"] == REJECTED
+    expected = alone[0, pair["position_ids"][is_rejected]]
+    difference = (states[is_rejected] - expected).norm() / expected.norm()
+    if not difference < 1e-3:
+        fail(f"{problem}: its states differ by {difference:.1e}")
 
 
 # ==== models ======================================================================================
 
 
-def load_policy(path: str, tokenizer):
-    """Return a causal language model in float32, without dropout, with an embedding for every id of the tokenizer. Its
-    generation config is what transformers' generate() needs to sample as ppo.py does."""
+def load_policy(path: str, tokenizer, width: int = 0):
+    """Return a causal language model for rows of up to `width` tokens, in float32, with an embedding for every id of
+    the tokenizer. It stays in evaluation mode even while it is trained, so it has no dropout (Detail 7). Its buffer
+    `banned` (V,) marks [PAD] and the ids beyond the tokenizer. Its generation config makes generate() avoid them."""
     with or_fail(f"the model in {path} cannot be read"):
-        config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
-        settings = {"dtype": torch.float32, "trust_remote_code": False}
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
-    check_layers(model, path)
-    check_head(model, path)
-    fit_tokenizer(model, tokenizer, path)
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    never = [tokenizer.pad_token_id, *range(len(tokenizer), model.get_input_embeddings().num_embeddings)]
-    model.generation_config = GenerationConfig(**ids, suppress_tokens=never)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
+    check_model(model, path, width)
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer) - 1:  # it may lack one for [PAD]
+        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
+    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
+    ids = torch.arange(max(rows, len(tokenizer)))
+    model.register_buffer("banned", (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer)), persistent=False)
+    settings = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model.config.update(settings)  # after resizing: some models check that the id has a row
+    model.generation_config = GenerationConfig(**settings, suppress_tokens=ids[model.banned].tolist())
     return model
 
 
-def fit_tokenizer(model, tokenizer, path: str):
-    """Give a model an embedding for every id of the tokenizer, and its config the tokenizer's EOS and [PAD]."""
-    rows = model.get_input_embeddings().num_embeddings
-    if rows < len(tokenizer) - 1:
-        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
-    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
-    model.config.eos_token_id = tokenizer.eos_token_id
-    model.config.pad_token_id = tokenizer.pad_token_id  # after resizing: some models check that the id has a row
-
-
-def check_layers(model, path: str):
-    """End with an error if a model has layers that cannot be trained or sampled from here."""
-    name = type(model).__name__
+@torch.no_grad()
+def check_model(model, path: str, width: int):
+    """End with an error if a model cannot be trained or sampled from here because of its attention, because it scales
+    or caps the logits of its head, or because it has fewer positions than `width`, the tokens of the widest row."""
+    name = f"{path}: {type(model).__name__}"
     if model.config._attn_implementation != "sdpa":
-        fail(f"{path}: {name} has no scaled dot-product attention in transformers. Choose another model")
+        fail(f"{name} has no scaled dot-product attention in transformers. Choose another model")
     other = set(getattr(model.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if other:
-        fail(f"{path}: {name} has {', '.join(sorted(other))} layers; only full and sliding attention are supported")
-
-
-@torch.no_grad()
-def check_head(model, path: str):
-    """End with an error if a model scales or caps the logits of its head, because we use the head alone."""
-    tokens = torch.arange(4)[None]
-    logits = model.get_output_embeddings()(model.base_model(tokens).last_hidden_state)
-    if not torch.allclose(logits, model(tokens).logits, atol=1e-4):
-        fail(f"{path}: {type(model).__name__} scales or caps the logits of its head. Choose another model")
-
-
-def check_positions(model, path: str, width: int):
-    """End with an error if a model has fewer positions than the rows of the data are wide."""
-    positions = getattr(model.config, "max_position_embeddings", None) or width  # some models have no limit
+        fail(f"{name} has {', '.join(sorted(other))} layers; only full and sliding attention are supported")
+    positions = getattr(model.config, "max_position_embeddings", None) or inf
     if width > positions:
-        name = type(model).__name__
-        fail(f"{path}: rows need {width} positions, but {name} has {positions}. Make the data with shorter queries")
-
-
-def without_dropout(config):
-    """Return the config with every dropout at 0 (Detail 7), even attention dropout, which is not an nn.Dropout."""
-    for key, value in config.to_dict().items():
-        if "drop" in key and isinstance(value, int | float):
-            setattr(config, key, 0.0)
-    return config
+        fail(f"{name} has {positions} positions, but rows need {width}. Make the data with shorter queries")
+    head = model.get_output_embeddings()  # None in a reward model
+    tokens = torch.arange(4)[None]
+    if head and not torch.allclose(head(model.base_model(tokens)[0]), model(tokens).logits, atol=1e-4):
+        fail(f"{name} scales or caps the logits of its head. Choose another model")
 
 
 # ==== evaluation ==================================================================================
 
 
-def mean_rewards(accelerator, model, data, args, pad_id: int, split: str) -> list[dict]:
-    """Return the implicit rewards of a split's pairs, in order, with the columns that table 5 groups by (Detail 19)."""
+def mean_rewards(accelerator, model, data, args, pad_id: int, split: str) -> pandas.DataFrame:
+    """Return the pair_table of a split with the implicit rewards (Detail 19)."""
     logprobs = split_logprobs(accelerator, model, data[split], args, pad_id, split)
     lengths = [response_lengths(pairs, pad_id) for pairs in data[split].iter(1000)]
     rewards = args.beta * logprobs / torch.cat(lengths)
-    columns = [key for key in ("batch", "split", "policies", "extra") if key in data[split].column_names]
-    groups = data[split].with_format(None).select_columns(columns)[:]
     tie = is_tie(rewards[:, 0], rewards[:, 1], rewards.abs().sum(1), accelerator.mixed_precision)
-    return pair_table(groups, rewards, tie)
+    return pair_table(data[split], rewards, tie)
 
 
-def pair_table(batch: dict, rewards: torch.Tensor, tie: torch.Tensor) -> list[dict]:
-    """Return one row per pair: the columns that table 5 groups by (batch, split, policies, confidence; None if
-    unknown), both rewards (b, 2) and whether they are a tie (b,)."""
-    pairs = []
-    for i, (chosen, rejected) in enumerate(rewards.tolist()):
-        pair = {key: batch[key][i] for key in ("batch", "split", "policies") if key in batch}
-        confidence = batch["extra"][i]["confidence"] if "extra" in batch else None
-        pair["confidence"] = None if confidence is None else int(confidence)
-        pairs.append(pair | {"chosen_reward": chosen, "rejected_reward": rejected, "tie": tie[i].item()})
-    return pairs
+def pair_table(data, rewards: torch.Tensor, tie: torch.Tensor) -> pandas.DataFrame:
+    """Return one row per pair of a split: what table 5 groups by (batch, split, policies, confidence; None if unknown),
+    both rewards (n, 2), whether they are a tie (n,), and `hit`, whether chosen's is higher and no tie."""
+    data = data.with_format(None).flatten()
+    groups = ("batch", "split", "policies", "extra.confidence")
+    columns = {key: data[key][:] for key in groups if key in data.column_names}
+    columns["confidence"] = columns.pop("extra.confidence", len(data) * [None])
+    columns["chosen_reward"] = rewards[:, 0].tolist()
+    columns["rejected_reward"] = rewards[:, 1].tolist()
+    columns["tie"] = tie.tolist()
+    columns["hit"] = ((rewards[:, 0] > rewards[:, 1]) & ~tie).tolist()
+    return pandas.DataFrame(columns, dtype=object)  # otherwise a null would turn integers into floats
 
 
-def accuracy_table(name: str, pairs: list[dict]) -> list[dict]:
-    """Return one split's rows of table 5: the share of pairs whose chosen reward is higher, overall and per batch,
-    confidence, split and policy pair (Detail 16). Null values form a group of their own."""
-    frame = pandas.DataFrame(pairs, dtype=object)  # otherwise a null would turn integers into floats
-    frame["hit"] = (frame["chosen_reward"] > frame["rejected_reward"]) & ~frame["tie"].astype(bool)
-    frame["overall"] = "all"
+def accuracy_table(name: str, pairs: pandas.DataFrame) -> list[dict]:
+    """Return one split's rows of table 5: the share of hits in its pair_table, overall and per batch, confidence, split
+    and policy pair (Detail 16). Null values form a group of their own."""
+    pairs = pairs.assign(overall="all")
     table = []
     for group in ("overall", "batch", "confidence", "split", "policies"):
-        if group not in frame:
-            continue
-        for value, members in frame.groupby(group, dropna=False):
-            if pandas.isna(value):
-                value = "null"
-            row = {"data": name, "group": group, "value": value, "pairs": len(members)}
-            table.append(row | {"accuracy": members["hit"].mean()})
+        if group in pairs:
+            values = pairs[group].where(pairs[group].notna(), "null")
+            for value, members in pairs.groupby(values):
+                row = {"data": name, "group": group, "value": value, "pairs": len(members)}
+                table.append(row | {"accuracy": members["hit"].mean()})
     return table
 
 
-def write_table(accelerator: Accelerator, args, name: str, rows: list[dict], title: str = ""):
+def write_table(accelerator: Accelerator, args, name: str, rows, title: str = ""):
     """Write rows as a CSV file in eval/ and, if there is a title, print them. Call it on every process."""
     frame = pandas.DataFrame(rows)
     with writing(accelerator, Path(args.output_dir, "eval", f"{name}.csv")) as partial:
@@ -562,25 +473,21 @@ def shares(accelerator: Accelerator, data, size: int, description: str):
     results of all processes back into the order of the rows."""
     first = len(data) * accelerator.process_index // accelerator.num_processes
     last = len(data) * (accelerator.process_index + 1) // accelerator.num_processes
-    for start in progress(accelerator, range(first, last, size), description):
+    for start in track(range(first, last, size), description, disable=not accelerator.is_main_process):
         index = list(range(start, min(start + size, last)))
         yield index, data[index]
 
 
 # ==== plumbing: identical in every stage script; read it once, then skip it =======================
-# Launch, loading, run folder, checkpoints, trackers, optimiser. Nothing here changes a loss or a sample.
 
+POSITIVE = {"batch_size", "micro_batch_size", "forward_batch_size", "sample_batch_size", "num_mini_batches"}
+POSITIVE |= {"total_episodes", "num_ppo_epochs", "response_length", "temperature", "beta", "eval_rows"}
+LARGEST = {"seed": 2**32 - 1, "gamma": 1, "lam": 1, "label_smoothing": 1}
 # Settings that --resume may change, because they affect memory, speed, evaluation, logging and saving only.
 MAY_CHANGE = {"micro_batch_size", "forward_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes"}
 MAY_CHANGE |= {"eval_every", "eval_rows", "run_eval", "sample_every", "track", "save_every", "resume", "output_dir"}
-MAY_CHANGE |= {"dataset", "preference_dataset"}  # their rows are compared; of a model only its config and sizes
-CONTENTS = {}  # digests of the models and data sets that a run starts from, for --resume
-POSITIVE = {"batch_size", "micro_batch_size", "forward_batch_size", "sample_batch_size", "num_mini_batches"}
-POSITIVE |= {"num_ppo_epochs", "response_length", "temperature", "beta", "eval_rows"}
-NOT_NEGATIVE = {"seed", "total_episodes", "num_train_epochs", "learning_rate", "max_grad_norm", "kl_coef", "vf_coef"}
-NOT_NEGATIVE |= {"cliprange", "cliprange_value", "gamma", "lam", "label_smoothing"}
-NOT_NEGATIVE |= {"eval_every", "save_every", "sample_every"}
-LARGEST = {"seed": 2**32 - 1, "gamma": 1, "lam": 1, "label_smoothing": 1}
+MAY_CHANGE |= {"dataset", "preference_dataset"}  # their contents are compared
+CONTENTS = {}  # for --resume: digests of data sets, and of configs and file sizes of a flag's models
 ADAM_EPS = 1e-5  # the paper's tables
 WEIGHT_DECAY = 0.01  # torch's default for AdamW, as in the authors' code
 
@@ -602,17 +509,16 @@ def or_fail(message: str):
 def check_args(args):
     """Replace {model} and {seed} in the arguments. Ends with an error if a number is out of its range or the output
     folder already holds a run. With --resume, ends the process successfully if that run is complete."""
-    name = Path(os.path.abspath(args.model)).name.partition("@")[0]
+    name = Path(os.path.abspath(args.model)).name.partition("@")[0]  # sft.py takes a path or an id@revision
     for key, value in vars(args).items():
-        flag = f"--{key.replace('_', '-')} {value}"
-        largest = LARGEST.get(key, float("inf"))
-        if key in POSITIVE and value is not None and not value > 0:
-            fail(f"{flag} must be above 0")
-        if key in NOT_NEGATIVE and value is not None and not 0 <= value <= largest:
-            fail(f"{flag} must be between 0 and {largest}")
         if isinstance(value, str):
             value = value.replace("{model}", name).replace("{seed}", str(args.seed))
             setattr(args, key, os.path.expanduser(value))
+        if isinstance(value, int | float) and key != "penalty_reward_value":
+            largest = LARGEST.get(key, inf)
+            if not 0 <= value <= largest or (value == 0 and key in POSITIVE):
+                bounds = "above 0" if key in POSITIVE else f"between 0 and {largest}"
+                fail(f"--{key.replace('_', '-')} {value} must be {bounds}")
     folder = Path(args.output_dir)
     if args.resume and (folder / "model").exists():  # a run writes this last
         print(f"--resume: the run in {folder} has ended, so there is nothing left to do", flush=True)
@@ -623,27 +529,25 @@ def check_args(args):
 
 def make_accelerator(args) -> Accelerator:
     """Return the Accelerator that the launcher asked for. Ends with an error if accelerate started something else."""
-    CONTENTS.clear()  # another run in this process may have filled it
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # against memory fragmentation
-    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # otherwise accelerate divides the loss by it
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and has given NaN under a mask
-    transformers_logging.set_verbosity_error()  # its warnings are about intended things, such as a new head
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns that tied weights are saved once
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # less fragmentation
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # or it divides the loss
+    torch.backends.cuda.enable_cudnn_sdp(False)  # slow with new shapes, and has given NaN
+    transformers_logging.set_verbosity_error()  # it warns about a new head
     set_seed(args.seed)
+    CONTENTS.clear()  # another run in this process may have filled it
     world = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     on_cpu = not torch.accelerator.is_available()
-    settings = {"mixed_precision": args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no")}
-    if world > 1:
-        process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # writing a large checkpoint takes long
-        if on_cpu and deepspeed:
-            process_group.backend = "gloo"
-        settings |= {"kwargs_handlers": [process_group], "cpu": on_cpu and not deepspeed}  # it must be told to use CPUs
-    accelerator = Accelerator(log_with="tensorboard", project_dir=args.output_dir, **settings)
-    if accelerator.num_processes != world or bool(accelerator.state.deepspeed_plugin) != deepspeed:
-        fail(f"accelerate did not start {world} processes, DeepSpeed {deepspeed}: use one of benchmark/accelerate/")
+    process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # large checkpoints
+    if on_cpu and deepspeed:
+        process_group.backend = "gloo"
+    settings = {"log_with": "tensorboard", "project_dir": args.output_dir, "kwargs_handlers": [process_group]}
+    settings["mixed_precision"] = args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no")
+    accelerator = Accelerator(cpu=on_cpu and not deepspeed, **settings)  # cpu=True would switch DeepSpeed off
+    plugin = accelerator.state.deepspeed_plugin
+    if accelerator.num_processes != world or bool(plugin) != deepspeed or (plugin and plugin.zero_stage == 3):
+        fail(f"accelerate did not start {world} processes, DeepSpeed: {deepspeed}, no ZeRO-3; see benchmark/accelerate")
     return accelerator
 
 
@@ -652,15 +556,14 @@ def checkpoint_folder(flag: str, path: str) -> str:
     folder = Path(path, "model") if Path(path, "model/config.json").exists() else Path(path)
     if not (folder / "config.json").exists():
         name, _, revision = path.partition("@")
-        wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # skips PPO's value_model/
+        wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no subfolders
         with or_fail(f"{flag} {path}: no checkpoint there, in its model/ or on the Hub. Run the earlier stage first"):
             folder = Path(snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
             if not list(folder.glob("*.safetensors")):
-                folder = Path(snapshot_download(**wanted))  # there may be a pytorch_model.bin instead
+                folder = Path(snapshot_download(**wanted))  # with its pytorch_model.bin
     weights = [(file.name, file.stat().st_size) for file in sorted(folder.glob("*model*"))]
     content = f"{(folder / 'config.json').read_text()}{weights}".encode()
-    key = f"the content of {flag}"
-    CONTENTS[key] = CONTENTS.get(key, "") + hashlib.sha256(content).hexdigest()[:16]
+    CONTENTS.setdefault(f"{flag[2:]} content", []).append(hashlib.sha256(content).hexdigest()[:16])
     return str(folder)
 
 
@@ -683,50 +586,42 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
     with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
         for split in ("train", "validation", *data):
-            data[split].select_columns(columns)[0]
+            data[split].select_columns(columns)[0]  # fails where something is missing
     keys = [column for column in columns if "_token" in column]
     content = hashlib.sha256(str(data.num_rows).encode())
     for split, rows in data.items():
         largest = 0
-        for key in keys:
-            column = rows.data.column(key)
+        for column in rows.data.select(keys).columns:
             if len(pc.unique(pc.list_value_length(column))) != 1:
-                fail(f"{flag} {path}: {split}: the rows of {key} differ in width. Pad them, as tldr_dataset.py does")
+                fail(f"{flag} {path}: {split}: rows differ in width. Pad them, as tldr_dataset.py does")
             for tokens in pc.list_flatten(column).chunks:
                 largest = max(largest, pc.max(tokens).as_py())
                 content.update(tokens.to_numpy())
-        looked_at = rows.select(range(0, len(rows), -(-len(rows) // 16)))
-        same = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
-        if 2 * same <= len(looked_at) or largest >= len(tokenizer):
-            found = f"{same} of {len(looked_at)} rows match the model's tokenizer; largest id {largest}"
+        matches = []
+        for row in rows.select(range(0, len(rows), -(-len(rows) // 16))):
+            tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
+            is_query = tokens.pop("query_token") == tokenizer(row["query"], add_special_tokens=False).input_ids
+            has_eos = all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())  # in the other columns
+            matches.append(is_query and has_eos)
+        if 2 * sum(matches) <= len(matches) or largest >= len(tokenizer):  # another tokenizer matches next to none
+            found = f"{sum(matches)} of {len(matches)} rows match the model's tokenizer; largest id {largest}"
             fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py; eval/check_data.py shows the rows")
-    CONTENTS[f"the content of {flag}"] = content.hexdigest()[:16]
+    CONTENTS[f"{flag[2:]} content"] = content.hexdigest()[:16]
     return data.with_format("torch")
-
-
-def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
-    """Return whether this tokenizer made a row: its query tokens match its text, and its other columns end in EOS."""
-    tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
-    query = tokens.pop("query_token", None)
-    if query is not None and query != tokenizer(row["query"], add_special_tokens=False).input_ids:
-        return False
-    return all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())
 
 
 @contextmanager
 def writing(accelerator: Accelerator, path: Path):
-    """Yield a temporary path for the new content of `path` (file or folder), sync it to disk and rename it into place,
-    so that `path` is always complete or absent. All processes call it."""
-    partial = path.with_suffix(".tmp")
+    """Yield a temporary path for the new content of `path` (file or folder) and rename it into place when it is on the
+    disk, so that `path` is always complete or absent. All processes call it, because each may write a part."""
+    partial = path.with_suffix(".tmp")  # one that a killed run has left is written over
     with or_fail(f"{path} could not be written: make room, then continue with --resume"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)  # a killed run may have left one
-        accelerator.wait_for_everyone()
         yield partial
-        accelerator.wait_for_everyone()  # each process writes its part
+        accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             os.sync()
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)  # a file is replaced, a folder has to go first
             os.replace(partial, path)
         accelerator.wait_for_everyone()
 
@@ -736,76 +631,44 @@ def begin_run(accelerator: Accelerator, args) -> int:
     finished updates. Call it right before training, so that a wrong command leaves nothing behind."""
     folder = Path(args.output_dir)
     if accelerator.is_main_process:
-        lock(folder)
+        with or_fail(f"{folder}: another run still writes there, or nothing can be written there"):
+            folder.mkdir(parents=True, exist_ok=True)
+            accelerator.lock = FileLock(folder / ".lock", is_singleton=True)  # held until the process ends
+            accelerator.lock.acquire(timeout=120)  # a requeued job may meet the old one still ending
     accelerator.wait_for_everyone()
     check_args(args)  # again, because another run may have been here since
     settings = {"stage": STAGE, "processes": accelerator.num_processes} | asdict(args) | CONTENTS
-    settings["wandb_id"] = os.urandom(8).hex()
+    old = {}
     if (folder / "args.json").exists():
         old = json.loads((folder / "args.json").read_text())
-        settings["wandb_id"] = old.get("wandb_id", settings["wandb_id"])
-        check_settings(accelerator, folder, old, settings)
-    finished, metrics = load_newest(accelerator, folder)
-    if args.resume and not finished:
-        accelerator.print(f"--resume: {folder} has no checkpoint, so the run starts anew")
+    for key, value in settings.items():
+        if old.get(key, value) != value:
+            change = f"--resume {folder}: --{key.replace('_', '-')} {old[key]} -> {value}"
+            if key not in MAY_CHANGE:
+                fail(f"{change} would change the run. If a model has only moved, write its new path into args.json")
+            accelerator.print(change)
+    finished = 0
+    metrics = ""
+    newest = max(folder.glob("checkpoints/update_??????"), default=None)
+    if newest:
+        with or_fail(f"--resume: {newest} cannot be loaded. Launch the run as before, or delete that checkpoint"):
+            metrics = (newest / "metrics.jsonl").read_text()
+            accelerator.load_state(str(newest))
+        finished = int(newest.name.removeprefix("update_"))
+    if args.resume:
+        accelerator.print(f"--resume: {folder} continues after update {finished}")
+    settings["wandb_id"] = old.get("wandb_id", os.urandom(8).hex())
     if args.track:  # accelerate's own tracker would override WANDB_PROJECT
         run = {"name": "__".join(folder.parts[-3:]), "id": settings["wandb_id"], "resume": "allow"}
         accelerator.log_with.append(WandBTracker(None, config=asdict(args), dir=args.output_dir, **run))
-    tensorboard = {"purge_step": finished + 1 if finished else 0}  # a resumed run continues its curves
+    tensorboard = {"purge_step": finished + 1 if finished else 0}  # drops what a killed run logged later
     with or_fail("the trackers could not start (with WANDB_MODE=offline, W&B only writes to the run folder)"):
         accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": tensorboard})
-    settings["command"] = shlex.join(["python", *sys.argv])
-    with writing(accelerator, folder / "args.json") as partial:
-        if accelerator.is_main_process:
-            partial.write_text(json.dumps(settings, indent=2) + "\n")
-    with writing(accelerator, folder / "metrics.jsonl") as partial:
-        if accelerator.is_main_process:
-            partial.write_text(metrics)
+    for name, content in {"args.json": json.dumps(settings, indent=2) + "\n", "metrics.jsonl": metrics}.items():
+        with writing(accelerator, folder / name) as partial:
+            if accelerator.is_main_process:
+                partial.write_text(content)
     return finished
-
-
-def lock(folder: Path):
-    """Lock the run folder for this process, so that no other run writes there. The kernel frees the lock when the
-    process ends, however it ends. Waits up to two minutes, because a requeued job may meet the old one still ending."""
-    with or_fail(f"{folder} cannot be made"):
-        folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)  # stays open: closing it would free the lock
-    for _ in range(120):
-        try:
-            return fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # another process holds it
-            time.sleep(1)
-        except OSError as error:
-            return print(f"{folder} is on a file system without locks ({error}): start no second run there", flush=True)
-    fail(f"{folder}: another run still writes there. Wait until it has ended, or choose another --output-dir")
-
-
-def check_settings(accelerator: Accelerator, folder: Path, old: dict, settings: dict):
-    """Print what --resume changes. Ends with an error if a change would affect the training (see MAY_CHANGE)."""
-    changed = {}
-    for key, value in settings.items():
-        if old.get(key, value) != value:
-            name = key if key in CONTENTS else f"--{key.replace('_', '-')}"
-            changed[key] = f"{name} {old[key]} -> {value}"
-    refused = [change for key, change in changed.items() if key not in MAY_CHANGE]
-    if refused:
-        fail(
-            f"--resume {folder}: {', '.join(refused)} would change the run. Undo it, or use another --output-dir. "
-            f"If a model has only moved, write its new path into {folder}/args.json"
-        )
-    accelerator.print(f"--resume {folder}, changed: {', '.join(changed.values()) or 'nothing'}")
-
-
-def load_newest(accelerator: Accelerator, folder: Path) -> tuple[int, str]:
-    """Load the newest checkpoint and return its update and its metrics.jsonl, or 0 and "" if there is none."""
-    checkpoints = sorted(folder.glob("checkpoints/update_??????"))
-    if not checkpoints:
-        return 0, ""
-    with or_fail(f"--resume: {checkpoints[-1]} cannot be loaded. Launch the run as before, or delete that checkpoint"):
-        metrics = (checkpoints[-1] / "metrics.jsonl").read_text()
-        accelerator.load_state(str(checkpoints[-1]))
-    accelerator.print(f"--resume: {checkpoints[-1]} is loaded")
-    return int(checkpoints[-1].name.removeprefix("update_")), metrics
 
 
 def updates(accelerator: Accelerator, args, first: int, last: int):
@@ -814,8 +677,8 @@ def updates(accelerator: Accelerator, args, first: int, last: int):
     folder = Path(args.output_dir)
     caught = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: caught.append(number))  # only noted: the run ends after the update
-    for update in progress(accelerator, range(first + 1, last + 1), STAGE):
+        signal.signal(number, lambda number, _: caught.append(number))  # the update still ends
+    for update in track(range(first + 1, last + 1), STAGE, disable=not accelerator.is_main_process):
         yield update
         stop = gather_object(caught)  # by any process
         if stop or (args.save_every and update % args.save_every == 0):
@@ -831,13 +694,8 @@ def updates(accelerator: Accelerator, args, first: int, last: int):
             raise SystemExit(75)
 
 
-def progress(accelerator: Accelerator, items, description: str):
-    """Return `items` to iterate over under a progress bar, shown by the main process."""
-    return track(items, description, console=Console(stderr=True), disable=not accelerator.is_main_process)
-
-
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
-    """Append a line to metrics.jsonl and log it to the trackers. Print its first five numbers 20 times per run."""
+    """Append a line to metrics.jsonl and log it to the trackers. Print its first five numbers about 20 times a run."""
     metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
     line = json.dumps({"update": update, **metrics})
     if accelerator.is_main_process:
@@ -859,25 +717,22 @@ def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
 
 def prepare(accelerator: Accelerator, model, args):
     """Return the model and its AdamW optimiser, wrapped as the launcher asked for (plain, DDP or DeepSpeed)."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     settings = {"lr": args.learning_rate, "eps": ADAM_EPS, "weight_decay": WEIGHT_DECAY}
-    optimizer = torch.optim.AdamW(parameters, **settings, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), **settings, fused=True)
     if accelerator.state.deepspeed_plugin:  # DeepSpeed has other defaults for these
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
         config["gradient_clipping"] = args.max_grad_norm
         config["gradient_accumulation_steps"] = 1
         config["zero_force_ds_cpu_optimizer"] = False  # when offloaded, use torch's AdamW
-        config["data_types"] = {"grad_accum_dtype": "fp32"}  # otherwise gradients are summed in bfloat16
-        if config["zero_optimization"]["stage"] == 3:
-            fail("ZeRO-3 is not supported; use benchmark/accelerate/zero2_offload.yaml, which fits every size")
+        config["data_types"] = {"grad_accum_dtype": "fp32"}  # not in bfloat16
     return accelerator.prepare(model, optimizer)
 
 
 def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:
     """Take one step with the accumulated gradients and return their norm before clipping, which must be finite."""
-    norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf")))
-    if not norm < float("inf"):  # also true for nan
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or inf))
+    if not norm < inf:  # also true for nan
         fail(f"{where}: the gradient norm is {norm}; this update was not saved. Try a lower --learning-rate")
     optimizer.step()
     optimizer.zero_grad()
@@ -886,9 +741,7 @@ def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: fl
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # print ? where the terminal cannot show a character
-    try:
-        main(tyro.cli(Args))
-    except KeyboardInterrupt:
-        fail("stopped by Ctrl-C")
+    signal.signal(signal.SIGINT, lambda *_: fail("stopped by Ctrl-C"))
+    main(tyro.cli(Args))
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # its threads can crash a normal exit
         os._exit(0)  # everything has been written

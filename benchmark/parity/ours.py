@@ -258,6 +258,12 @@ def dpo(work: Path, patches, job: dict) -> dict:
 # ---- PPO ----------------------------------------------------------------------------------------------------------
 
 
+def truncated(responses: torch.Tensor, eos_id: int, pad_id: int) -> torch.Tensor:
+    """Responses (b, R) with [PAD] after their first EOS, as ppo.py samples them."""
+    is_eos = (responses == eos_id).int()
+    return responses.masked_fill(is_eos.cumsum(1) - is_eos > 0, pad_id)
+
+
 def ppo_permutations(work: Path, batch_size: int, update: int, epochs: int) -> list[torch.Tensor]:
     module = load("ppo.py", work)
     return [getattr(module, FUNCTIONS["order within an update"])(batch_size, 1 + update, i) for i in range(epochs)]
@@ -278,15 +284,20 @@ def ppo(work: Path, patches, job: dict) -> dict:
         def sampled(model, queries, *more):
             keys = [(len(calls), tuple(row[row != pad_id].tolist())) for row in queries]
             found = torch.stack([given.get(key, any_response) for key in keys])
-            found = module.truncate_response(found, tokenizer.eos_token_id, pad_id)
+            found = truncated(found, tokenizer.eos_token_id, pad_id)
             return found, torch.zeros(found.shape)  # what the sampler's log-probabilities were is not compared
 
         return sampled
 
     def begin(passes):
-        def watched(accelerator, model, ref_policy, batch, *more):
-            calls.append({"batch": batch, "outputs": passes(accelerator, model, ref_policy, batch, *more)})
-            return calls[-1]["outputs"]
+        def watched(accelerator, policy, value_model, ref_policy, batch, args):
+            outputs = passes(accelerator, policy, value_model, ref_policy, batch, args)
+            update = len(calls) + 1
+            rows = getattr(module, FUNCTIONS["order within an update"])(args.batch_size, args.seed + update, 0)
+            by_episode = rows.argsort()  # the one process has its rows in the order of the first epoch
+            ordered = [{key: value[by_episode] for key, value in found.items()} for found in (batch, outputs)]
+            calls.append(dict(zip(("batch", "outputs"), ordered, strict=True)))
+            return outputs
 
         return watched
 
@@ -421,15 +432,14 @@ def episodes(work: Path, job: dict, rows: int, length: int):
     ends = torch.randint(4, length, (rows,), generator=generator)
     ended = torch.rand(rows, generator=generator) < 0.8
     responses[ended, ends[ended]] = tokenizer.eos_token_id
-    responses = module.truncate_response(responses, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    responses = truncated(responses, tokenizer.eos_token_id, tokenizer.pad_token_id)
     batch = module.make_batch(queries, responses, tokenizer.pad_token_id)
-    banned = module.banned_ids(policy, tokenizer)
     scores = torch.randn(rows, generator=generator)
-    return module, model, batch, scores, banned, tokenizer.pad_token_id
+    return module, model, batch, scores
 
 
-def forward(module, model, mb: dict, banned, pad_id: int):
-    logits, values = model(mb["queries"], mb["responses"], pad_id, banned)
+def forward(module, model, mb: dict):
+    logits, values = model(mb["tokens"], mb["columns"])
     return module.token_logprobs(logits, mb["responses"], 0.7), values
 
 
@@ -446,15 +456,16 @@ def per_device_gradients(work: Path, job: dict, size: str) -> tuple[float, float
     """Cosines of the first step's gradient of policy and value model, of 512 episodes: with whitening per device and
     means per micro-batch, as the authors' launch of this size has them, against those of the whole batch."""
     devices, micro, accumulation, _ = LAUNCHES[size]
-    module, model, batch, scores, banned, pad_id = episodes(work, job, devices * micro * accumulation, 24)
+    module, model, batch, scores = episodes(work, job, devices * micro * accumulation, 24)
     rows = torch.arange(len(scores))
     for key in ("logprobs", "values"):
         batch[key] = torch.zeros(batch["responses"].shape)
     with torch.no_grad():
         for mb in module.micro_batches(batch, rows, 32):
-            logprobs, values = forward(module, model, mb, banned, pad_id)
-            batch["logprobs"][mb["index"]] = logprobs * mb["response_mask"]
-            batch["values"][mb["index"]] = values * mb["value_mask"]
+            logprobs, values = forward(module, model, mb)
+            width = logprobs.shape[1]
+            batch["logprobs"][mb["rows"], :width] = logprobs * mb["response_mask"]
+            batch["values"][mb["rows"], :width] = values * mb["value_mask"]
     rewards = module.token_rewards(scores, torch.zeros(batch["responses"].shape), batch["lengths"], 0.05)
     advantages, batch["returns"] = module.gae(rewards, batch["values"], 1.0, 0.95)
     found = []
@@ -466,7 +477,7 @@ def per_device_gradients(work: Path, job: dict, size: str) -> tuple[float, float
         groups = rows.split(micro if per_device else 32)
         for group in groups:
             [mb] = module.micro_batches(batch, group, len(group))
-            logprobs, values = forward(module, model, mb, banned, pad_id)
+            logprobs, values = forward(module, model, mb)
             pg_loss, _ = module.policy_loss(logprobs, mb, 0.2)
             vf_loss, _ = module.value_loss(values, mb, 0.2)
             masks = mb if per_device else batch
@@ -482,15 +493,15 @@ def bfloat16_ratios(work: Path, job: dict, size: str) -> dict:
     """|ratio - 1| before the first step under bfloat16 autocast on a CPU: old log-probabilities in the groups of the
     authors' rollout, new ones in their micro-batches, of 64 episodes."""
     _, micro, _, rollout = LAUNCHES[size]
-    module, model, batch, scores, banned, pad_id = episodes(work, job, 64, 24)
+    module, model, batch, _ = episodes(work, job, 64, 24)
     found = []
     for group_size in (rollout, micro):
         logprobs = torch.zeros(batch["responses"].shape)
         for group in torch.arange(64).split(group_size):
             [mb] = module.micro_batches(batch, group, len(group))
             with torch.autocast("cpu", torch.bfloat16):
-                new, _ = forward(module, model, mb, banned, pad_id)
-            logprobs[mb["index"]] = new
+                new, _ = forward(module, model, mb)
+            logprobs[mb["rows"], : new.shape[1]] = new
         found.append(logprobs)
     off = ((found[1] - found[0]).exp() - 1).abs()[batch["response_mask"]]
     return {"mean": off.mean().item(), "largest": off.max().item(), "over 0.2": (off > 0.2).float().mean().item()}

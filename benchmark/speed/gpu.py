@@ -223,7 +223,7 @@ def correctness(args: Args):
     weights = [load_file(folder / "model" / "model.safetensors") for folder in (whole, resumed)]
     differences = [(a - b).abs().max().item() for a, b in zip(*(x.values() for x in weights), strict=True)]
     said = resumed.with_suffix(".log").read_text()
-    update = int(said[: said.index(" is loaded")][-6:])
+    update = int(said.partition(" continues after update ")[2].split()[0])
     what = f"killed, resumed from update {update} of 4: largest difference of a weight"
     tell(what, largest(differences), "0 on a CPU")
 
@@ -287,9 +287,11 @@ def decoding(args: Args):
     accelerator = SimpleNamespace(device=torch.device(args.device), state=state, mixed_precision=precision)
     torch.manual_seed(1)
     with torch.device(args.device):
-        model = GPTNeoXForCausalLM(config)
+        model = GPTNeoXForCausalLM(config).eval()
     model = ppo.frozen_model(accelerator, model, False)  # matrices in bfloat16: nothing is cast in a captured step
     tokenizer = ppo.load_tokenizer(str(settings(args, "ppo", args.tiny)[1] / "model"))
+    ids = torch.arange(words, device=args.device)
+    model.register_buffer("banned", (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer)))  # as load_policy does
     tokenizer.eos_token = tokenizer.pad_token  # which is never sampled: every row takes all steps
     table = []
     for count in (8, 16) if args.tiny else (32, 128, 256, 512):
@@ -325,7 +327,6 @@ def decoding(args: Args):
 @torch.no_grad()
 def captured(model, tokenizer, queries, keys, cache, expected) -> tuple[float, float]:
     """Seconds of a step replayed as a CUDA graph, and the share of its tokens that are those of generate()."""
-    banned = ppo.banned_ids(model, tokenizer).to(queries.device)
     mask = torch.nn.functional.pad(queries != tokenizer.pad_token_id, (0, RESPONSE), value=True)
     lengths = (queries != tokenizer.pad_token_id).sum(1, keepdim=True)
     inputs = expected[:, :1].clone()
@@ -337,7 +338,9 @@ def captured(model, tokenizer, queries, keys, cache, expected) -> tuple[float, f
             states = model.base_model(
                 inputs, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True
             ).last_hidden_state
-            tokens, _ = ppo.sample_tokens(model.get_output_embeddings()(states[:, -1]), keys, position, 0.7, banned)
+            tokens, _ = ppo.sample_tokens(
+                model.get_output_embeddings()(states[:, -1]), keys, position, 0.7, model.banned
+            )
         inputs.copy_(tokens[:, None])
         position_ids.add_(1)
         position.add_(1)

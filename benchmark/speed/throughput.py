@@ -116,11 +116,9 @@ def with_pad(folder: Path):
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     """Return the row indices (stop - start,) at positions start..stop-1 of an endless stream over n rows, reshuffled
     without replacement on each pass (Detail 21). They depend only on (seed, position), so all processes agree."""
-    passes = []
-    for epoch in range(start // n, (stop - 1) // n + 1):
-        shuffled = permutation(n, seed, epoch)
-        passes.append(shuffled[max(start - epoch * n, 0) : stop - epoch * n])
-    return torch.cat(passes)
+    first = start // n
+    passes = [permutation(n, seed, epoch) for epoch in range(first, (stop - 1) // n + 1)]
+    return torch.cat(passes)[start - first * n : stop - first * n]
 
 
 def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
