@@ -398,7 +398,7 @@ def check_pairs(model, path: str, pairs: dict, pad_id: int):
 def load_policy(path: str, tokenizer, width: int = 0):
     """Return a causal language model for rows of up to `width` tokens, in float32, with an embedding for every id of
     the tokenizer. It stays in evaluation mode even while it is trained, so it has no dropout (Detail 7). Its buffer
-    `banned` (V,) marks [PAD] and the ids beyond the tokenizer. Its generation config makes generate() avoid them."""
+    `banned` (V,) marks [PAD] and the ids beyond the tokenizer, which transformers' generate() avoids as well."""
     with or_fail(f"the model in {path} cannot be read"):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
     check_model(model, path, width)
@@ -498,7 +498,7 @@ def shares(accelerator: Accelerator, data, size: int, description: str):
 POSITIVE = {"batch_size", "micro_batch_size", "forward_batch_size", "sample_batch_size", "num_mini_batches"}
 POSITIVE |= {"total_episodes", "num_ppo_epochs", "response_length", "temperature", "beta", "eval_rows"}
 LARGEST = {"seed": 2**32 - 1, "gamma": 1, "lam": 1, "label_smoothing": 1}
-# Settings that --resume may change, because they affect memory, speed, evaluation, logging and saving only.
+# Settings that --resume may change: they affect memory, speed, rounding, evaluation, logging and saving only.
 MAY_CHANGE = {"micro_batch_size", "forward_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes"}
 MAY_CHANGE |= {"eval_every", "eval_rows", "run_eval", "sample_every", "track", "save_every", "resume", "output_dir"}
 MAY_CHANGE |= {"dataset", "preference_dataset"}  # their contents are compared
@@ -562,7 +562,7 @@ def make_accelerator(args) -> Accelerator:
     accelerator = Accelerator(cpu=on_cpu and not deepspeed, **settings)  # cpu=True would switch DeepSpeed off
     plugin = accelerator.state.deepspeed_plugin
     if accelerator.num_processes != world or bool(plugin) != deepspeed or (plugin and plugin.zero_stage == 3):
-        fail(f"accelerate did not start {world} processes, DeepSpeed: {deepspeed}, no ZeRO-3; see benchmark/accelerate")
+        fail("accelerate did not start what was asked for, or ZeRO-3: use a configuration of benchmark/accelerate/")
     return accelerator
 
 

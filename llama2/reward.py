@@ -628,7 +628,7 @@ def shares(accelerator: Accelerator, data, size: int, description: str):
 POSITIVE = {"batch_size", "micro_batch_size", "forward_batch_size", "sample_batch_size", "num_mini_batches"}
 POSITIVE |= {"total_episodes", "num_ppo_epochs", "response_length", "temperature", "beta", "eval_rows"}
 LARGEST = {"seed": 2**32 - 1, "gamma": 1, "lam": 1, "label_smoothing": 1}
-# Settings that --resume may change, because they affect memory, speed, evaluation, logging and saving only.
+# Settings that --resume may change: they affect memory, speed, rounding, evaluation, logging and saving only.
 MAY_CHANGE = {"micro_batch_size", "forward_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes"}
 MAY_CHANGE |= {"eval_every", "eval_rows", "run_eval", "sample_every", "track", "save_every", "resume", "output_dir"}
 MAY_CHANGE |= {"dataset", "preference_dataset"}  # their contents are compared
@@ -692,7 +692,7 @@ def make_accelerator(args) -> Accelerator:
     accelerator = Accelerator(cpu=on_cpu and not deepspeed, **settings)  # cpu=True would switch DeepSpeed off
     plugin = accelerator.state.deepspeed_plugin
     if accelerator.num_processes != world or bool(plugin) != deepspeed or (plugin and plugin.zero_stage == 3):
-        fail(f"accelerate did not start {world} processes, DeepSpeed: {deepspeed}, no ZeRO-3; see benchmark/accelerate")
+        fail("accelerate did not start what was asked for, or ZeRO-3: use a configuration of benchmark/accelerate/")
     return accelerator
 
 

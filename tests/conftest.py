@@ -1,12 +1,16 @@
 """What the tests share: the scripts as importable modules and one small generated world per test session."""
 
+import atexit
 import csv
+import functools
 import importlib.util
 import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,11 +34,28 @@ tqdm.monitor_interval = 0
 SHARED = REPOSITORY.parent / "shared" / "data"
 
 
+@functools.cache
+def ablations() -> Path:
+    """A folder with the scripts that ablations/*.diff make."""
+    folder = Path(tempfile.mkdtemp(prefix="ablations-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name in ("ppo.py", "dpo.py"):
+        shutil.copy(REPOSITORY / name, folder)
+    for diff in sorted((REPOSITORY / "ablations").glob("*.diff")):
+        subprocess.run(["git", "apply", diff], cwd=folder, check=True)
+    return folder
+
+
+def script_path(path: str) -> Path:
+    """A script of ours, or one that a diff in ablations/ makes."""
+    return REPOSITORY / path if (REPOSITORY / path).exists() else ablations() / path
+
+
 def script(path: str):
     """A script of ours as a module: of two with one name (ensembles/ppo.py) `import` finds the top-level one."""
     name = path.removesuffix(".py").replace("/", "_")
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, REPOSITORY / path)
+        spec = importlib.util.spec_from_file_location(name, script_path(path))
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]

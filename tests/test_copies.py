@@ -11,12 +11,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ["sft.py", "reward.py", "ppo.py", "dpo.py", "ensembles/ppo.py", "llama2/reward.py"]
-STAGES += [f"variants/{name}.py" for name in ("rloo", "grpo", "online_dpo", "ppo_function", "simpo")]
+STAGES += [f"variants/{name}.py" for name in ("rloo", "grpo", "online_dpo")]
 OURS = [
     *STAGES,
     "tldr_dataset.py",
     *(f"benchmark/{name}.py" for name in ("convert_released", "plan", "push", "smollm2")),
     *(f"benchmark/speed/{name}.py" for name in ("throughput", "trl_peer")),
+    "ablations/value_study.py",
     *(f"ensembles/{name}.py" for name in ("alpaca_dataset", "average", "best_of_n", "figures", "gold_label", "study")),
     *(f"eval/{name}.py" for name in ("check_data", "figures", "judge", "rm_report", "run_metrics", "samples")),
     *(f"eval/{name}.py" for name in ("study_runs", "visualize_tokens")),
@@ -31,10 +32,9 @@ MARK = "# ==== plumbing"
 DIFFER = {"main", "Args"}  # what every script has of its own
 # functions that a copy changes under their old name, which keeps its diff short: one text among the scripts listed here
 PPO_FAMILY = ["ppo.py", "ensembles/ppo.py"]
-PPO_FAMILY += [f"variants/{name}.py" for name in ("rloo", "grpo", "online_dpo", "ppo_function")]
+PPO_FAMILY += [f"variants/{name}.py" for name in ("rloo", "grpo", "online_dpo")]
 CHANGED = {
     "forward_passes": ["variants/rloo.py", "variants/grpo.py", "variants/online_dpo.py"],
-    "validation_score": ["variants/ppo_function.py"],
     "RewardModel": PPO_FAMILY,
     "pair_table": ["llama2/reward.py"],
     "accuracy_table": ["llama2/reward.py"],

@@ -695,7 +695,7 @@ def test_detail_16_a_tie_is_no_hit():
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("path", ["reward.py", "dpo.py", "llama2/reward.py", "variants/simpo.py"])
+@pytest.mark.parametrize("path", ["reward.py", "dpo.py", "llama2/reward.py", "simpo.py"])
 def test_detail_16_equal_responses_are_equal(short, path, bf16, size):
     """Whatever the micro-batch, and where the responses of other pairs are longer."""
     module, tokenizer = script(path), padded_tokenizer(short.model)
@@ -975,8 +975,10 @@ def test_detail_20_first_ratios_that_are_not_1(short, talker, reward_run, tmp_pa
 
     def shifted(accelerator, policy, value_model, ref_policy, batch, args):
         outputs = original(accelerator, policy, value_model, ref_policy, batch, args)
-        for i, length in enumerate(batch["lengths"].tolist()):  # the rows of one mini-batch after the other
-            shifts[i] = 0.01 * (1 + i) if i < PPO_BATCH // 2 else 1.0
+        lengths = batch["row_lengths"].tolist()  # the rows of one mini-batch after the other
+        by_length = sorted(range(PPO_BATCH // 2), key=lambda i: -lengths[i])  # so the last micro-batch has the largest
+        for i, length in enumerate(batch["lengths"].tolist()):
+            shifts[i] = 0.01 * (1 + by_length.index(i)) if i in by_length else 1.0
             outputs["logprobs"][i, length - 1] += shifts[i]
             outputs["logprobs"][i, length:] += 2.0
         return outputs

@@ -402,7 +402,7 @@ def test_dpo(start, record_property, loss_type, smoothing):
 def test_simpo(start, record_property):
     settings = {"sft_model_path": start.sft, "preference_dataset": start.preference_dataset}
     settings |= {"beta": 3.0, "gamma_beta_ratio": 0.3}
-    run = train(start, "variants/simpo.py", "", **settings)
+    run = train(start, "simpo.py", "", **settings)
     policy = plain(start.sft)
 
     def by_hand():
@@ -642,7 +642,7 @@ def test_online_dpo(start, record_property, loss_type, labels, k):
     assert sum(ties) > 0
 
 
-# ---- PPO: ppo.py, ensembles/ppo.py, variants/ppo_function.py
+# ---- PPO: ppo.py, ensembles/ppo.py, ablations/{function,value}.diff
 
 PPO = {"kl_coef": KL_COEF, "gamma": 0.9, "lam": 0.8, "cliprange": 0.1, "cliprange_value": 0.01, "vf_coef": 0.4}
 
@@ -661,6 +661,14 @@ def ppo_by_hand(run, value_model, score, schedule=linear, change_scores=lambda e
         values = rewards_at(value_model, episode.query + episode.response)
         return values[len(episode.query) - 1 :][:LENGTH]
 
+    def advantages_of(episode, lam: float) -> torch.Tensor:
+        advantages, advantage, next_value = [], 0.0, 0.0
+        for reward, value in zip(episode.rewards.flip(0), episode.values.flip(0), strict=True):
+            advantage = reward + 0.9 * next_value - value + 0.9 * lam * advantage
+            advantages.insert(0, advantage)
+            next_value = value
+        return torch.stack(advantages)
+
     for update in range(1, UPDATES + 1):
         episodes = rollout(run, update, score)
         more_logs = change_scores(episodes)
@@ -674,13 +682,8 @@ def ppo_by_hand(run, value_model, score, schedule=linear, change_scores=lambda e
             for episode, rewards in zip(episodes, every, strict=True):
                 episode.rewards = rewards
         for episode in episodes:
-            advantages, advantage, next_value = [], 0.0, 0.0
-            for reward, value in zip(episode.rewards.flip(0), episode.values.flip(0), strict=True):
-                advantage = reward + 0.9 * next_value - value + 0.9 * 0.8 * advantage
-                advantages.insert(0, advantage)
-                next_value = value
-            episode.returns = torch.stack(advantages) + episode.values
-            episode.raw_advantages = torch.stack(advantages)[: len(episode.response)]
+            episode.raw_advantages = advantages_of(episode, 0.8)[: len(episode.response)]
+            episode.returns = advantages_of(episode, getattr(run, "lam_value", 0.8)) + episode.values
         every = whitened([episode.raw_advantages for episode in episodes], shift_mean=True)
         for episode, advantages in zip(episodes, every, strict=True):
             episode.advantages = advantages
@@ -697,7 +700,10 @@ def ppo_by_hand(run, value_model, score, schedule=linear, change_scores=lambda e
                 near = values.clamp(episode.values - 0.01, episode.values + 0.01)  # exactly `values` inside the range
                 errors, near_errors = (values - episode.returns) ** 2, (near - episode.returns) ** 2
                 value_loss = torch.max(errors, near_errors).sum() / 2 / value_count
-                (policy_loss + 0.4 * value_loss).backward()
+                loss = 0.4 * value_loss
+                if update > getattr(run, "value_warmup", 0):
+                    loss = loss + policy_loss
+                loss.backward()
                 log_ratios(logs, ratio, is_clipped, policy_count)
                 logs["loss/policy"] += policy_loss.item()
                 logs["loss/value"] += value_loss.item()
@@ -726,12 +732,24 @@ def test_ppo(start, record_property, whiten_rewards):
     hold_ppo(run, value_model, ppo_by_hand(run, value_model, score), record_property)
 
 
+def test_ppo_value(start, record_property):
+    """Returns with a lambda of their own. In the first two updates the policy keeps its bytes; then its Adam starts."""
+    settings = {"reward_model_path": start.reward, "whiten_rewards": False, "lam_value": 1.0, "value_warmup": 2}
+    run = on_policy(start, "ppo_value.py", "", **settings, **PPO)
+    value_model, score = plain(start.reward, with_head=True), score_by(plain(start.reward, with_head=True))
+    hold_ppo(run, value_model, ppo_by_hand(run, value_model, score), record_property)
+    steps = run.num_ppo_epochs * run.num_mini_batches  # of an update
+    policies = [{key: x for key, x in step.weights.items() if key.startswith("policy.")} for step in run.steps]
+    assert all(torch.equal(x, policies[2 * steps][key]) for key, x in policies[0].items())  # before the third update
+    assert not all(torch.equal(x, policies[2 * steps + 1][key]) for key, x in policies[0].items())
+
+
 def test_ppo_function(start, record_property):
     (start.root / "function.py").write_text(
         "def score(post: str, summary: str):\n    return len(post) % 7 / 7 - len(summary) / 20\n"
     )
     settings = {"reward_function": f"{start.root}/function.py:score", "whiten_rewards": False}
-    run = on_policy(start, "variants/ppo_function.py", "", **settings, **PPO)
+    run = on_policy(start, "ppo_function.py", "", **settings, **PPO)
 
     def score(episode) -> float:
         summary = start.tokenizer.decode([token for token in episode.response if token != start.eos])

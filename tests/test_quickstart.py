@@ -22,7 +22,7 @@ import torch
 import truth
 import tyro
 from accelerate.state import AcceleratorState
-from conftest import files, read_csv, read_jsonl
+from conftest import ablations, files, read_csv, read_jsonl
 from datasets import load_from_disk
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -595,7 +595,7 @@ def test_the_comparison_of_variants(fast_work):
 @pytest.mark.long
 def test_the_first_commands_of_the_scripts_run(fast_work):
     """As they stand in the docstrings, in this order, for two updates each."""
-    variants = [f"variants/{name}.py" for name in ("rloo", "grpo", "online_dpo", "ppo_function", "simpo")]
+    variants = [f"variants/{name}.py" for name in ("rloo", "grpo", "online_dpo")]
     for script in ["sft.py", "reward.py", "ppo.py", "dpo.py", *variants]:
         source = (ROOT / script).read_text()
         first = source[source.index("    python ") :].partition("\n\n")[0].replace("\\\n", " ").splitlines()[0]
@@ -621,23 +621,33 @@ def test_the_commands_for_your_own_data_run(fast_work):
         assert len(found) == rows and found[:] == same[:]
 
 
-def test_the_ablation_of_the_readme_runs(fast_work):
-    """Its edit and its command as the page shows them, for one update. The edit does what it says."""
+def test_the_hunks_of_the_readme_are_those_of_its_diff():
+    """And its command is that of the diff's header."""
     readme = (ROOT / "README.md").read_text()
     section = readme[readme.index("## Make an ablation") :]
-    edit, after = re.findall(r"^```(?:bash|diff)\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[:2]
-    source = (ROOT / "ppo.py").read_text()
-    for hunk in re.split(r"^@@.*\n", edit, flags=re.MULTILINE):
-        lines = hunk.splitlines(keepends=True)
-        old = "".join(line[1:] for line in lines if line[0] in " -")
-        assert source.count(old) == 1, old
-        source = source.replace(old, "".join(line[1:] for line in lines if line[0] in " +"))
-    Path("ppo_short.py").write_text(source)
-    [train] = [shlex.split(line) for line in after.replace("\\\n", " ").splitlines() if "python ppo_short.py" in line]
-    args, plain = (
-        run_here([script, *train[2:-1], f"runs/{script}"], updates=1) for script in ("ppo_short.py", "ppo.py")
-    )
-    [first], [without] = (read_jsonl(Path(x.output_dir, "metrics.jsonl")) for x in (args, plain))
-    shorter = without["objective/score"] - 0.01 * without["response/length"]  # the first samples are the same
-    assert first["objective/score"] == pytest.approx(shorter, abs=1e-5)
-    assert json.loads(Path(args.output_dir, "args.json").read_text())["stage"] == "ppo_short"
+    edit, command = re.findall(r"^```(?:diff|bash)\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[:2]
+    diff = (ROOT / "ablations/short.diff").read_text()
+    shown, changed = ([line for line in text.splitlines() if line.startswith(("+", "-"))] for text in (edit, diff))
+    assert [line for line in changed if line[:3] not in ("+++", "---") and "output_dir" not in line] == shown
+    words = [" ".join(text.replace("\\\n", " ").split()) for text in (command, diff)]
+    assert words[0][words[0].index("python ppo_short.py") :] in words[1]
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted((ROOT / "ablations").glob("*.diff"))])
+def test_the_command_of_an_ablation_runs(fast_work, name):
+    """That of its header, for two updates, with the script that the diff makes of today's ppo.py or dpo.py."""
+    head = (ROOT / "ablations" / f"{name}.diff").read_text().partition("\ndiff --git")[0]
+    command = head[head.index("    python ") :].partition("\n\n")[0].replace("\\\n", " ")
+    [_, script, *flags] = shlex.split(command)
+    if not Path(script).exists():
+        Path(script).symlink_to(ablations() / script)
+    assert f"git apply ablations/{name}.diff" in head
+    args = run_here([script, *flags], updates=2)
+    lines = read_jsonl(Path(args.output_dir, "metrics.jsonl"))
+    assert lines[-1]["update"] == 2 and Path(args.output_dir, "model/config.json").exists()
+    if name == "short":  # what the edit does
+        plain = run_here(["ppo.py", *flags[:-1], "runs/plain"], updates=1)
+        [without] = read_jsonl(Path(plain.output_dir, "metrics.jsonl"))
+        shorter = without["objective/score"] - 0.01 * without["response/length"]  # the first samples are the same
+        assert lines[0]["objective/score"] == pytest.approx(shorter, abs=1e-5)
+        assert json.loads(Path(args.output_dir, "args.json").read_text())["stage"] == "ppo_short"

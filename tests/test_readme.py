@@ -19,7 +19,7 @@ import pytest
 from test_copies import OURS, STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ["quickstart", "benchmark", "eval", "ensembles", "llama2", "variants", "tests"]
+FOLDERS = ["quickstart", "benchmark", "eval", "ensembles", "llama2", "variants", "ablations", "tests"]
 DOCUMENTS = ["README.md", *(f"{folder}/README.md" for folder in FOLDERS), "quickstart/bases/README.md"]
 DOCUMENTS += ["docs/details.md", "docs/kl.md", "docs/runs.md", "docs/variants.md", "benchmark/pretrained.md"]
 DETAILS = ROOT / "docs" / "details.md"
@@ -27,6 +27,7 @@ LINK = re.compile(r"\[`([^`]+)`\]\(\.\./([\w/.]+)#L(\d+)\)")
 METRIC = re.compile(
     r"(loss|eval|accuracy|rewards|logprobs|other_logits|objective|response|policy|value|gold|time|tokens)/\w+"
 )
+MADE = ["ppo_function.py", "simpo.py", "ppo_value.py", "ppo_short.py"]  # by the diffs of ablations/
 NOT_OURS = {"--nodes", "--batch", "--signal"}  # Slurm's
 
 
@@ -74,7 +75,7 @@ def test_a_folder_names_its_scripts(folder):
 @cache
 def flags_of(script: str) -> set[str]:
     """What a script takes: the fields of Args, an argparse argument, or, of a shell script, what its text names."""
-    text = (ROOT / script).read_text()
+    text = conftest.script_path(script).read_text()
     if script.endswith(".sh"):
         return set(re.findall(r"--[a-z-]+", text))
     found = set(re.findall(r'add_argument\("(--[a-z-]+)"', text))
@@ -110,9 +111,10 @@ def unknown_flags(text: str) -> list[str]:
     wrong = []
     for script, *words in commands(text):
         flags = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
-        assert (ROOT / script).exists(), script
+        assert conftest.script_path(script).exists(), script
         wrong += [f"{script} {flag}" for flag in sorted(flags - flags_of(script))]
-    known = NOT_OURS.union(*(flags_of(script) for script in [*OURS, "quickstart/run.sh", "tests/undo_details.py"]))
+    scripts = [*OURS, *MADE, "quickstart/run.sh", "tests/undo_details.py"]
+    known = NOT_OURS.union(*(flags_of(script) for script in scripts))
     for span in re.findall(r"`(--[a-z][^`]*)`", text):
         flags = {
             flag for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", span) if "_" not in flag
@@ -135,7 +137,7 @@ def test_a_flag_that_is_gone_is_noticed():
 
 def written_metrics(script: str) -> set[str]:
     """The keys of metrics that a stage script names, but for those that it takes out again."""
-    tree = ast.parse((ROOT / script).read_text())
+    tree = ast.parse(conftest.script_path(script).read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     popped = {call.args[0].value for call in calls if ast.unparse(call.func).endswith(".pop") and call.args}
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -152,7 +154,7 @@ def test_the_table_of_metrics_has_the_keys_that_are_written():
     table = text[text.index("| key | formula |") :].partition("\n\n")[0]
     told = [key for line in table.splitlines()[2:] for key in re.findall(r"`([^`]+)`", line.split(" | ")[0])]
     assert len(told) == len(set(told))
-    known = set().union(*(written_metrics(script) for script in STAGES))
+    known = set().union(*(written_metrics(script) for script in [*STAGES, *MADE]))
     assert {re.sub(r"_\d$", "_", key) for key in told} == known  # of keys for each reward model the first ones
 
 

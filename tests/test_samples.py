@@ -175,7 +175,7 @@ def test_two_processes_write_the_same_tables(made, tmp_path):
         pandas.testing.assert_frame_equal(*tables, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", ["dpo.py", "variants/simpo.py"])
+@pytest.mark.parametrize("stage", ["dpo.py", "simpo.py"])
 def test_a_run_on_pairs_has_the_posts_of_its_sft_run(made, world, tmp_path, monkeypatch, stage):
     """Its args.json names no data of posts; the SFT model is named by its run folder or by model/ in it."""
     monkeypatch.chdir(tmp_path)

@@ -289,8 +289,8 @@ def main(args: Args):
         update_start = time.time()
         episodes = range((update - 1) * args.batch_size, update * args.batch_size)
         order = data_order(len(train), args.seed, episodes.start // k, episodes.stop // k)  # Detail 21
-        # This process samples the rows of the batch that it will train on in the first epoch. Section 2 and that epoch
-        # can so pass the same micro-batches through the policy. As kernels round differently for other shapes, this is
+        # This process samples the rows of the batch that it will train on in epoch 0, so that section 2 can pass the
+        # same micro-batches through the policy as that epoch. Kernels round differently for other shapes, so this is
         # what makes the ratios before the first step exactly 1, even in bfloat16.
         rows = torch.cat([mini_batch.chunk(world)[rank] for mini_batch in mini_batches(args, update, 0, "cpu")])
         queries = train[order[rows // k].tolist()]["query_token"].to(device)  # (b, Q)
@@ -419,7 +419,7 @@ def sample(accelerator: Accelerator, policy, queries, keys, tokenizer, args, tem
 @torch.no_grad()
 def forward_passes(accelerator: Accelerator, policy, ref_policy, batch: dict, args) -> dict:
     """Return logprobs, ref_logprobs and entropy (b, R) of the responses in a process's batch (make_batch), 0 outside
-    their masks. The micro-batches are those of the first epoch, whose mini-batches follow each other in it."""
+    their masks. Its chunks are the process's parts of the mini-batches of epoch 0."""
     zeros = torch.zeros(batch["responses"].shape, device=accelerator.device)
     outputs = {key: zeros.clone() for key in ("logprobs", "ref_logprobs", "entropy")}
     mbs = []
@@ -698,7 +698,7 @@ def load_reward_model(path: str, tokenizer, width: int = 0) -> RewardModel:
 def load_policy(path: str, tokenizer, width: int = 0):
     """Return a causal language model for rows of up to `width` tokens, in float32, with an embedding for every id of
     the tokenizer. It stays in evaluation mode even while it is trained, so it has no dropout (Detail 7). Its buffer
-    `banned` (V,) marks [PAD] and the ids beyond the tokenizer. Its generation config makes generate() avoid them."""
+    `banned` (V,) marks [PAD] and the ids beyond the tokenizer, which transformers' generate() avoids as well."""
     with or_fail(f"the model in {path} cannot be read"):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
     check_model(model, path, width)
@@ -736,7 +736,7 @@ def check_model(model, path: str, width: int):
 def frozen_model(accelerator: Accelerator, model, offload: bool):
     """Freeze a model and move it to the device, or with `offload` into page-locked host memory. Under bf16 the weights
     of linear layers are cast here once, because autocast would cast them at every use (not those that an embedding
-    shares). Under DeepSpeed's bf16 all weights but a reward model's head are cast, like those of the trained models.
+    shares). Under DeepSpeed, which trains in bfloat16, all weights but a reward model's head are cast.
     Buffers, such as rotary frequencies, stay in float32."""
     model.requires_grad_(False)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -800,7 +800,7 @@ def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, u
 POSITIVE = {"batch_size", "micro_batch_size", "forward_batch_size", "sample_batch_size", "num_mini_batches"}
 POSITIVE |= {"total_episodes", "num_ppo_epochs", "response_length", "temperature", "beta", "eval_rows"}
 LARGEST = {"seed": 2**32 - 1, "gamma": 1, "lam": 1, "label_smoothing": 1}
-# Settings that --resume may change, because they affect memory, speed, evaluation, logging and saving only.
+# Settings that --resume may change: they affect memory, speed, rounding, evaluation, logging and saving only.
 MAY_CHANGE = {"micro_batch_size", "forward_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes"}
 MAY_CHANGE |= {"eval_every", "eval_rows", "run_eval", "sample_every", "track", "save_every", "resume", "output_dir"}
 MAY_CHANGE |= {"dataset", "preference_dataset"}  # their contents are compared
@@ -864,7 +864,7 @@ def make_accelerator(args) -> Accelerator:
     accelerator = Accelerator(cpu=on_cpu and not deepspeed, **settings)  # cpu=True would switch DeepSpeed off
     plugin = accelerator.state.deepspeed_plugin
     if accelerator.num_processes != world or bool(plugin) != deepspeed or (plugin and plugin.zero_stage == 3):
-        fail(f"accelerate did not start {world} processes, DeepSpeed: {deepspeed}, no ZeRO-3; see benchmark/accelerate")
+        fail("accelerate did not start what was asked for, or ZeRO-3: use a configuration of benchmark/accelerate/")
     return accelerator
 
 

@@ -35,14 +35,14 @@ runs=runs/quickstart/posts-$posts_seed$fast
 episodes=$([[ $fast ]] && echo 960 || echo 3840) # as PPO and DPO in quickstart/run.sh
 pairs=$([[ $fast ]] && echo 2000 || echo 8000)
 
-variant() { # name, then flags; what is finished is kept
-    local name=$1 run=$runs/$1/$model/$seed
+variant() { # script, then flags; what is finished is kept
+    local script=$1 run=$runs/$(basename "$1" .py)/$model/$seed
     shift
     folders+=("$run")
     [[ ! -e $run/eval/rouge.csv ]] || return 0
     rm -rf "$run"
-    echo && echo "variants/$name.py $*"
-    python "variants/$name.py" --model "quickstart/bases/$model" --seed "$seed" --output-dir "$run" --sft-model-path "$sft" "$@"
+    echo && echo "$script $*"
+    python "$script" --model "quickstart/bases/$model" --seed "$seed" --output-dir "$run" --sft-model-path "$sft" "$@"
     python eval/samples.py "$run" --dataset "$data/tldr/sft" --splits validation
 }
 
@@ -53,12 +53,14 @@ for seed in "${seeds[@]}"; do
     sft=$runs/sft/$model/$seed reward=$runs/reward/$model/$seed folders=()
     online=(--dataset "$data/tldr/sft" --learning-rate 1e-4 --batch-size 64 --micro-batch-size 16 --sample-every 10
         --total-episodes "$episodes")
-    variant rloo "${online[@]}" --reward-model-path "$reward"
-    variant grpo "${online[@]}" --reward-model-path "$reward"
-    variant online_dpo "${online[@]}" --reward-model-path "$reward"
-    variant ppo_function "${online[@]}" --reward-function quickstart/truth.py:score
+    variant variants/rloo.py "${online[@]}" --reward-model-path "$reward"
+    variant variants/grpo.py "${online[@]}" --reward-model-path "$reward"
+    variant variants/online_dpo.py "${online[@]}" --reward-model-path "$reward"
+    [[ -e ppo_function.py ]] || git apply ablations/function.diff
+    variant ppo_function.py "${online[@]}" --reward-function quickstart/truth.py:score
     # a quarter of DPO's learning rate there: SimPO has no reference that holds the policy
-    variant simpo --preference-dataset "$data/tldr/preference" --learning-rate 5e-6 --batch-size 32 --micro-batch-size 8 \
+    [[ -e simpo.py ]] || git apply ablations/simpo.diff
+    variant simpo.py --preference-dataset "$data/tldr/preference" --learning-rate 5e-6 --batch-size 32 --micro-batch-size 8 \
         --total-episodes "$pairs"
     python variants/compare.py --raw "$data/raw" --sft "$sft" --runs "$runs"/{ppo,dpo}/"$model/$seed" "${folders[@]}" \
         --output "$table"

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Make diffs anew after ppo.py or dpo.py has changed, so that they apply again without fuzz:
+#
+#   bash ablations/refresh.sh [NAME...]     # without names, all
+#
+# The old diff names the blob it was made from. Its script is made from that, and the change since then is merged into it.
+# Where both meet, the script stays in the root with conflict markers: mend it, then run this again with the same name.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+(($#)) || set -- $(basename -s .diff ablations/*.diff)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+failed=0
+for name; do
+    diff=ablations/$name.diff
+    read -r source target < <(sed -n 's|^diff --git a/\(.*\) b/\(.*\)$|\1 \2|p' "$diff")
+    if [[ -e $target ]]; then # mended by hand
+        if grep -q '^<<<<<<< ' "$target"; then
+            echo "error: $target still has conflict markers: mend it, or delete it to start again" >&2
+            exit 1
+        fi
+    else
+        blob=$(sed -n 's/^index \([0-9a-f]*\)\.\..*/\1/p' "$diff")
+        mkdir -p "$work/$name"
+        git show "$blob" > "$work/$name/$source"
+        (cd "$work/$name" && git apply - < "$OLDPWD/$diff")
+        if ! git merge-file -L "$target" -L "old $source" -L "$source" \
+            "$work/$name/$target" "$work/$name/$source" "$source"; then
+            cp "$work/$name/$target" "$target"
+            echo "$name: $source has changed where the diff changes it: mend $target, then bash ablations/refresh.sh $name" >&2
+            failed=1
+            continue
+        fi
+        cp "$work/$name/$target" "$target"
+    fi
+    git hash-object -w "$source" > /dev/null # for the next time, even if this state is never committed
+    # a repository of its own, so that nothing but these two files can look like the source of the copy
+    rm -rf "$work/repository"
+    git init -q "$work/repository"
+    cp "$source" "$work/repository"
+    git -C "$work/repository" add "$source"
+    cp "$target" "$work/repository"
+    git -C "$work/repository" add -N "$target"
+    {
+        sed '/^diff --git /,$d' "$diff"
+        git -C "$work/repository" -c diff.noprefix=false -c diff.mnemonicPrefix=false diff --no-color --no-ext-diff \
+            -C --find-copies-harder --full-index
+    } > "$work/$name.diff"
+    if cmp -s "$diff" "$work/$name.diff"; then
+        echo "$name: unchanged"
+    else
+        cp "$work/$name.diff" "$diff"
+        echo "$name: made anew"
+    fi
+    rm "$target"
+done
+exit $failed
