@@ -722,7 +722,7 @@ class KeyValueCache(StaticCache):
 @torch.no_grad()
 def generate(model, queries, tokenizer, response_length: int, temperature: float, keys, cache):
     """Sample responses (b, R) to left-padded queries (b, Q) and return them with their tokens' log-probabilities (b,
-    R). Rows are filled with [PAD] after EOS (Detail 23). cache is a KeyValueCache with room for the longest query
+    R). Rows are filled with [PAD] after EOS (Detail 23). cache is a new KeyValueCache with room for the longest query
     (rounded_width) and R tokens. All steps but the first have the same shapes. Only every eighth step waits for the
     device, to check whether all rows have ended."""
     pad_id = tokenizer.pad_token_id
@@ -735,7 +735,6 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
     logprobs = torch.zeros(responses.shape, device=queries.device)
     ended = torch.zeros(len(queries), dtype=torch.bool, device=queries.device)
     positions = torch.arange(response_length, dtype=torch.int32, device=queries.device)  # copied only once
-    cache.reset()
     for t in range(response_length):
         states = model.base_model(
             inputs, attention_mask=is_token, position_ids=position_ids, past_key_values=cache, use_cache=True

@@ -300,6 +300,7 @@ def decoding(args: Args):
         cache = ppo.KeyValueCache(model.config, query + RESPONSE)
 
         def generate(length: int, cache=cache, queries=queries, keys=keys):
+            cache.reset()
             with torch.autocast(args.device, torch.bfloat16, enabled=precision == "bf16"):
                 return ppo.generate(model, queries, tokenizer, length, 0.7, keys, cache)
 
@@ -347,6 +348,7 @@ def captured(model, tokenizer, queries, keys, cache, expected) -> tuple[float, f
 
     def rewind():
         """Prefill, and everything where it stands before the second token."""
+        cache.reset()
         with torch.autocast("cuda", torch.bfloat16):
             ppo.generate(model, queries, tokenizer, 1, 0.7, keys, cache)
         inputs.copy_(expected[:, :1])
