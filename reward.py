@@ -44,7 +44,7 @@ import torch.nn.functional as F
 import tyro
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import WandBTracker
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import DeepSpeedPlugin, gather_object, set_seed
 from datasets import DatasetDict, load_dataset, load_from_disk
 from filelock import FileLock
 from huggingface_hub import snapshot_download
@@ -54,7 +54,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 STAGE = "reward"
-MICRO_BATCH_SIZES = {"1b": 8, "2.8b": 4, "6.9b": 1}  # per Pythia size: pairs that fit on one 80 GB device
+MICRO_BATCH_SIZES = {"1b": 32, "2.8b": 4, "6.9b": 1}  # per Pythia size: pairs that fit on one 80 GB device
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 PREFERENCE_DATASET = "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144"
 COLUMNS = ["query", "query_token", "query_reference_response_token"]
@@ -98,7 +98,7 @@ class Args:
     micro_batch_size: int | None = None
     """pairs per device in one forward/backward pass; affects memory, speed, rounding; default: fits 80 GB, or 8"""
     forward_batch_size: int | None = None
-    """pairs or rows per device in passes without gradient (evaluation, centring); default: four micro-batches"""
+    """pairs or rows per device in passes without gradient (evaluation, centring); default: 4 micro-batches, up to 32"""
     mixed_precision: Literal["no", "bf16"] | None = None
     """autocast type, while weights stay in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
     save_every: int = 0
@@ -160,8 +160,8 @@ def main(args: Args):
     check_args(args)
     accelerator = make_accelerator(args)
     world = accelerator.num_processes
-    args.micro_batch_size = args.micro_batch_size or MICRO_BATCH_SIZES.get(args.model, 8)
-    args.forward_batch_size = args.forward_batch_size or 4 * args.micro_batch_size
+    args.micro_batch_size = args.micro_batch_size or min(MICRO_BATCH_SIZES.get(args.model, 8), args.batch_size // world)
+    args.forward_batch_size = args.forward_batch_size or min(4 * args.micro_batch_size, 32)
     sft_folder = checkpoint_folder("--sft-model-path", args.sft_model_path)
     tokenizer = load_tokenizer(sft_folder)
     pad_id = tokenizer.pad_token_id
@@ -564,17 +564,23 @@ def make_accelerator(args) -> Accelerator:
     set_seed(args.seed)
     CONTENTS.clear()  # another run in this process may have filled it
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    configured = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    chosen = args.model in ("2.8b", "6.9b") and world > 1 and not configured  # DDP would need too much memory
+    deepspeed = configured or chosen
     on_cpu = not torch.accelerator.is_available()
     process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # large checkpoints
     if on_cpu and deepspeed:
         process_group.backend = "gloo"
     settings = {"log_with": "tensorboard", "project_dir": args.output_dir, "kwargs_handlers": [process_group]}
     settings["mixed_precision"] = args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no")
+    if chosen:
+        settings["deepspeed_plugin"] = DeepSpeedPlugin(zero_stage=2)
     accelerator = Accelerator(cpu=on_cpu and not deepspeed, **settings)  # cpu=True would switch DeepSpeed off
     plugin = accelerator.state.deepspeed_plugin
     if accelerator.num_processes != world or bool(plugin) != deepspeed or (plugin and plugin.zero_stage == 3):
         fail("accelerate did not start what was asked for, or ZeRO-3: use a configuration of benchmark/accelerate/")
+    if chosen:
+        accelerator.print(f"no DeepSpeed configuration was given: {args.model} trains under ZeRO-2, as with zero2.yaml")
     return accelerator
 
 

@@ -40,7 +40,7 @@ import torch.nn.functional as F
 import tyro
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import WandBTracker
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import DeepSpeedPlugin, gather_object, set_seed
 from datasets import DatasetDict, load_dataset, load_from_disk
 from filelock import FileLock
 from huggingface_hub import snapshot_download
@@ -330,17 +330,23 @@ def make_accelerator(args) -> Accelerator:
     set_seed(args.seed)
     CONTENTS.clear()  # another run in this process may have filled it
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    configured = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    chosen = args.model in ("2.8b", "6.9b") and world > 1 and not configured  # DDP would need too much memory
+    deepspeed = configured or chosen
     on_cpu = not torch.accelerator.is_available()
     process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # large checkpoints
     if on_cpu and deepspeed:
         process_group.backend = "gloo"
     settings = {"log_with": "tensorboard", "project_dir": args.output_dir, "kwargs_handlers": [process_group]}
     settings["mixed_precision"] = args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no")
+    if chosen:
+        settings["deepspeed_plugin"] = DeepSpeedPlugin(zero_stage=2)
     accelerator = Accelerator(cpu=on_cpu and not deepspeed, **settings)  # cpu=True would switch DeepSpeed off
     plugin = accelerator.state.deepspeed_plugin
     if accelerator.num_processes != world or bool(plugin) != deepspeed or (plugin and plugin.zero_stage == 3):
         fail("accelerate did not start what was asked for, or ZeRO-3: use a configuration of benchmark/accelerate/")
+    if chosen:
+        accelerator.print(f"no DeepSpeed configuration was given: {args.model} trains under ZeRO-2, as with zero2.yaml")
     return accelerator
 
 

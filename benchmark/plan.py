@@ -34,8 +34,8 @@ PAPER = ("1b", "2.8b", "6.9b")
 # batch: the rows that a device takes at a time, of the validation split
 STAGES = {
     "sft": (128, 116_722, {"1b": 16, "2.8b": 8, "6.9b": 2}),
-    "reward": (64, 92_858, {"1b": 8, "2.8b": 4, "6.9b": 1}),
-    "dpo": (64, 92_858, {"1b": 8, "2.8b": 4, "6.9b": 1}),
+    "reward": (64, 92_858, {"1b": 32, "2.8b": 4, "6.9b": 1}),
+    "dpo": (64, 92_858, {"1b": 32, "2.8b": 4, "6.9b": 1}),
     "ppo": (512, 1_000_000, {"1b": 16, "2.8b": 8, "6.9b": 2}),
     "samples": (0, 6_447, {"1b": 32, "2.8b": 32, "6.9b": 32}),
 }
@@ -49,7 +49,6 @@ QUERY = 512  # columns of a query as stored
 RESPONSE, FORWARD_ROWS = 53, 32  # --response-length and --forward-batch-size of ppo.py and samples.py
 SAMPLE_ROWS = {"1b": 256, "2.8b": 128, "6.9b": 64}  # --sample-batch-size of ppo.py, 32 for other models
 PPO_EPOCHS = 4  # --num-ppo-epochs, of one optimiser step each
-FORWARD_GROUP = 4  # --forward-batch-size of reward.py and dpo.py, in micro-batches
 # TFLOP/s of training at 1b on one H100: PFLOP by seconds in results/h100/stages.csv (samples: no time is estimated)
 RATES = {"sft": 314, "reward": 176, "dpo": 190, "ppo": 326, "samples": 326}
 
@@ -227,7 +226,7 @@ def phases_of(args: Args, micro: int, sample_rows: int, offload: bool) -> dict[s
     training["logits"] = logit_bytes(args.stage, micro, logits, vocab)
     kept = {key: value for key, value in states.items() if key != "gradients"}
     if args.stage in EVALUATED:
-        rows = micro if args.stage == "sft" else FORWARD_GROUP * micro
+        rows = micro if args.stage == "sft" else min(4 * micro, FORWARD_ROWS)  # --forward-batch-size
         columns, logits = EVALUATED[args.stage]
         in_pass = forward_bytes(args.model, rows, columns, 2) + mask_bytes(args.stage, rows, columns, 0, 2)
         return {"training": training, "evaluation": kept | {"pass": in_pass, "logits": 10.0 * rows * logits * vocab}}

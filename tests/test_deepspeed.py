@@ -27,14 +27,17 @@ import sft
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def launch(folder: Path, jobs: list, **changes) -> tuple[int, str]:
-    """Exit code and output of jobs, [(what, arguments)], that two processes of a launch of accelerate do one after
-    another."""
+def launch(folder: Path, jobs: list, configured: bool = True, **changes) -> tuple[int, str]:
+    """Exit code and output of jobs, [(what, arguments)], that two processes of a launch of accelerate (or without a
+    configuration, of torchrun) do one after another."""
     config = yaml.safe_load((ROOT / "benchmark" / "accelerate" / "zero2.yaml").read_text())
     (folder / "zero2.yaml").write_text(yaml.safe_dump(config | {"num_processes": 2} | changes))
     (folder / "jobs.json").write_text(json.dumps([(what, vars(args)) for what, args in jobs]))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "zero2.yaml")]
     command += ["--main_process_port", str(free_port()), __file__, str(folder / "jobs.json")]
+    if not configured:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+        command += ["--master_port", str(free_port()), __file__, str(folder / "jobs.json")]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "WORLD_SIZE", "RANK"))}
     environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)
@@ -78,6 +81,19 @@ def test_the_plumbing_under_zero2(tmp_path):
     assert output.count("norm 1.5\n") == 2
     assert kill_runs.finish(kill_runs.fork(f"{args.output_dir}.log", lambda: toy(replace(args, resume=True)))) == 1
     assert "update_000006 cannot be loaded" in Path(f"{args.output_dir}.log").read_text()
+
+
+@pytest.mark.long
+def test_large_presets_train_under_zero2_without_a_configuration(tmp_path):
+    """The same metrics and weights as with zero2.yaml."""
+    args = replace(kill_runs.settings(tmp_path)["ppo"], track=False, micro_batch_size=2, mixed_precision="bf16")
+    runs = []
+    for configured in (True, False):
+        args = replace(args, model="6.9b", output_dir=str(tmp_path / str(configured)))
+        code, output = launch(tmp_path, [("ppo", args)], configured)
+        assert code == 0 and output.count("6.9b trains under ZeRO-2") == (not configured), output[-6000:]
+        runs.append(left_behind(Path(args.output_dir)))
+    assert runs[0] == runs[1] and runs[0]["weights"]
 
 
 @pytest.mark.long

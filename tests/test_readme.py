@@ -192,7 +192,8 @@ def h100_tables() -> list[str]:
         cells = [stage, row["items/s"], peer["items/s"] or "not measured", ratio, plan.RATES[stage]]
         cells += [f"{plan.RATES[stage] / rate:.2f}", seconds, phases]
         speed += f"| {' | '.join(map(str, cells))} |\n"
-        items, planned = plan.STAGES[stage][1], plan.plan(plan.Args(stage, gpus=1, zero=0, reserve=0))
+        asked = plan.Args(stage, gpus=1, zero=0, reserve=0, micro_batch_size=int(row["micro-batch"]))
+        items, planned = plan.STAGES[stage][1], plan.plan(asked)
         cells = [stage, f"{items:,}", f"{items / per_second / 3600:.2f}", f"{planned['hours']:.2f}"]
         cells += [f"{float(row['peak GiB']) * 2**30 / 1e9:.1f}", f"{planned['peak'] / 1e9:.1f}"]
         hours += f"| {' | '.join(cells)} |\n"
