@@ -4,21 +4,25 @@
 #
 #   bash benchmark/pretrained.sh                              # SmolLM2-135M and the published data from the Hub; one GPU
 #   bash benchmark/pretrained.sh --small [FOLDER]             # two CPU cores, two and a half hours
+#   bash benchmark/pretrained.sh --gpu [FOLDER]               # one GPU of 80 GB: ten minutes for 1,600 posts and 700 pairs
 #   bash benchmark/pretrained.sh --model FOLDER|HUB_ID ...    # another model; benchmark/smollm2.py makes one offline
 #
 #   FOLDER   raw data instead of the published sets: tldr_posts/ and tldr_comparisons/ with their columns
 #   --small  queries of at most 192 tokens (whole paragraphs go, Detail 2), small batches, learning rates that fit them
+#   --gpu    whole posts, one pass over them, and 9,984 responses each for PPO and RLOO. A small model's speed is bound by
+#            kernel launches, so batches are large where they can be, and all samples are made side by side
 #
-# Data land in data/pretrained/{model}, runs in runs/pretrained/{model}/{stage}; with --small in {model}-small. At the end
-# benchmark/pretrained.py prints the tables and draws the curves of benchmark/pretrained.md.
+# Data land in data/pretrained/{model}, runs in runs/pretrained/{model}/{stage}, with --small or --gpu in {model}-small or
+# {model}-gpu. At the end benchmark/pretrained.py prints the tables and draws the curves of benchmark/pretrained.md.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-model=HuggingFaceTB/SmolLM2-135M small="" raw="" seed=1
-usage="usage: bash benchmark/pretrained.sh [FOLDER] [--small] [--model FOLDER|HUB_ID]"
+model=HuggingFaceTB/SmolLM2-135M small="" gpu="" raw="" seed=1
+usage="usage: bash benchmark/pretrained.sh [FOLDER] [--small | --gpu] [--model FOLDER|HUB_ID]"
 while (($#)); do
     case $1 in
-        --small) small=-small ;;
+        --small) small=-small gpu="" ;;
+        --gpu) gpu=-gpu small="" ;;
         --model) [[ -n ${2:-} ]] || { echo "error: --model needs a value; $usage" >&2 && exit 1; }
             model=$2 && shift ;;
         -*) echo "error: unknown argument $1; $usage" >&2 && exit 1 ;;
@@ -36,10 +40,11 @@ fi
 source quickstart/setup.sh requirements.txt
 export TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)}
 
-name=$(basename "$model")$small
+name=$(basename "$model")$small$gpu
 data=data/pretrained/$name runs=runs/pretrained/$name
 common=(--model "$name" --seed "$seed" --resume) # a run that has ended is left as it is
-lengths=() sft=() reward=() dpo=() ppo=() rloo=() # of the full data: the paper's settings, which are the defaults
+output=benchmark/results/pretrained
+lengths=() sft=() reward=() dpo=() ppo=() rloo=() samples=() # of the full data: the paper's settings, which are the defaults
 if [[ $small ]]; then
     lengths=(--max-query-length 192)
     sft=(--batch-size 16 --micro-batch-size 4 --learning-rate 1e-4 --total-episodes 640 --save-every 10)
@@ -50,6 +55,16 @@ if [[ $small ]]; then
     rloo=(--batch-size 32 --micro-batch-size 8 --learning-rate 2e-5 --total-episodes 512 --save-every 2)
     # of a processor that multiplies bfloat16 by itself; without such instructions it is seven times slower than float32
     if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo 2>/dev/null; then common+=(--mixed-precision bf16); fi
+fi
+if [[ $gpu ]]; then
+    output+=_gpu
+    sft=(--batch-size 16 --micro-batch-size 16 --learning-rate 1e-4)
+    reward=(--batch-size 16 --micro-batch-size 16 --learning-rate 5e-5)
+    dpo=(--batch-size 16 --micro-batch-size 16 --learning-rate 5e-6)
+    rloo=(--batch-size 256 --micro-batch-size 32 --sample-batch-size 256 --total-episodes 9984 --save-every 13)
+    rloo+=(--learning-rate 1e-5)
+    ppo=("${rloo[@]}" --lam 1) # as with --small
+    samples=(--forward-batch-size 256)
 fi
 
 # ---- data -----------------------------------------------------------------------------------------------------------
@@ -77,12 +92,17 @@ python ppo.py "${common[@]}" "${online[@]}" --output-dir "$runs/ppo" ${ppo[@]+"$
 python variants/rloo.py "${common[@]}" "${online[@]}" --output-dir "$runs/rloo" ${rloo[@]+"${rloo[@]}"}
 
 # ---- samples and tables ---------------------------------------------------------------------------------------------
+sample() { # summaries of a stage's model for the posts of a data set
+    local checkpoint=$runs/$1 folder=$runs/samples/$2/$1
+    [[ $1 != zero_shot ]] || checkpoint=$model
+    [[ -e $folder/eval/rouge.csv ]] || python eval/samples.py "$checkpoint" --seed "$seed" --dataset "$data/$2/sft" \
+        --reward-model-path "$runs/reward" --splits validation --output-dir "$folder" ${samples[@]+"${samples[@]}"}
+}
+jobs=()
 for stage in zero_shot sft dpo ppo rloo; do
-    checkpoint=$([[ $stage == zero_shot ]] && echo "$model" || echo "$runs/$stage")
     for what in tldr invented; do
-        [[ -e $runs/samples/$what/$stage/eval/rouge.csv ]] || python eval/samples.py "$checkpoint" --seed "$seed" \
-            --dataset "$data/$what/sft" --reward-model-path "$runs/reward" --splits validation \
-            --output-dir "$runs/samples/$what/$stage"
+        if [[ $gpu ]]; then sample $stage $what & jobs+=($!); else sample $stage $what; fi
     done
 done
-python benchmark/pretrained.py --runs "$runs" --data "$data/tldr" --output benchmark/results/pretrained
+for job in ${jobs[@]+"${jobs[@]}"}; do wait "$job"; done
+python benchmark/pretrained.py --runs "$runs" --data "$data/tldr" --output $output

@@ -732,6 +732,13 @@ def test_ppo(start, record_property, whiten_rewards):
     hold_ppo(run, value_model, ppo_by_hand(run, value_model, score), record_property)
 
 
+@pytest.mark.long  # compiles for a minute
+def test_ppo_compile(start, record_property):
+    run = on_policy(start, "ppo_compile.py", "", reward_model_path=start.reward, whiten_rewards=False, **PPO)
+    value_model, score = plain(start.reward, with_head=True), score_by(plain(start.reward, with_head=True))
+    hold_ppo(run, value_model, ppo_by_hand(run, value_model, score), record_property)
+
+
 def test_ppo_value(start, record_property):
     """Returns with a lambda of their own. In the first two updates the policy keeps its bytes; then its Adam starts."""
     settings = {"reward_model_path": start.reward, "whiten_rewards": False, "lam_value": 1.0, "value_warmup": 2}

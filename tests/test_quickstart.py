@@ -633,7 +633,13 @@ def test_the_hunks_of_the_readme_are_those_of_its_diff():
     assert words[0][words[0].index("python ppo_short.py") :] in words[1]
 
 
-@pytest.mark.parametrize("name", [path.stem for path in sorted((ROOT / "ablations").glob("*.diff"))])
+LONG = {"compile": pytest.mark.long}  # for a minute
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(p.stem, marks=LONG.get(p.stem, ())) for p in sorted((ROOT / "ablations").glob("*.diff"))],
+)
 def test_the_command_of_an_ablation_runs(fast_work, name):
     """That of its header, for two updates, with the script that the diff makes of today's ppo.py or dpo.py."""
     head = (ROOT / "ablations" / f"{name}.diff").read_text().partition("\ndiff --git")[0]

@@ -32,8 +32,11 @@ from conftest import (
 from datasets import load_from_disk
 from transformers import AutoConfig
 
+import ppo
+
 rloo, grpo, online_dpo = (script(f"variants/{name}.py") for name in ("rloo", "grpo", "online_dpo"))
-ppo_function, simpo, ppo_value = (script(f"{name}.py") for name in ("ppo_function", "simpo", "ppo_value"))
+ABLATIONS = ("ppo_function", "simpo", "ppo_value", "ppo_compile")
+ppo_function, simpo, ppo_value, ppo_compile = (script(f"{name}.py") for name in ABLATIONS)
 ROOT = Path(__file__).resolve().parents[1]
 COPIES = ("rloo", "grpo", "online_dpo")
 SEED, BATCH, K, LENGTH = 3, 24, 4, 6
@@ -403,6 +406,16 @@ def test_flags_that_cannot_be_are_refused(start, tmp_path, module, changes, name
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
+def test_compiled_layers_keep_the_first_ratio_at_1(start, tmp_path):
+    """In bfloat16 as well. Sampling is not compiled, so the first samples and their scores are those of ppo.py."""
+    lines = run(start, tmp_path / "compiled", ppo_compile, mixed_precision="bf16")
+    plain = run(start, tmp_path / "plain", ppo, mixed_precision="bf16")
+    assert [line["policy/first_ratio_deviation"] for line in lines] == [0, 0, 0] and lines[0]["objective/kl"] == 0
+    assert lines[0]["response/length"] == plain[0]["response/length"]
+    assert lines[0]["policy/sampling_logprob_difference_max"] != plain[0]["policy/sampling_logprob_difference_max"]
+
+
 # ---- two processes, and kill -9 -----------------------------------------------------------------------------------
 
 
@@ -413,7 +426,7 @@ def command(start, name: str, folder: Path, *flags) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [*COPIES, "ppo_function", "simpo", "ppo_value"])
+@pytest.mark.parametrize("name", [*COPIES, *ABLATIONS])
 def test_two_processes_are_one(start, tmp_path, name):
     expected = run(start, tmp_path / "one", globals()[name], micro_batch_size=8)
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
@@ -433,7 +446,7 @@ def test_two_processes_are_one(start, tmp_path, name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [*COPIES, "ppo_function", "simpo", "ppo_value"])
+@pytest.mark.parametrize("name", [*COPIES, *ABLATIONS])
 def test_a_killed_run_resumes_to_the_same_bytes(start, tmp_path, name):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     whole, killed = (command(start, name, tmp_path / folder) for folder in ("whole", "killed"))

@@ -7,7 +7,8 @@
     decoding                one token for 32 to 512 rows, as Python launches it and as a captured CUDA graph
                             -> decoding.csv
     ppo, sft, reward, dpo   the stage scripts: speed, share of the matrix product's rate, memory -> stages.csv
-    trl                     TRL's trainers on the same rows, where benchmark/speed/peers.sh has put them -> trl.csv
+    trl                     TRL's trainers but PPO's, which takes minutes, on the same rows, where
+                            benchmark/speed/peers.sh has put them -> trl.csv
     page                    all of it as Markdown, beside what the arithmetic asks for -> page.md; needs no GPU
 
 Needs no Hub. Every part but `page` ends with writing the page. A part fails, with exit code 1 and a line on the page,
@@ -50,8 +51,8 @@ QUERY, RESPONSE = 512, 53  # columns that decoding takes
 SIZES = {
     "ppo": ((512, 16), (16, 4)),
     "sft": ((128, 16), (16, 4)),
-    "reward": ((64, 8), (16, 4)),
-    "dpo": ((64, 8), (16, 4)),
+    "reward": ((64, 32), (16, 4)),
+    "dpo": ((64, 32), (16, 4)),
 }
 UPDATES = {"ppo": (2, 1), "sft": (4, 1), "reward": (4, 1), "dpo": (4, 1)}  # of a run, and those that do not count
 # training of an update of 512 episodes with queries of 512 tokens, and the seconds that the whole update may take
@@ -456,9 +457,9 @@ def stage(args: Args, name: str):
 
 def trl(args: Args):
     table = []
-    for name in ("sft", "reward", "dpo", "ppo"):
+    for name in ("sft", "reward", "dpo"):
         asked, work = settings(args, name, args.tiny)
-        version = "1.11.0" if name == "ppo" else "1.16.0"
+        version = "1.16.0"
         if not (ROOT / asked.peers / f"trl-{version}").exists():
             table.append({"stage": name, "TRL": version, "items/s": "not installed", "peak GiB": ""})
             continue
