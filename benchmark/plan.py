@@ -69,6 +69,8 @@ class Args:
     """rows, pairs or episodes per device and pass; default: as the script chooses"""
     sample_batch_size: int | None = None
     """ppo: episodes that a device samples at a time; default: as the script chooses"""
+    lora_r: int = 0
+    """ppo: rank of the adapters of ppo_lora.py (ablations/lora.diff); 0: all weights are trained"""
     reward_models: int = 1
     """reward models that score: of ensembles/ppo.py its members, and one more for a --gold that is a model"""
     offload: bool | None = None
@@ -125,11 +127,23 @@ def size_of(model: str, head: bool) -> int:
     return sum(numbers * count for _, numbers, count in tensors(model, head))
 
 
-def parameters(stage: str, model: str, reward_models: int) -> tuple[int, int]:
-    """(trained, frozen) parameters of a stage. ppo: policy and value model, reference and reward models; the reference
-    of dpo has left memory before training begins; samples: the policy and reward models."""
+def adapter_size(model: str, rank: int) -> int:
+    """Parameters of LoRA adapters of all linear layers but the head: rank for each input and output."""
+    width, layers, _, _ = SHAPES[model]
+    if model in LLAMA:
+        keys, inner = LLAMA[model]
+        return layers * rank * (4 * width + 2 * (width + keys) + 3 * (width + inner))
+    return layers * rank * (4 + 2 + 5 + 5) * width
+
+
+def parameters(stage: str, model: str, reward_models: int, lora_r: int = 0) -> tuple[int, int]:
+    """(trained, frozen) parameters of a stage. ppo: policy and value model, reference and reward models; with LoRA,
+    adapters and the value model's head are trained; the reference of dpo has left memory before training begins;
+    samples: the policy and reward models."""
     language, reward = size_of(model, True), size_of(model, False)
     trained = {"sft": language, "reward": reward, "dpo": language, "ppo": language + reward, "samples": 0}[stage]
+    if lora_r:
+        trained = 2 * adapter_size(model, lora_r) + SHAPES[model][0] + 1
     return trained, (language + reward_models * reward if stage in ("ppo", "samples") else 0)
 
 
@@ -166,14 +180,14 @@ def state_bytes(trained: int, gpus: int, zero: int, bits: int, offload_optimizer
     }
 
 
-def activation_bytes(model: str, passes: list[tuple[int, int]], size: int) -> float:
+def activation_bytes(model: str, passes: list[tuple[int, int]], size: int, lora: bool = False) -> float:
     """Bytes kept for the backward pass of passes over (rows, columns); size: 4 in float32, 2 in bfloat16. A layer of
     GPT-NeoX keeps 18 numbers per token and unit of width: its input, two layer norms' outputs (1 + 2), queries, keys
     and values (3), rotated queries and keys (2), attention's output (1) twice over in the head's and in the model's
     order, and the MLP's two inner ones (8). A Llama's gated MLP and norms make it 20, and 28 under autocast,
-    where the norms keep float32 (both measured)."""
+    where the norms keep float32 (both measured). Adapters of a GPT-NeoX under autocast make it 20 (measured)."""
     width, layers, _, _ = SHAPES[model]
-    kept = 18 if model not in LLAMA else 20 if size == 4 else 28
+    kept = (20 if lora else 18) if model not in LLAMA else 20 if size == 4 else 28
     return float(sum(rows * columns * (kept * layers + 1) for rows, columns in passes) * width * size)
 
 
@@ -213,7 +227,7 @@ def sampling_bytes(model: str, rows: int) -> dict[str, float]:
 def phases_of(args: Args, micro: int, sample_rows: int, offload: bool) -> dict[str, dict[str, float]]:
     """{phase: {term: bytes of a device}} of a stage; `micro` rows of a pass, `sample_rows` of sampling."""
     _, layers, _, vocab = SHAPES[args.model]
-    trained, frozen = parameters(args.stage, args.model, args.reward_models)
+    trained, frozen = parameters(args.stage, args.model, args.reward_models, args.lora_r)
     if args.stage == "samples":  # bfloat16 weights; a response is sampled, then scored
         return {"sampling and scoring": {"weights": 2.0 * frozen} | sampling_bytes(args.model, micro)}
     states = state_bytes(trained, args.gpus, args.zero, 16 if args.zero else 32, args.offload_optimizer)
@@ -221,7 +235,7 @@ def phases_of(args: Args, micro: int, sample_rows: int, offload: bool) -> dict[s
         states["bfloat16 weights"] = 2.0 * trained
     columns, logits = COLUMNS[args.stage]
     passes = [(micro, columns)] * (2 if args.stage == "ppo" else 1)  # policy and value model
-    training = states | {"activations": activation_bytes(args.model, passes, 2)}
+    training = states | {"activations": activation_bytes(args.model, passes, 2, args.lora_r > 0)}
     training["activations"] += mask_bytes(args.stage, micro, columns, layers, 2)
     training["logits"] = logit_bytes(args.stage, micro, logits, vocab)
     kept = {key: value for key, value in states.items() if key != "gradients"}
@@ -251,7 +265,7 @@ def host_bytes(args: Args, offload: bool) -> float:
     """The most that the processes of a machine hold in its memory: when they start, each with one model at a time in
     float32 and the page-locked copies of the offloaded ones, or when the main process copies the trained weights to
     save them. Checkpoint files are mapped and do not count."""
-    trained, _ = parameters(args.stage, args.model, args.reward_models)
+    trained, _ = parameters(args.stage, args.model, args.reward_models, args.lora_r)
     language, reward = (4.0 * size_of(args.model, head) for head in (True, False))
     pinned = [frozen_bytes(tensors(args.model, head), args.zero, True) * offload for head in (True, False)]
     models = {  # (bytes in float32, bytes that stay) in the order in which they are loaded
@@ -274,11 +288,11 @@ def host_bytes(args: Args, offload: bool) -> float:
 # ==== time ========================================================================================
 
 
-def item_flop(stage: str, model: str, reward_models: int) -> float:
+def item_flop(stage: str, model: str, reward_models: int, lora_r: int = 0) -> float:
     """FLOP of an item's real tokens, as benchmark/speed/throughput.py counts them: 2 for each weight of a matrix and
     token, 4 for each unit of width, token and key that attention sees, and the head where a loss or a sample reads it.
-    A backward pass costs two forward ones. dpo: also the reference's pass. ppo: 4 epochs and a look with both models,
-    the reference, sampling, the reward models."""
+    A backward pass costs two forward ones, with LoRA one, as frozen weights get no gradient. dpo: also the reference's
+    pass. ppo: 4 epochs and a look with both models, the reference, sampling, the reward models."""
     width, layers, _, vocab = SHAPES[model]
     keys_width, inner = LLAMA.get(model, (width, 4 * width))
     matrices = 2 * width * (width + keys_width) + (3 if model in LLAMA else 2) * width * inner
@@ -288,8 +302,9 @@ def item_flop(stage: str, model: str, reward_models: int) -> float:
     body = 2 * layers * matrices * tokens + 4 * layers * width * keys
     head = 2 * vocab * width
     if stage == "ppo":
-        passes = 2 * (3 * PPO_EPOCHS + 1) + 1 + 1 + reward_models
-        return passes * body + (3 * PPO_EPOCHS + 1 + 1 + 1) * head * sum(responses)  # policy, reference, sampling
+        epoch = 2 if lora_r else 3
+        passes = 2 * (epoch * PPO_EPOCHS + 1) + 1 + 1 + reward_models
+        return passes * body + (epoch * PPO_EPOCHS + 1 + 1 + 1) * head * sum(responses)  # policy, reference, sampling
     passes = {"sft": 3, "reward": 3, "dpo": 4, "samples": 0}[stage]
     read = {"sft": tokens, "reward": 0, "dpo": sum(responses), "samples": 0}[stage]
     return float(passes * (body + head * read))
@@ -307,15 +322,19 @@ def plan(args: Args) -> dict:
     batch, items, chosen = STAGES[args.stage]
     if batch % args.gpus:
         fail(f"a batch of {batch} does not split over {args.gpus} devices")
+    if args.lora_r and (args.stage != "ppo" or args.zero or args.offload):
+        fail("--lora-r is of ppo alone, with --zero 0 and without --offload")
     share = batch // args.gpus or FORWARD_ROWS
     micro = args.micro_batch_size or min(chosen.get(args.model, 8), share)
     sample_rows = min(args.sample_batch_size or SAMPLE_ROWS.get(args.model, 32), share)
-    offload = args.stage == "ppo" and (args.model == "6.9b" if args.offload is None else args.offload)
+    offload = args.stage == "ppo" and (
+        args.model == "6.9b" and not args.lora_r if args.offload is None else args.offload
+    )
     phases = phases_of(args, micro, sample_rows, offload)
     travel = sum(frozen_models(args)) if offload else 0.0
     travel_seconds = travel / (args.link * 1e9)
     flops = 1e12 * (args.flops or RATES[args.stage])
-    arithmetic = item_flop(args.stage, args.model, args.reward_models) * items / (args.gpus * flops)
+    arithmetic = item_flop(args.stage, args.model, args.reward_models, args.lora_r) * items / (args.gpus * flops)
     return {
         "micro_batch_size": micro,
         "micro_batches": -(-batch // args.gpus // micro) or 1,
@@ -341,6 +360,8 @@ def first_that_fits(args: Args) -> str:
     """For a cell of the table: the largest micro-batch on one device, plain or with Adam's states in the machine's
     memory, if need be with fewer episodes sampled at a time; "no" if nothing fits."""
     ways = {"plain": {"zero": 0}, "zero2_offload": {"zero": 2, "offload_optimizer": True}}
+    if args.lora_r:
+        ways = {"LoRA": {"zero": 0}}
     chosen = plan(args)["sample_batch_size"]
     for way, changes in ways.items():
         for halved in range(chosen.bit_length() if args.stage == "ppo" else 1):
@@ -366,6 +387,11 @@ def table() -> str:
             cells += [largest_micro_batch(args) or "none", hours, f"{found['host'] / 1e9:.0f}", travel]
             cells += [first_that_fits(replace(args, gpus=1, gpu_memory=memory)) for memory in (80, 24)]
             text += f"| {' | '.join(map(str, cells))} |\n"
+    text += "\n| PPO on one GPU with LoRA of rank 16: micro-batch | 24 GB | 40 GB | 80 GB |\n" + "|---" * 4 + "|\n"
+    for model in PAPER:
+        args = Args("ppo", model, gpus=1, zero=0, lora_r=16)
+        cells = [first_that_fits(replace(args, gpu_memory=memory)) for memory in (24, 40, 80)]
+        text += f"| {' | '.join([model, *cells])} |\n"
     return text
 
 

@@ -254,7 +254,7 @@ def hold(run, models: dict, by_hand, record_property, saved=("model",), changed_
         for key, mean in means.items():
             assert close(metrics[update][key], mean, 1e-4), (update, key)
     assert all(line.get("policy/first_ratio_deviation", 0) == 0 for line in metrics.values())
-    for (prefix, model), folder in zip(models.items(), saved, strict=True):
+    for (prefix, model), folder in zip(models.items(), saved, strict=bool(saved)):
         left = plain(f"{run.output_dir}/{folder}", hasattr(model, "score"))
         for name, weight in left.named_parameters():
             found, tolerance = weights[prefix + name].double(), 1e-7
@@ -737,6 +737,45 @@ def test_ppo_compile(start, record_property):
     run = on_policy(start, "ppo_compile.py", "", reward_model_path=start.reward, whiten_rewards=False, **PPO)
     value_model, score = plain(start.reward, with_head=True), score_by(plain(start.reward, with_head=True))
     hold_ppo(run, value_model, ppo_by_hand(run, value_model, score), record_property)
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer with the weight W + scale B A, of which only A (given) and B (0) train."""
+
+    def __init__(self, layer, a, scale: float):
+        super().__init__()
+        self.base_layer, self.scale = layer.requires_grad_(False), scale
+        sizes = {"dtype": torch.float64, "bias": False}
+        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(a.shape[1], len(a), **sizes)})
+        self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(len(a), layer.out_features, **sizes)})
+        self.lora_A["default"].weight.data.copy_(a)
+        torch.nn.init.zeros_(self.lora_B["default"].weight)
+
+    def weight(self):
+        return self.base_layer.weight + self.scale * self.lora_B["default"].weight @ self.lora_A["default"].weight
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight(), self.base_layer.bias)
+
+
+def test_ppo_lora(start, record_property):
+    """Gradients of A and B, of the value model's head, and of nothing else."""
+    settings = {"reward_model_path": start.reward, "whiten_rewards": False, "lora_r": 2, "lora_alpha": 64}
+    run = on_policy(start, "ppo_lora.py", "", **settings, **PPO)
+    value_model, score = plain(start.reward, with_head=True), score_by(plain(start.reward, with_head=True))
+    models = {"policy.": run.policy, "value_model.model.": value_model}
+    for prefix, model in models.items():
+        for parameter in model.base_model.parameters():
+            parameter.requires_grad_(False)
+        model.requires_grad_(False)
+        for name, layer in list(model.base_model.named_modules(prefix=model.base_model_prefix)):
+            if isinstance(layer, torch.nn.Linear):
+                parent, _, child = name.rpartition(".")
+                a = run.steps[0].weights[f"{prefix}{name}.lora_A.default.weight"]
+                setattr(model.get_submodule(parent), child, Adapted(layer, a, 64 / 2))
+    value_model.score.requires_grad_(True)
+    hold(run, models, ppo_by_hand(run, value_model, score), record_property, saved=())
+    assert any(line["policy/clip_fraction"] > 0 for line in run.metrics)
 
 
 def test_ppo_value(start, record_property):

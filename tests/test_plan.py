@@ -4,12 +4,13 @@ import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import plan
 import pytest
 import throughput
 import torch
-from conftest import read_csv
+from conftest import read_csv, script
 from datasets import Dataset, DatasetDict
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
@@ -130,6 +131,7 @@ def test_an_update_of_ppo_by_hand():
     head = 2 * 50304 * 2048 * 37
     assert plan.item_flop("ppo", "1b", 1) == 29 * body + 15 * head
     assert plan.item_flop("ppo", "1b", 3) == 31 * body + 15 * head
+    assert plan.item_flop("ppo", "1b", 1, lora_r=8) == 21 * body + 11 * head  # no gradients of frozen weights
     body = 2 * 3_538_944 * 30 * 390 + 4 * 30 * 576 * 390**2 / 2
     assert plan.item_flop("ppo", "135m", 1) == 29 * body + 15 * 2 * 49153 * 576 * 37
 
@@ -174,6 +176,39 @@ def with_gradients(model):
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return model
+
+
+def test_adapters_are_those_of_peft():
+    for model in ("pythia", "llama"):
+        policy, value = language_model(model), classifier(model)
+        counts = [x.get_nb_trainable_parameters()[0] for x in (add_adapters(policy), add_adapters(value))]
+        assert counts == [plan.adapter_size(model, 8)] * 2
+        assert plan.parameters("ppo", model, 1, 8)[0] == sum(counts) + value.score.weight.numel() + 1
+
+
+def add_adapters(model):
+    return script("ppo_lora.py").add_adapters(model, SimpleNamespace(lora_r=8, lora_alpha=8))
+
+
+def test_activations_of_adapters_under_autocast():
+    """Of frozen layers in bfloat16, policy and value model."""
+    both, loss, passes, columns = losses("ppo")
+    for model in (both.policy, both.value_model.model):
+        model.requires_grad_(False)
+        for layer in model.modules():
+            layer.to(torch.bfloat16 if isinstance(layer, torch.nn.Linear) else None)
+        add_adapters(model)
+    head = both.value_model.model.score.float().requires_grad_(True)
+    for parameter in [x for x in both.parameters() if x.requires_grad]:
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            found = loss()
+        found.backward()
+
+    expected = plan.activation_bytes("pythia", passes, 2, lora=True) + plan.logit_bytes("ppo", 4, columns, VOCAB)
+    assert expected == pytest.approx(peak_bytes(step), rel=0.07) and head.weight.grad.abs().sum() > 0
 
 
 def losses(stage: str):

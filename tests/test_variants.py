@@ -35,8 +35,8 @@ from transformers import AutoConfig
 import ppo
 
 rloo, grpo, online_dpo = (script(f"variants/{name}.py") for name in ("rloo", "grpo", "online_dpo"))
-ABLATIONS = ("ppo_function", "simpo", "ppo_value", "ppo_compile")
-ppo_function, simpo, ppo_value, ppo_compile = (script(f"{name}.py") for name in ABLATIONS)
+ABLATIONS = ("ppo_function", "simpo", "ppo_value", "ppo_compile", "ppo_lora")
+ppo_function, simpo, ppo_value, ppo_compile, ppo_lora = (script(f"{name}.py") for name in ABLATIONS)
 ROOT = Path(__file__).resolve().parents[1]
 COPIES = ("rloo", "grpo", "online_dpo")
 SEED, BATCH, K, LENGTH = 3, 24, 4, 6

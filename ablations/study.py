@@ -1,12 +1,14 @@
-"""What value.diff does on the quick start: PPO with the reward model and with the truth as the reward, each as it is,
-with --lam-value 1, and with --value-warmup 5 as well, on the same seeds.
+"""What value.diff and lora.diff do on the quick start, on the same seeds.
 
-    python ablations/value_study.py             # table and figure of the committed rows
-    python ablations/value_study.py --run 1 2   # make the runs of these seeds whose row is missing, ten minutes each
+    python ablations/study.py value             # table and figure of the committed rows
+    python ablations/study.py lora --run 1 2    # make the runs of these seeds whose row is missing, seven minutes each
+
+value: PPO with the reward model and with the truth as the reward, each as it is, with --lam-value 1, and with
+--value-warmup 5 as well. lora: ranks 1, 4 and 16 at ten times the learning rate, beside PPO as it is.
 
 The runs need `bash quickstart/run.sh --seed N` of each seed, and take the thread count from OMP_NUM_THREADS. Truth, KL
-and words come from ../variants/compare.py (temperature 0.01, KL at 0.7). A row is added to results/value.csv as soon as
-its run has ended, and its curve to results/value_curves.csv. Intervals are 95 % t intervals over the seeds.
+and words come from ../variants/compare.py (temperature 0.01, KL at 0.7). A row is added to results/STUDY.csv as soon as
+its run has ended, and its curve to results/STUDY_curves.csv. Intervals are 95 % t intervals over the seeds.
 """
 
 import os
@@ -16,6 +18,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
 import matplotlib.pyplot as plt
 import pandas
@@ -26,23 +29,29 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 DATA = "data/quickstart/posts-1"
 RUNS = "runs/quickstart/posts-1"
-SETTINGS = {"as it is": [], "lam-value 1": ["--lam-value", "1"]}
-SETTINGS["lam-value 1, warm-up 5"] = ["--lam-value", "1", "--value-warmup", "5"]
-REWARDS = ("reward model", "truth")
+VALUE = {"as it is": [], "lam-value 1": ["--lam-value", "1"]}
+VALUE["lam-value 1, warm-up 5"] = ["--lam-value", "1", "--value-warmup", "5"]
+RANKS = {f"rank {rank}": ["--lora-r", str(rank), "--learning-rate", "1e-3"] for rank in (1, 4, 16)}
+STUDIES = {"value": [("reward model", VALUE), ("truth", VALUE)], "lora": [("reward model", RANKS)]}
 NUMBERS = {"truth": "truth", "kl": "KL", "value_loss_10": "value loss at update 10"}
 
 
 @dataclass
 class Args:
+    study: Annotated[Literal["value", "lora"], tyro.conf.Positional]
+    """what to compare"""
     run: list[int] = field(default_factory=list)
     """seeds to run; without any, only table and figure are made"""
 
 
-def make_scripts(folder: Path) -> dict[str, Path]:
-    """Make ppo_value.py and its counterpart for ppo_function.py in a folder. Returns them by their kind of reward."""
+def make_scripts(study: str, folder: Path) -> dict[str, Path]:
+    """Make the scripts of a study in a folder. Returns them by their kind of reward; for value, that with the truth
+    joins two diffs."""
     shutil.copy(ROOT / "ppo.py", folder)
-    for name in ("value", "function"):
+    for name in ("value", "function", "lora"):
         subprocess.run(["git", "apply", ROOT / "ablations" / f"{name}.diff"], cwd=folder, check=True)
+    if study == "lora":
+        return {"reward model": folder / "ppo_lora.py"}
     shutil.copy(folder / "ppo_function.py", folder / "ppo_function_value.py")
     merge = ["git", "merge-file", "--ours", "ppo_function_value.py", "ppo.py", "ppo_value.py"]
     subprocess.run(merge, cwd=folder, check=True)
@@ -55,14 +64,14 @@ def append(path: Path, rows: list[dict]):
     pandas.DataFrame(rows).to_csv(path, mode="a", header=not path.exists(), index=False, float_format="%.6g")
 
 
-def make_run(script: Path, reward: str, setting: str, seed: int):
+def make_run(study: str, script: Path, reward: str, setting: str, flags: list[str], seed: int):
     """Train, sample and compare one run, and add its row and its curve to the results."""
     name = f"{reward} {setting}".replace(" ", "_").replace(",", "")
-    run = ROOT / "runs" / "value_study" / name / str(seed)
+    run = ROOT / "runs" / "study" / name / str(seed)
     sft = f"{RUNS}/sft/nano-s/{seed}"
     command = [script, "--model", "nano-s", "--seed", seed, "--output-dir", run, "--sft-model-path", sft]
-    command += ["--dataset", f"{DATA}/tldr/sft", "--learning-rate", "1e-4", "--batch-size", 64, "--sample-every", 0]
-    command += ["--micro-batch-size", 16, "--total-episodes", 3840, "--save-every", 10, *SETTINGS[setting]]
+    command += ["--dataset", f"{DATA}/tldr/sft", "--batch-size", 64, "--micro-batch-size", 16, "--sample-every", 0]
+    command += ["--total-episodes", 3840, "--save-every", 10, "--learning-rate", "1e-4", *flags]  # the last one counts
     source = ["--reward-model-path", f"{RUNS}/reward/nano-s/{seed}"]
     if reward == "truth":
         source = ["--reward-function", "quickstart/truth.py:score"]
@@ -79,8 +88,11 @@ def make_run(script: Path, reward: str, setting: str, seed: int):
     numbers = {key: found[key] for key in ("truth", "win_rate", "wrong_facts", "words", "kl", "seconds")}
     value_loss = metrics.set_index("update")["loss/value"]
     curve = metrics[["update", "loss/value", "objective/kl", "objective/score"]]
-    append(RESULTS / "value_curves.csv", [row | line for line in curve.to_dict("records")])
-    append(RESULTS / "value.csv", [row | numbers | {"value_loss_10": value_loss[10]}])
+    numbers |= {"value_loss_10": value_loss[10]}
+    if study == "lora":
+        numbers["checkpoint_mb"] = sum(x.stat().st_size for x in (run / "checkpoints/update_000060").iterdir()) / 1e6
+    append(RESULTS / f"{study}_curves.csv", [row | line for line in curve.to_dict("records")])
+    append(RESULTS / f"{study}.csv", [row | numbers])
 
 
 def interval(values: pandas.Series) -> str:
@@ -91,14 +103,15 @@ def interval(values: pandas.Series) -> str:
     return f"{values.mean():+.3f} ({low:+.3f} to {high:+.3f})"
 
 
-def table(rows: pandas.DataFrame) -> list[str]:
+def table(study: str, rows: pandas.DataFrame) -> list[str]:
     """Return a Markdown table: means over seeds, and paired differences to PPO as it is."""
-    lines = ["| reward | value model | seeds | " + " | ".join(f"{x} | difference" for x in NUMBERS.values()) + " |"]
+    lines = ["| reward | setting | seeds | " + " | ".join(f"{x} | difference" for x in NUMBERS.values()) + " |"]
     lines.append("|" + "---|" * (3 + 2 * len(NUMBERS)))
-    for reward in REWARDS:
-        plain = rows[(rows["reward"] == reward) & (rows["setting"] == "as it is")].set_index("seed")
-        for setting in SETTINGS:
-            found = rows[(rows["reward"] == reward) & (rows["setting"] == setting)].set_index("seed")
+    for reward, settings in STUDIES[study]:
+        runs = {name: found.set_index("seed") for name, found in rows[rows["reward"] == reward].groupby("setting")}
+        plain = runs["as it is"]
+        for setting in {"as it is": [], **settings}:
+            found = runs.get(setting, plain[:0])
             cells = [reward, setting, str(len(found))]
             for key in NUMBERS:
                 difference = (found[key] - plain[key]).dropna()
@@ -108,14 +121,15 @@ def table(rows: pandas.DataFrame) -> list[str]:
     return lines
 
 
-def draw(curves: pandas.DataFrame, path: Path):
+def draw(study: str, curves: pandas.DataFrame, path: Path):
     """Draw value loss and KL over the updates: a thin line for each seed, a thick one for their mean."""
-    figure, plots = plt.subplots(2, 2, figsize=(10, 7), sharex=True, layout="constrained")
-    for plots_of_reward, reward in zip(plots, REWARDS, strict=True):
+    kinds = len(STUDIES[study])
+    figure, plots = plt.subplots(kinds, 2, figsize=(10, 3.5 * kinds), sharex=True, layout="constrained", squeeze=False)
+    for (reward, settings), row in zip(STUDIES[study], plots, strict=True):
         for plot, (column, label) in zip(
-            plots_of_reward, {"loss/value": "value loss", "objective/kl": "KL (nats)"}.items(), strict=True
+            row, {"loss/value": "value loss", "objective/kl": "KL (nats)"}.items(), strict=True
         ):
-            for color, setting in enumerate(SETTINGS):
+            for color, setting in enumerate({"as it is": [], **settings}):
                 found = curves[(curves["reward"] == reward) & (curves["setting"] == setting)]
                 runs = found.pivot(index="update", columns="seed", values=column)
                 plot.plot(runs, color=f"C{color}", alpha=0.3, linewidth=0.8)
@@ -127,20 +141,24 @@ def draw(curves: pandas.DataFrame, path: Path):
     figure.savefig(path, dpi=100)
 
 
+def read(study: str, name: str = "") -> pandas.DataFrame:
+    """Return the rows of a study, and of value's runs with nothing changed, or with name="_curves" their curves."""
+    files = [path for key in ("value", study) if (path := RESULTS / f"{key}{name}.csv").exists()]
+    return pandas.concat(map(pandas.read_csv, dict.fromkeys(files)))
+
+
 def main(args: Args):
-    path = RESULTS / "value.csv"
     with tempfile.TemporaryDirectory() as folder:
         for seed in args.run:
-            scripts = make_scripts(Path(tempfile.mkdtemp(dir=folder)))
-            for reward in REWARDS:
-                for setting in SETTINGS:
-                    done = pandas.read_csv(path) if path.exists() else pandas.DataFrame(columns=["reward"])
-                    is_done = (done["reward"] == reward) & (done.get("setting") == setting) & (done.get("seed") == seed)
+            scripts = make_scripts(args.study, Path(tempfile.mkdtemp(dir=folder)))
+            for reward, settings in STUDIES[args.study]:
+                for setting, flags in settings.items():
+                    done = read(args.study)
+                    is_done = (done["reward"] == reward) & (done["setting"] == setting) & (done["seed"] == seed)
                     if not is_done.any():
-                        make_run(scripts[reward], reward, setting, seed)
-    rows = pandas.read_csv(path)
-    print("\n".join(table(rows)))
-    draw(pandas.read_csv(RESULTS / "value_curves.csv"), RESULTS / "value.png")
+                        make_run(args.study, scripts[reward], reward, setting, flags, seed)
+    print("\n".join(table(args.study, read(args.study))))
+    draw(args.study, read(args.study, "_curves"), RESULTS / f"{args.study}.png")
 
 
 if __name__ == "__main__":

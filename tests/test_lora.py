@@ -1,0 +1,113 @@
+"""ablations/lora.diff: twins that share their weights, adapters that plain peft loads, and what is refused."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from conftest import make_reward_model, read_metrics, script
+from peft import PeftModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPTNeoXConfig,
+    LlamaConfig,
+    Qwen2MoeConfig,
+)
+
+ppo_lora = script("ppo_lora.py")
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+LLAMA = SIZES | {"num_key_value_heads": 1}
+CONFIGS = {
+    "gpt_neox": lambda n: GPTNeoXConfig(**SIZES, vocab_size=n),
+    "llama": lambda n: LlamaConfig(**LLAMA, vocab_size=n),
+    "tied llama": lambda n: LlamaConfig(**LLAMA, vocab_size=n, tie_word_embeddings=True),
+    "qwen2_moe": lambda n: Qwen2MoeConfig(**LLAMA, vocab_size=n, num_experts=4, moe_intermediate_size=16),
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def start(request, world, tmp_path_factory) -> SimpleNamespace:
+    """.sft and .reward, folders of random models of an architecture; .args of a short run; .root"""
+    root = tmp_path_factory.mktemp("lora")
+    tokenizer = AutoTokenizer.from_pretrained(world.tokenizer)
+    config = CONFIGS[request.param](len(tokenizer))
+    config.eos_token_id = config.bos_token_id = tokenizer.eos_token_id
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data *= 4 if parameter.ndim > 1 else 1
+    model.save_pretrained(root / "sft")
+    tokenizer.save_pretrained(root / "sft")
+    reward = make_reward_model(root / "sft", root / "reward", 0.3)
+    args = {"model": "nano", "sft_model_path": str(root / "sft"), "reward_model_path": str(reward)}
+    args |= {"dataset": str(world.dataset), "batch_size": 8, "micro_batch_size": 4, "total_episodes": 16}
+    args |= {"learning_rate": 3e-2, "eval_rows": 2, "response_length": 6, "sample_every": 0, "lora_r": 4}
+    return SimpleNamespace(root=root, args=args, sft=str(root / "sft"), reward=str(reward))
+
+
+def run(start, name: str, **changes) -> Path:
+    AcceleratorState._reset_state(True)
+    args = ppo_lora.Args(**start.args | {"output_dir": str(start.root / name)} | changes)
+    ppo_lora.main(args)
+    return Path(args.output_dir)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_twins_share_every_tensor_and_start_equal(start, precision):
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    tokenizer = ppo_lora.load_tokenizer(start.sft)
+    tokens = torch.arange(3, 30)[None]
+    for load, path in ((ppo_lora.load_policy, start.sft), (ppo_lora.load_reward_model, start.reward)):
+        base = ppo_lora.frozen_model(accelerator, load(path, tokenizer), False)
+        twin = ppo_lora.twin(base)
+        ppo_lora.add_adapters(twin.model if path == start.reward else twin, ppo_lora.Args())
+        shared = {id(x) for x in [*base.parameters(), *base.buffers()]}
+        added = {name: x for name, x in twin.named_parameters() if id(x) not in shared}
+        assert len(shared) == len([x for x in [*twin.parameters(), *twin.buffers()] if id(x) in shared])
+        assert added and all("lora_" in name and x.dtype == torch.float32 for name, x in added.items())
+        assert {name for name, x in twin.named_parameters() if x.requires_grad} == added.keys()
+        with accelerator.autocast():
+            found, expected = (getattr(x, "logits", x) for x in (twin(tokens), base(tokens)))
+        assert torch.equal(found, expected)
+    AcceleratorState._reset_state(True)
+
+
+def test_plain_peft_loads_the_adapters_that_the_saved_model_has_merged(start):
+    folder = run(start, "run")
+    lines = read_metrics(folder)
+    assert lines[0]["objective/kl"] == 0 and lines[1]["objective/kl"] != 0
+    assert all(line["policy/first_ratio_deviation"] == 0 for line in lines)
+    tokens = torch.arange(3, 30)[None]
+    base = AutoModelForCausalLM.from_pretrained(start.sft, dtype=torch.float32)
+    before = base(tokens).logits
+    adapted = PeftModel.from_pretrained(base, folder / "adapters")(tokens).logits
+    merged = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)(tokens).logits
+    words = before.shape[2]  # and a row for [PAD]
+    assert (adapted - merged[:, :, :words]).abs().max() < 1e-5 * before.abs().max()
+    assert (adapted - before).abs().max() > 1e-2 * before.abs().max()
+
+
+@pytest.mark.parametrize("start", ["gpt_neox"], indirect=True)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_r": 0}, "--lora-r 0 must be above 0"),
+        ({"lora_alpha": 0}, "--lora-alpha 0 must be above 0"),
+        ({"offload": True}, "works neither with --offload nor with DeepSpeed"),
+    ],
+)
+def test_what_cannot_be_is_refused(start, changes, message):
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+        run(start, "refused", **changes)
+    assert not (start.root / "refused").exists()
+
+
+def test_a_model_without_linear_layers_is_refused():
+    with pytest.raises(SystemExit, match="^error: GPTNeoXForCausalLM has no linear layers that peft can adapt"):
+        model = AutoModelForCausalLM.from_config(CONFIGS["gpt_neox"](50))
+        model.gpt_neox.layers = torch.nn.ModuleList()
+        ppo_lora.add_adapters(model, ppo_lora.Args())
