@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
 
+from eval_helpers import fail, markdown, one_line  # noqa: E402
 from run_metrics import read_metrics  # noqa: E402
 
 BASES = {size: f"EleutherAI/pythia-{size}-deduped" for size in ("1b", "2.8b", "6.9b")}  # under Apache 2.0
@@ -38,23 +39,6 @@ class Args:
     """repository, `owner/name`; made if it is not there"""
     hub_revision: str | None = None
     """branch, made if it is not there; default {stage}__{model}__{seed}"""
-
-
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
-
-
-def one_line(error: Exception) -> str:
-    """Kind and first line of an exception."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def markdown(rows: list[dict]) -> str:
-    """A Markdown table of rows with equal keys."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in line] for line in lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
 def curves(lines: list[dict], keys: list[str]) -> bytes:

@@ -34,9 +34,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from ppo import fail  # noqa: E402
+from eval_helpers import fail, one_line  # noqa: E402
 
 SPLITS = {"sft": 10_000, "pref": 10_000, "unlabeled": 20_000, "val": 2_000, "unused": 10_000}  # AlpacaFarm's rows
 TURNS = "<|prompter|>", "<|assistant|>"
@@ -56,11 +56,6 @@ class Args:
     """tokens of an answer, EOS included (table 4)"""
     seed: int = 1
     """of the order in which rows without splits are dealt out"""
-
-
-def one_line(error: Exception) -> str:
-    """Kind and first line of an exception."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def instruction_rows(source: str) -> list[tuple[str, dict]]:

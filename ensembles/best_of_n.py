@@ -24,7 +24,6 @@ Deviation from the paper: 53 new tokens, as for TL;DR, not Alpaca's 256 (--respo
 """
 
 import copy
-import importlib.util
 import io
 import json
 import os
@@ -47,19 +46,19 @@ from transformers import (
     DynamicCache,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
+
+from eval_helpers import fail, load_function, markdown, nucleus, one_line, or_fail  # noqa: E402
 
 from ppo import (  # noqa: E402
     RewardModel,
     checkpoint_folder,
-    fail,
     gumbel_noise,
     load_policy,
     load_reward_model,
     load_splits,
     load_tokenizer,
     noise_keys,
-    or_fail,
     similar_lengths,
 )
 
@@ -106,11 +105,6 @@ class Args:
     """weight of the variance in uwo (section 5.1)"""
 
 
-def one_line(error: Exception) -> str:
-    """Kind and first line of an exception."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
 def put(path: Path, content: bytes):
     """Write a file beside its place, then rename it: it is there whole or not at all."""
     partial = path.with_name(f"{path.name}.tmp")
@@ -132,37 +126,10 @@ def progress_bar(description: str, total: int):
         yield lambda count: bar.update(task, advance=count, rate=f"{bar.tasks[0].speed or 0:.1f}/s")
 
 
-def markdown(rows: list[dict]) -> str:
-    """A Markdown table of rows with equal keys."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in line] for line in lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
-
-
 # ---- data and models ---------------------------------------------------------------------------------------------
 
 
-def load_function(flag: str, value: str):
-    """The function that a flag's value path.py:function names."""
-    path, _, name = value.rpartition(":")
-    with or_fail(f"{flag} {value}: no function there"):
-        spec = importlib.util.spec_from_file_location("named_function", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return getattr(module, name)
-
-
 # ---- sampling and scoring ----------------------------------------------------------------------------------------
-
-
-def nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Logits (b, V) with -inf for what is not sampled: all but the smallest set with a probability of at least top_p.
-    Of equal logits the first counts as the larger."""
-    ordered, order = logits.sort(dim=1, descending=True, stable=True)
-    if top_p < 1:
-        probs = ordered.softmax(1)
-        ordered = ordered.masked_fill(probs.cumsum(1) - probs >= top_p, -torch.inf)
-    return torch.empty_like(logits).scatter_(1, order, ordered)
 
 
 def repeated(cache: DynamicCache, count: int) -> DynamicCache:

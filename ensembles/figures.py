@@ -27,7 +27,6 @@ replicates of one method end at very different KL, and the proxy scores are left
 
 import json
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -40,6 +39,7 @@ from scipy import stats
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
 
+from eval_helpers import fail, or_fail  # noqa: E402
 from run_metrics import read_metrics  # noqa: E402
 
 METHODS = {"single": ("C7", "o"), "mean": ("C1", "s"), "wco": ("C2", "^"), "uwo": ("C0", "D"), "warm": ("C3", "v")}
@@ -77,20 +77,6 @@ class Line(NamedTuple):
     y: list[float]
     end: tuple[float, float, float]
     dashed: bool = False
-
-
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
-
-
-@contextmanager
-def or_fail(message: str):
-    """Run a block that depends on files, disk or network, and turn any exception there into one clear error message."""
-    try:
-        yield
-    except Exception as error:  # each file format raises its own kinds of error
-        fail(f"{message} ({error!r:.300})")
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

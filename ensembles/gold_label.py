@@ -17,7 +17,6 @@ kept or flipped. reward.py and dpo.py --run-eval group their accuracies by it, s
 labels that were kept.
 """
 
-import importlib.util
 import re
 import sys
 import tempfile
@@ -37,19 +36,19 @@ from transformers import (
     LogitsProcessor,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
+
+from eval_helpers import fail, load_function, nucleus, one_line  # noqa: E402
 
 from ppo import (  # noqa: E402
     RewardModel,
     checkpoint_folder,
-    fail,
     gumbel_noise,
     load_policy,
     load_reward_model,
     load_splits,
     load_tokenizer,
     noise_keys,
-    or_fail,
 )
 
 COLUMNS = ["id", "query", "query_token"]
@@ -81,22 +80,7 @@ class Args:
     """prompts of one length that are answered at a time, at most: memory and speed only"""
 
 
-def one_line(error: Exception) -> str:
-    """Kind and first line of an exception."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
 # ---- data and models ---------------------------------------------------------------------------------------------
-
-
-def load_function(flag: str, value: str):
-    """The function that a flag's value path.py:function names."""
-    path, _, name = value.rpartition(":")
-    with or_fail(f"{flag} {value}: no function there"):
-        spec = importlib.util.spec_from_file_location("named_function", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return getattr(module, name)
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
@@ -109,16 +93,6 @@ def equal_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
     for length in lengths.unique().flip(0):
         groups += (lengths == length).nonzero().squeeze(1).split(size)
     return groups
-
-
-def nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Logits (b, V) with -inf for what is not sampled: all but the smallest set with a probability of at least top_p.
-    Of equal logits the first counts as the larger."""
-    ordered, order = logits.sort(dim=1, descending=True, stable=True)
-    if top_p < 1:
-        probs = ordered.softmax(1)
-        ordered = ordered.masked_fill(probs.cumsum(1) - probs >= top_p, -torch.inf)
-    return torch.empty_like(logits).scatter_(1, order, ordered)
 
 
 class NucleusGumbel(LogitsProcessor):

@@ -26,12 +26,9 @@ from typing import NamedTuple
 import numpy
 import pandas
 import tyro
+from eval_helpers import fail, markdown
 from matplotlib.figure import Figure
 from run_metrics import read_metrics
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from ppo import fail  # noqa: E402
 
 STAGES = {"sft": "SFT", "reward": "reward model", "ppo": "PPO", "ppo_whiten": "PPO, whitened rewards", "dpo": "DPO"}
 POLICIES = ("sft", "dpo", "ppo", "ppo_whiten")
@@ -133,13 +130,6 @@ def with_sd(values: Iterable[float], none: str) -> str:
         return none
     center, sd = mean_and_sd(values)
     return f"{center:.3f}" + (f" ± {sd:.3f}" if len(values) > 1 else "")
-
-
-def markdown(rows: list[dict]) -> str:
-    """A Markdown table of rows with equal keys."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in line] for line in lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
 # ---- drawing -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ and judge_NAME.jsonl (the answers). For a file with another name, they begin wit
 import asyncio
 import csv
 import hashlib
-import importlib.util
 import json
 import os
 import random
@@ -41,7 +40,9 @@ from rich.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppo import checkpoint_folder, fail, load_reward_model, load_tokenizer, or_fail  # noqa: E402
+from eval_helpers import fail, load_function, markdown, or_fail  # noqa: E402
+
+from ppo import checkpoint_folder, load_reward_model, load_tokenizer  # noqa: E402
 from tldr_dataset import encode  # noqa: E402
 
 # appendix B
@@ -248,16 +249,6 @@ def estimate(args: Args, prompts: list[str], total: int) -> str:
     return text
 
 
-def load_function(flag: str, value: str):
-    """The function that a flag's value path.py:function names."""
-    path, _, name = value.rpartition(":")
-    with or_fail(f"{flag} {value}: no function there"):
-        spec = importlib.util.spec_from_file_location("named_function", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return getattr(module, name)
-
-
 @torch.no_grad()
 def model_scores(judge: str, texts: list[tuple[str, str]], size: int = 16) -> list[float]:
     """Rewards of (query, summary) pairs, each as the tokens of the query, then of the summary and EOS; on a GPU under
@@ -367,13 +358,6 @@ def win_rates(frame: pandas.DataFrame, seed: int) -> tuple[dict, list[dict]]:
     summary |= {"length_controlled_win_rate": controlled, "log_odds_per_log_ratio": slope}
     summary |= {"mean_length_ratio": ratios.mean()}
     return summary, length_bins(wins, ratios)
-
-
-def markdown(rows: list[dict]) -> str:
-    """A Markdown table of rows with equal keys."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in line] for line in lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
 def judge_samples(args: Args, samples: str) -> dict:

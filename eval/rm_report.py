@@ -24,10 +24,7 @@ import numpy
 import pandas
 import tyro
 from datasets import load_from_disk
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from ppo import fail  # noqa: E402
+from eval_helpers import fail, markdown
 
 
 @dataclass
@@ -48,13 +45,6 @@ class Args:
     preference_dataset: str = "data/tldr/preference"
     output: str = "runs/rm_report"
     """what the names of all files begin with"""
-
-
-def markdown(rows: list[dict]) -> str:
-    """A Markdown table of rows with equal keys."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in line] for line in lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
 def read(args: Args, stage: str, name: str) -> dict[tuple[str, int], pandas.DataFrame]:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from eval_helpers import fail
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -42,11 +43,6 @@ class Running(NamedTuple):
     job: Job
     process: subprocess.Popen
     begin: float
-
-
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
 
 
 def cores() -> int:

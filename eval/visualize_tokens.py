@@ -36,16 +36,16 @@ from transformers import GenerationConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from eval_helpers import fail, markdown, or_fail  # noqa: E402
+
 from ppo import (  # noqa: E402
     RewardModel,
     checkpoint_folder,
-    fail,
     load_policy,
     load_reward_model,
     load_splits,
     load_tokenizer,
     make_batch,
-    or_fail,
     response_logits,
     rounded_width,
     token_logprobs,
@@ -203,13 +203,6 @@ def token_rows(seen: dict[str, torch.Tensor], i: int, tokenizer) -> list[dict]:
         empty = [name for name in NUMBERS if name not in seen or (name == "reward_logit" and t == length)]
         rows.append(row | {name: "" if name in empty else seen[name][i, t].item() for name in NUMBERS})
     return rows
-
-
-def markdown(rows: list[dict]) -> str:
-    """A Markdown table of rows with equal keys."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in line] for line in lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
 # ---- the page ----------------------------------------------------------------------------------------------------

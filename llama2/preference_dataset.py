@@ -85,15 +85,15 @@ import tyro
 from datasets import Dataset, DatasetDict, Features, List, Value
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
+
+from eval_helpers import fail, markdown, or_fail  # noqa: E402
 
 from ppo import checkpoint_folder  # noqa: E402
 from tldr_dataset import (  # noqa: E402
     encode,
-    fail,
     format_query,
     mask_query,
-    or_fail,
     text_field,
     truncate_query,
     unfinished_folder,
@@ -693,13 +693,6 @@ def table_6(frame: pd.DataFrame, names: list[str]) -> pd.DataFrame:
         record = {"Dataset": name, "Num. of Comparisons": len(group)}
         records.append(record | {column: f"{values.mean():.1f}" for column, values in means.items()})
     return pd.DataFrame(records)
-
-
-def markdown(rows: list[dict]) -> str:
-    """A Markdown table of rows with equal keys."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in line] for line in lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
 def load_base(path: str, turns: bool) -> tuple:

@@ -36,6 +36,7 @@ from truth import FACTS, find_facts, judge, score
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
 
+from eval_helpers import fail  # noqa: E402
 from run_metrics import read_metrics  # noqa: E402
 
 matplotlib.use("Agg")
@@ -74,11 +75,6 @@ class Args:
 
 
 # ---- helpers --------------------------------------------------------------------------------------------------------
-
-
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
 
 
 def read_rows(path: Path, columns: list[str]) -> list[dict]:

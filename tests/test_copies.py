@@ -17,17 +17,20 @@ OURS = [
     "tldr_dataset.py",
     *(f"benchmark/{name}.py" for name in ("convert_released", "plan", "push", "smollm2")),
     *(f"benchmark/speed/{name}.py" for name in ("throughput", "trl_peer")),
-    "ablations/value_study.py",
+    "ablations/study.py",
     *(f"ensembles/{name}.py" for name in ("alpaca_dataset", "average", "best_of_n", "figures", "gold_label", "study")),
-    *(f"eval/{name}.py" for name in ("check_data", "figures", "judge", "rm_report", "run_metrics", "samples")),
-    *(f"eval/{name}.py" for name in ("study_runs", "visualize_tokens")),
+    *(
+        f"eval/{name}.py"
+        for name in ("check_data", "eval_helpers", "figures", "judge", "rm_report", "run_metrics", "samples")
+    ),
+    *(f"eval/{name}.py" for name in ("samples", "study_runs", "visualize_tokens")),
     *(f"llama2/{name}.py" for name in ("margins", "preference_dataset")),
     *(f"quickstart/{name}.py" for name in ("curves", "nano", "posts", "pretrain", "report", "scaling", "truth")),
 ]
 # tools may take from the stage scripts, and from each other what is named here; no stage script imports
 IMPORTS = {"ensembles/study.py": "study_runs", "quickstart/scaling.py": "study_runs"}
 IMPORTS |= {"quickstart/posts.py": "truth", "quickstart/report.py": "truth"}
-FOR_TOOLS = {"ppo", "reward", "tldr_dataset", "run_metrics"}
+FOR_TOOLS = {"eval_helpers", "ppo", "reward", "tldr_dataset", "run_metrics"}
 MARK = "# ==== plumbing"
 DIFFER = {"main", "Args"}  # what every script has of its own
 # functions that a copy changes under their old name, which keeps its diff short: one text among the scripts listed here

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import make_reward_model, read_metrics, script
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -76,8 +77,13 @@ def test_twins_share_every_tensor_and_start_equal(start, precision):
     AcceleratorState._reset_state(True)
 
 
-def test_plain_peft_loads_the_adapters_that_the_saved_model_has_merged(start):
-    folder = run(start, "run")
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_plain_peft_loads_the_adapters_that_the_saved_model_has_merged(start, precision):
+    """And a checkpoint holds what trains: adapters, and the value model's head."""
+    folder = run(start, precision, mixed_precision=precision, save_every=2)
+    saved = load_file(folder / "checkpoints/update_000002/model.safetensors")
+    assert {key for key in saved if "lora_" not in key} == {f"value_model.model.score.{x}" for x in ("weight", "bias")}
+    assert sum("lora_B" in key for key in saved) == sum("lora_A" in key for key in saved) > 0
     lines = read_metrics(folder)
     assert lines[0]["objective/kl"] == 0 and lines[1]["objective/kl"] != 0
     assert all(line["policy/first_ratio_deviation"] == 0 for line in lines)

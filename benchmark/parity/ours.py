@@ -19,7 +19,7 @@ from datasets import load_from_disk
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # best_of_n.py, which is loaded from a copy elsewhere, imports from ppo.py
+sys.path[:0] = [str(ROOT), str(ROOT / "eval")]  # for best_of_n.py, which is loaded from a copy elsewhere
 FUNCTIONS = {
     "samples responses": "generate",
     "log-probabilities and values": "forward_passes",
