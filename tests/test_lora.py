@@ -45,7 +45,7 @@ def start(request, world, tmp_path_factory) -> SimpleNamespace:
     reward = make_reward_model(root / "sft", root / "reward", 0.3)
     args = {"model": "nano", "sft_model_path": str(root / "sft"), "reward_model_path": str(reward)}
     args |= {"dataset": str(world.dataset), "batch_size": 8, "micro_batch_size": 4, "total_episodes": 16}
-    args |= {"learning_rate": 3e-2, "eval_rows": 2, "response_length": 6, "sample_every": 0, "lora_r": 4}
+    args |= {"learning_rate": 1e-2, "eval_rows": 2, "response_length": 6, "sample_every": 0, "lora_r": 4}
     return SimpleNamespace(root=root, args=args, sft=str(root / "sft"), reward=str(reward))
 
 
