@@ -17,6 +17,7 @@ OURS = [
     "tldr_dataset.py",
     *(f"benchmark/{name}.py" for name in ("convert_released", "plan", "push", "smollm2")),
     *(f"benchmark/speed/{name}.py" for name in ("throughput", "trl_peer")),
+    "ablations/compile_speed.py",
     "ablations/study.py",
     *(f"ensembles/{name}.py" for name in ("alpaca_dataset", "average", "best_of_n", "figures", "gold_label", "study")),
     *(
