@@ -113,7 +113,7 @@ def unknown_flags(text: str) -> list[str]:
         flags = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
         assert conftest.script_path(script).exists(), script
         wrong += [f"{script} {flag}" for flag in sorted(flags - flags_of(script))]
-    scripts = [*OURS, *MADE, "quickstart/run.sh", "tests/undo_details.py"]
+    scripts = [*OURS, *MADE, "quickstart/run.sh", "benchmark/pretrained.sh", "tests/undo_details.py"]
     known = NOT_OURS.union(*(flags_of(script) for script in scripts))
     for span in re.findall(r"`(--[a-z][^`]*)`", text):
         flags = {
