@@ -29,6 +29,7 @@ import conftest  # noqa: E402  (first: it puts the scripts on the path)
 import torch  # noqa: E402
 import tyro  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
+from eval_helpers import markdown  # noqa: E402
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader  # noqa: E402
 from tensorboard.compat.proto.event_pb2 import SessionLog  # noqa: E402
 from wandb.proto import wandb_internal_pb2  # noqa: E402
@@ -247,12 +248,6 @@ def kill_stage(stage: str, whole, root: Path, args: Args) -> list[dict]:
     return rows
 
 
-def markdown(rows: list[dict]) -> list[str]:
-    header = list(rows[0])
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return lines + ["| " + " | ".join(str(row[key]) for key in header) + " |" for row in rows]
-
-
 def main(args: Args):
     torch.set_num_threads(1)
     root = Path(tempfile.mkdtemp(prefix="kill_runs_"))
@@ -269,11 +264,12 @@ def main(args: Args):
         summary.append(
             {"stage": stage, "kills": len(own), "inside a save": inside, "survived": fine, "identical": identical}
         )
-    lines = ["# kill -9, then --resume", "", f"`python tests/kill_runs.py --kills {args.kills} --seed {args.seed}`", ""]
-    lines += [*markdown(summary), "", *markdown(rows)]
-    print("\n".join(lines))
-    Path(args.output).write_text("\n".join(lines) + "\n")
+    text = f"# kill -9, then --resume\n\n`python tests/kill_runs.py --kills {args.kills} --seed {args.seed}`\n\n"
+    text += markdown(summary)
+    print(text)
+    Path(args.output).write_text(text)
     if any(row["different"] != "nothing" for row in rows):
+        print(markdown(rows))
         raise SystemExit(f"error: a resumed run ended elsewhere; the folders are in {root}")
     shutil.rmtree(root)
 
