@@ -6,7 +6,7 @@ One process, after `bash quickstart/run.sh --fast` and sft.py's:
         --batch-size 32 --total-episodes 2000 --learning-rate 2e-5 --run-eval
 
 N processes:    torchrun --nproc_per_node 8 dpo.py --model 1b --seed 44413 --run-eval
-Paper scale:    accelerate launch --config_file benchmark/accelerate/zero2.yaml dpo.py --model 6.9b --seed 44413
+Paper scale:    accelerate launch dpo.py --model 6.9b --seed 44413
 Samples, ROUGE: python eval/samples.py runs/dpo/nano-xs/44413
 
 Training starts from the SFT model with the same name and seed, which is also the reference. The run folder

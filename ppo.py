@@ -7,7 +7,7 @@ One process, after `bash quickstart/run.sh --fast` and the first commands of sft
         --batch-size 64 --total-episodes 960 --learning-rate 1e-4
 
 N processes:    torchrun --nproc_per_node 8 ppo.py --model 1b --seed 44413
-Paper scale:    accelerate launch --config_file benchmark/accelerate/zero2.yaml ppo.py --model 6.9b --seed 44413
+Paper scale:    accelerate launch ppo.py --model 6.9b --seed 44413
 Samples, ROUGE: python eval/samples.py runs/ppo/nano-xs/44413 --reward-model-path runs/reward/nano-xs/44413
 
 Training starts from the SFT model (policy and reference) and the reward model (reward and value model) with the same

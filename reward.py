@@ -7,7 +7,7 @@ One process, after `bash quickstart/run.sh --fast` and sft.py's:
         --batch-size 16 --learning-rate 1e-3 --run-eval
 
 N processes:    torchrun --nproc_per_node 8 reward.py --model 1b --seed 44413 --run-eval
-Paper scale:    accelerate launch --config_file benchmark/accelerate/zero2.yaml reward.py --model 6.9b --seed 44413
+Paper scale:    accelerate launch reward.py --model 6.9b --seed 44413
 
 Training starts from the SFT model with the same name and seed. The run folder (docs/runs.md) holds model/, a sequence
 classifier with one label whose config has `reward_mean`, which our scripts subtract, and eval/ with table 5.

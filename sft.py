@@ -7,7 +7,7 @@ One process, after `bash quickstart/run.sh --fast`:
         --batch-size 32 --learning-rate 1e-3
 
 N processes:    torchrun --nproc_per_node 8 sft.py --model 1b --seed 44413
-Paper scale:    accelerate launch --config_file benchmark/accelerate/zero2.yaml sft.py --model 6.9b --seed 44413
+Paper scale:    accelerate launch sft.py --model 6.9b --seed 44413
 Samples, ROUGE: python eval/samples.py runs/sft/nano-xs/44413
 
 The run folder (default runs/sft/{model}/{seed}) holds model/ (a plain transformers checkpoint), metrics.jsonl,

@@ -15,7 +15,7 @@ STAGES += [f"variants/{name}.py" for name in ("rloo", "grpo", "online_dpo")]
 OURS = [
     *STAGES,
     "tldr_dataset.py",
-    *(f"benchmark/{name}.py" for name in ("convert_released", "plan", "push", "smollm2")),
+    *(f"benchmark/{name}.py" for name in ("convert_released", "plan", "smollm2")),
     *(f"benchmark/speed/{name}.py" for name in ("throughput", "trl_peer")),
     "ablations/compile_speed.py",
     "ablations/study.py",
