@@ -15,10 +15,7 @@ from conftest import read_csv
 from datasets import Dataset, DatasetDict, load_from_disk
 from transformers import GPTNeoXConfig
 
-from reward import data_order
-
 WORDS = 40
-SIZES = [(4, 2), (8, 2), (16, 2), (8, 6)]  # of --scaling at 8 items and 2 updates
 
 
 def args(**changes) -> throughput.Args:
@@ -53,10 +50,6 @@ def test_work_done_by_hand(work):
     assert throughput.work_done(args(stage="dpo"), work, 0) == (7, (one + two + 2 * 160 * 7) / 2)
     one, two = 2 * 192 * 5 + 16 * (9 / 2 + 2 * (3 + 1)), 2 * 192 * 6 + 16 * (16 / 2 + 2 * (4 + 1))  # responses of 2
     assert throughput.work_done(args(stage="ppo"), work, 2) == (5.5, (2 * (one + two) + 2 * 160 * 4) / 2)
-
-
-def test_rows_are_those_of_our_default_seed(work):
-    assert throughput.rows(args(updates=3), work).tolist() == data_order(2, 44413, 0, 6).tolist()
 
 
 def test_matmul_rate_counts_two_operations_per_multiplication(work, monkeypatch):
@@ -97,14 +90,6 @@ json.dump({found!r} | {{"arguments": settings}}, open(settings["output"], "w"))
     assert answer["seconds"] == (18 - 15) / 2 and answer["loss"] == 1.0
     settings = {"rows": throughput.rows(changed, work).tolist(), "flags": ["sequential"], "learning_rate": 1e-3}
     assert settings.items() <= answer["arguments"].items()
-
-
-def test_scaling_counts_by_item(tmp_path, monkeypatch):
-    monkeypatch.setattr(throughput, "ours", lambda args, work: {"seconds": 0.25 * args.batch_size, "peak": 1})
-    throughput.scaling(args(batch_size=8, updates=2, output_dir=str(tmp_path)), tmp_path)
-    rows = read_csv(tmp_path / "throughput_scaling.csv")
-    assert [(row["batch"], row["updates"]) for row in rows] == [("4", "2"), ("8", "2"), ("16", "2"), ("8", "6")]
-    assert {row["ms an item"] for row in rows} == {"250"}
 
 
 def test_a_run_s_peak_and_its_failure(tmp_path):

@@ -18,7 +18,6 @@ that time added), and with those that are there already.
 benchmark/results/throughput.csv gets the numbers of the stage, throughput.md is written anew from it.
 """
 
-import csv
 import json
 import os
 import platform
@@ -34,11 +33,10 @@ from math import log
 from pathlib import Path
 from typing import Literal
 
+import pandas
 import torch
 import tyro
 from datasets import DatasetDict, Features, Sequence, Value, disable_progress_bars, load_from_disk
-from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -51,6 +49,11 @@ from transformers import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "eval")]
+
+from eval_helpers import markdown  # noqa: E402
+
+from reward import data_order  # noqa: E402
 
 SHAPES = {"cpu": (256, 16, 8, 6_100), "cuda": (2_048, 16, 8, 50_304)}  # width, layers, heads, words with [PAD]
 ITEMS = {"sft": "rows", "reward": "pairs", "dpo": "pairs", "ppo": "episodes"}
@@ -81,8 +84,6 @@ class Args:
     """of a pass without gradient"""
     raw: str = "../shared/data"
     """folder with tldr_posts/, tldr_comparisons/ and tokenizer/"""
-    scaling: bool = False
-    """instead: ours alone at several batch sizes and lengths of the run"""
     peers: str = ".peers"
     """folder of the peers' environments, made by benchmark/speed/peers.sh"""
     runs: str | None = None
@@ -111,20 +112,6 @@ def with_pad(folder: Path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
-
-
-def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
-    """Return the row indices (stop - start,) at positions start..stop-1 of an endless stream over n rows, reshuffled
-    without replacement on each pass (Detail 21). They depend only on (seed, position), so all processes agree."""
-    first = start // n
-    passes = [permutation(n, seed, epoch) for epoch in range(first, (stop - 1) // n + 1)]
-    return torch.cat(passes)[start - first * n : stop - first * n]
-
-
-def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the numbers 0..n-1 in a random order (n,) that depends only on seed and epoch."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(n, generator=generator)
 
 
 def in_words(data: DatasetDict, tokenizer, words: int, stretch: int) -> DatasetDict:
@@ -380,44 +367,17 @@ def provenance(args: Args) -> dict[str, str]:
     return {"command": f"`{command}`", "machine": machine(args.device)}
 
 
-def show_rows(title: str, table: list[dict], columns: int):
-    shown = Table(*list(table[0])[:columns], title=title)
-    for row in table:
-        shown.add_row(*list(row.values())[:columns])
-    Console(width=170).print(shown)
-
-
-def write(args: Args, table: list[dict], name: str, title: str):
-    """Replace the stage's rows in name.csv and write name.md from all of them."""
-    path = Path(args.output_dir, f"{name}.csv")
+def write(args: Args, table: list[dict]):
+    """Replace the stage's rows in throughput.csv and write throughput.md from all of them."""
+    path = Path(args.output_dir, "throughput.csv")
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = list(csv.DictReader(path.open())) if path.exists() else []
+    rows = pandas.read_csv(path, dtype=str, keep_default_na=False).to_dict("records") if path.exists() else []
     rows = [row for row in rows if row["stage"] != args.stage] + table
     rows.sort(key=lambda row: list(ITEMS).index(row["stage"]))
-    header = list(table[0])
     partial = path.with_suffix(".tmp")  # renamed when complete: a kill loses no row of other stages
-    with partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, header, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    pandas.DataFrame(rows).to_csv(partial, index=False)
     os.replace(partial, path)
-    lines = [title, "", "| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    lines += ["| " + " | ".join(row[key] for key in header) + " |" for row in rows]
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def scaling(args: Args, work: Path):
-    """Ours alone at half, once and twice the batch, and for three times as many updates: a table and a CSV file."""
-    table = []
-    for batch, updates in ((0.5, 1), (1, 1), (2, 1), (1, 3)):
-        changed = replace(args, batch_size=int(args.batch_size * batch), updates=int(args.updates * updates))
-        found = ours(changed, work)
-        row = {"stage": args.stage, "batch": str(changed.batch_size), "updates": str(changed.updates)}
-        row["seconds an update"] = f"{found['seconds']:.2f}"
-        row["ms an item"] = f"{1e3 * found['seconds'] / changed.batch_size:.0f}"
-        table.append(row | {"peak GiB": f"{found['peak']:.2f}"} | provenance(args))
-    show_rows(f"{args.stage}: cost and memory", table, 6)
-    write(args, table, "throughput_scaling", "# Cost and memory of ours, by batch and by length of the run")
+    path.with_suffix(".md").write_text(f"# Throughput\n\n{markdown(rows)}", encoding="utf-8")
 
 
 def main(args: Args):
@@ -430,8 +390,6 @@ def main(args: Args):
     if not (work / "reward" / "config.json").exists():
         make_work(args, work)
     (work / "runs").mkdir(exist_ok=True)
-    if args.scaling:
-        return scaling(args, work)
     kinds = [", reference kept", ""] if args.stage == "dpo" else [""]
     flags = {f"trl{kind}": ["precompute"] if kind else [] for kind in kinds if args.peer == "trl"}
     runs = {name: [] for name in [*(f"ours{kind}" for kind in kinds), *flags]}
@@ -463,12 +421,13 @@ def main(args: Args):
         row["peak GiB"] = f"{max(x['peak'] for x in each):.2f}"
         phases = [f"{p} {statistics.median(x[p] for x in each):.2f} s" for p in PHASES if p in each[0]]
         table.append(row | {"seconds of an update": ", ".join(phases) or f"{seconds:.2f} s"} | provenance(args))
-    show_rows(f"{args.stage}: {tokens:.0f} real tokens an item, a matrix product: {rate / 1e9:.0f} GFLOP/s", table, 9)
+    print(f"{args.stage}: {tokens:.0f} real tokens an item, a matrix product: {rate / 1e9:.0f} GFLOP/s")
+    print(pandas.DataFrame(table).drop(columns=list(provenance(args))).to_string(index=False))
     if flags:
         print(f"TRL's arguments: {json.dumps(runs['trl'][0]['arguments'])}")
         if args.stage != "ppo":  # which samples
             print("loss of the same batch: ours {:.6f}, TRL {:.6f}".format(*same_loss(args, work)))
-    write(args, table, "throughput", "# Throughput")
+    write(args, table)
 
 
 if __name__ == "__main__":
