@@ -1,9 +1,7 @@
-"""eval/visualize_tokens.py against hand counts, rows without padding, and what its page says."""
+"""eval/visualize_tokens.py against hand counts and rows without padding."""
 
 import json
-import re
 import shutil
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,14 +66,11 @@ def made(world, tmp_path_factory) -> SimpleNamespace:
 
 @pytest.fixture(scope="module")
 def written(made, tmp_path_factory) -> SimpleNamespace:
-    """What a run wrote: .output, .tokens and .positions (tables), .page (text), and .args."""
+    """What a run wrote: .tokens (a table) and .page (text)."""
     output = tmp_path_factory.mktemp("written") / "new" / "x"
-    args = visualize_tokens.Args(**made.args, output=str(output))
-    visualize_tokens.main(args)
+    visualize_tokens.main(visualize_tokens.Args(**made.args, output=str(output)))
     tokens = pandas.read_csv(f"{output}_tokens.csv", keep_default_na=False, dtype={"token": str})
-    positions = pandas.read_csv(f"{output}_positions.csv")
-    page = Path(f"{output}.html").read_text(encoding="utf-8")
-    return SimpleNamespace(output=output, tokens=tokens, positions=positions, page=page, args=args)
+    return SimpleNamespace(tokens=tokens, page=Path(f"{output}.html").read_text(encoding="utf-8"))
 
 
 # ---- by hand -----------------------------------------------------------------------------------------------------
@@ -94,22 +89,9 @@ def test_ranks_by_hand():
     ]
 
 
-def test_shares_by_position_and_place_by_hand():
+def test_shares_by_place_by_hand():
     ranks = [[1, 9, 2], [4, 1], [3, 1, 1, 1], [7]]
     ended = [True, True, False, True]
-    rows = visualize_tokens.position_shares(ranks, ended)
-    found = {
-        (row["from"], row["position"]): [row[name] for name in ("tokens", *visualize_tokens.KINDS)] for row in rows
-    }
-    assert found == {
-        ("beginning", 0): [4, 1 / 4, 1 / 4, 2 / 4],
-        ("beginning", 1): [3, 2 / 3, 0, 1 / 3],
-        ("beginning", 2): [2, 1 / 2, 1 / 2, 0],
-        ("beginning", 3): [1, 1, 0, 0],
-        ("end", 0): [3, 1 / 3, 1 / 3, 1 / 3],  # 2, 1 and 7: the third response has no end
-        ("end", 1): [2, 0, 0, 1],
-        ("end", 2): [1, 1, 0, 0],
-    }
     assert visualize_tokens.place_shares(ranks, ended) == {
         "all": "0.500 / 0.200 / 0.300",
         "first": "0.333 / 0.333 / 0.333",  # 1, 4, 3; the 7 is an EOS
@@ -117,17 +99,6 @@ def test_shares_by_position_and_place_by_hand():
         "EOS": "0.333 / 0.333 / 0.333",
     }
     assert visualize_tokens.place_shares([[1, 2]], [False])["EOS"] == ""
-
-
-def test_the_pieces_of_a_text(world):
-    tokenizer, text = reward.load_tokenizer(str(world.tokenizer)), "He said “no” \U0001f642 twice\n"
-    tokens = tokenizer.encode(text)
-    pieces = visualize_tokens.pieces(tokenizer, tokens)
-    assert len(pieces) == len(tokens) and "".join(pieces) == text and "" in pieces
-    alone = [tokenizer.decode([token]) for token in tokens]
-    assert any("\ufffd" in piece for piece in alone)  # what is avoided
-    cut = visualize_tokens.pieces(tokenizer, tokenizer.encode("\U0001f642")[:2])
-    assert cut == ["", "\ufffd"]  # where the response ends within a character
 
 
 # ---- a run -------------------------------------------------------------------------------------------------------
@@ -193,26 +164,27 @@ def test_every_number_is_that_of_a_single_row(made, written):
         assert past["token"].tolist() == ["[PAD]"] * has_room and set(past["reward_logit"]) <= {""}
     assert ends >= {(True, True), (False, False)}  # some ended, some were cut off
     assert set(written.tokens["kind"]) == {"unshifted", "marginal", "shifted", ""}
+    assert all(title in written.page for title in visualize_tokens.TITLES.values())
     order = list(dict.fromkeys(zip(written.tokens["id"], written.tokens["model"], strict=True)))
     assert order == [(made.data[i]["id"], name) for i in range(5) for name in MODELS]
 
 
-def test_the_table_of_positions_says_what_the_tokens_say(made, tmp_path):
-    """All 7 counted responses, of which the page shows as many. One aligned model is enough, and what then has no
-    number is empty."""
+def test_one_aligned_model_is_enough(made, tmp_path):
+    """Without other models there are ranks, and all other numbers are empty."""
     given = made.args | {"rows": 7, "reward_model": None, "sft": None, "dpo": None}
     given["ppo"] = str(made.folders["ppo"])  # a checkpoint folder: nothing beside it
     visualize_tokens.main(visualize_tokens.Args(**given, output=str(tmp_path / "x")))
     tokens = pandas.read_csv(tmp_path / "x_tokens.csv", keep_default_na=False).astype({"rank": int})
     assert set(tokens[visualize_tokens.NUMBERS].to_numpy().flatten()) == {""}
-    positions = pandas.read_csv(tmp_path / "x_positions.csv")
-    for name in ("base", "ppo", "reference"):
+    lines = (tmp_path / "x.md").read_text().splitlines()
+    for name in ("base", "ppo", "reference"):  # all 7 counted responses are shown
         responses = [rows for _, rows in tokens[tokens["model"] == name].groupby("id", sort=False)]
         ranks = [rows["rank"].tolist() for rows in responses]
         eos = [rows["token_id"].iloc[-1] == made.tokenizer.eos_token_id for rows in responses]
-        expected = pandas.DataFrame(visualize_tokens.position_shares(ranks, eos))
-        found = positions[positions["model"] == name].reset_index(drop=True)
-        pandas.testing.assert_frame_equal(found[expected.columns], expected, check_dtype=False, rtol=1e-5)
+        cells = [name, *visualize_tokens.place_shares(ranks, eos).values()]
+        assert f"| {' | '.join(cells)} |" in lines
+        cells = [name, "7", f"{sum(map(len, ranks)) / 7:.4g}", f"{sum(eos) / 7:.4g}"]
+        assert f"| {' | '.join(cells)} |" in lines
 
 
 def test_a_run_without_a_penalty_keeps_every_score(made, written, tmp_path):
@@ -244,20 +216,6 @@ def test_every_position_sees_a_key(made, tmp_path, monkeypatch):
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
-# ---- the page ----------------------------------------------------------------------------------------------------
-
-
-def test_the_page_escapes_texts_and_loads_nothing(written):
-    evil = '</td></table>"><script>alert("1")</script><img src=x onerror=alert(1)>&amp;\''
-    row = {"position": 0, "token_id": 5, "token": evil, "rank": 2, "kind": "marginal"}
-    row |= dict.fromkeys(visualize_tokens.NUMBERS, 0.5)
-    page = visualize_tokens.page(evil, {evil: [{evil: evil}]}, [(evil, evil, {"ppo": ("0.5", [row])})])
-    assert "<script" not in page and "<img" not in page and "&lt;script" in page
-    assert not re.search(r"https?://|url\(|@import|<(script|img|link|iframe)", written.page)
-    kinds = re.findall(r'<span class="token (\w+)" title', written.page)
-    assert Counter(kinds) == Counter(written.tokens["kind"][written.tokens["rank"] != ""])
-
-
 # ---- bad input ---------------------------------------------------------------------------------------------------
 
 
@@ -268,7 +226,6 @@ def test_the_page_escapes_texts_and_loads_nothing(written):
         ({"dataset": "{root}/empty"}, "--dataset {root}/empty"),
         ({"sft": None, "ppo": None, "dpo": None}, "--sft, --ppo and --dpo"),
         ({"reward_model": "{root}/other"}, "--reward-model {root}/other"),
-        ({"split": "nothing"}, "--split nothing"),
         ({"counted": 17}, "--counted 17"),
         ({"rows": 8}, "--rows 8"),
         ({"ppo": "{root}/torn"}, "torn/args.json"),
