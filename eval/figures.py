@@ -29,10 +29,10 @@ from matplotlib.figure import Figure
 from run_metrics import read_metrics
 from scipy.special import expit
 
-STAGES = {"sft": "SFT", "reward": "reward model", "ppo": "PPO", "ppo_whiten": "PPO, whitened rewards", "dpo": "DPO"}
+STAGES = {"sft": "SFT", "reward": "reward model", "dpo": "DPO", "ppo": "PPO", "ppo_whiten": "PPO, whitened rewards"}
 POLICIES = ("sft", "dpo", "ppo", "ppo_whiten")
 POINTS = 100  # of a learning curve
-COLORS = {"SFT": "C0", "DPO": "C2", "PPO": "C3", "PPO, whitened rewards": "C4"}
+COLORS = {"SFT": "C0", "DPO": "C2", "PPO": "C3", "PPO, whitened rewards": "C4", "1 / (1 + exp(-x))": "black"}
 MARKERS = {"SFT": "s", "DPO": "o", "PPO": "^", "PPO, whitened rewards": "v"}
 
 # the paper's numbers (table 5, Detail 17, section 7.1): stage, column of run_numbers(), {model: mean, sd}
@@ -126,11 +126,15 @@ def read_study(args: Args, folders: dict[tuple, Path], stem: str) -> Study:
 # draw_*(axis, name, rows, i, args) adds one series to a panel: its rows (a data frame), the i-th of the panel
 
 
-def draw_learning_curves(axis, name: str, rows: pandas.DataFrame, i: int, args: Args):
-    """Draw y over episodes x with a band of one sd; the series is a model."""
-    color = f"C{args.models.index(name)}"
-    axis.plot(rows["x"], rows["y"], color=color, label=name)
-    axis.fill_between(rows["x"], rows["y"] - rows["sd"], rows["y"] + rows["sd"], color=color, alpha=0.2, linewidth=0)
+def draw_lines(axis, name: str, rows: pandas.DataFrame, i: int, args: Args):
+    """Draw y over x with a band of one sd where there is one, and the labels of x where it has them."""
+    color = COLORS.get(name, f"C{args.models.index(name) if name in args.models else i + 5}")
+    axis.plot(rows["x"], rows["y"], color=color, marker="." if len(rows) < 30 else None, label=name)
+    if "sd" in rows:
+        sd = rows["sd"].fillna(0)
+        axis.fill_between(rows["x"], rows["y"] - sd, rows["y"] + sd, color=color, alpha=0.2, linewidth=0)
+    if "label" in rows:
+        axis.set_xticks(list(rows["x"]), list(rows["label"]), rotation=90, fontsize=7)
 
 
 def draw_sizes(axis, name: str, rows: pandas.DataFrame, i: int, args: Args):
@@ -148,30 +152,10 @@ def draw_sizes(axis, name: str, rows: pandas.DataFrame, i: int, args: Args):
     axis.plot(places + 0.08 * i + 0.03, rows["y"], ".", color=color, alpha=0.4)
 
 
-def draw_win_rates(axis, name: str, rows: pandas.DataFrame, i: int, args: Args):
-    """Draw as draw_sizes, with a line at 0.5."""
-    draw_sizes(axis, name, rows, i, args)
-    axis.axhline(0.5, color="gray", linewidth=0.8, linestyle="--")
-
-
 def draw_points(axis, name: str, rows: pandas.DataFrame, i: int, args: Args):
     """Draw a point per run; the series is `stage model`."""
     stage, model = name.rsplit(" ", 1)
     axis.plot(rows["x"], rows["y"], MARKERS[stage], color=f"C{args.models.index(model)}", alpha=0.7, label=name)
-
-
-def draw_steps(axis, name: str, rows: pandas.DataFrame, i: int, args: Args):
-    """Draw a line with points, with error bars where there is an sd; the ideal calibration without points."""
-    color = COLORS.get(name, f"C{args.models.index(name) if name in args.models else i + 5}")
-    style = {"color": "black"} if name.startswith("1 / (1") else {"color": color, "marker": "o", "ms": 3, "capsize": 2}
-    axis.errorbar(rows["x"], rows["y"], rows["sd"].fillna(0) if "sd" in rows else None, label=name, **style)
-
-
-def draw_tokens(axis, name: str, rows: pandas.DataFrame, i: int, args: Args):
-    """Draw y over the position x of each token, with the tokens as labels."""
-    axis.plot(rows["x"], rows["y"], marker="o", ms=3, label=name)
-    axis.set_xticks(list(rows["x"]), list(rows["label"]), rotation=90, fontsize=7)
-    axis.axhline(0, color="gray", linewidth=0.5)
 
 
 def write_figure(args: Args, name: str, title: str, columns: int, panels: list[Panel]) -> bool:
@@ -179,7 +163,7 @@ def write_figure(args: Args, name: str, title: str, columns: int, panels: list[P
     if not any(panel.rows for panel in panels):
         return False
     lines = -(-len(panels) // columns)
-    width = {1: 6.5}.get(columns, 4.4 * columns) + 3 * any(panel.draw is draw_tokens for panel in panels)
+    width = {1: 6.5}.get(columns, 4.4 * columns) + 3 * ("label" in panels[0].rows[0] if panels[0].rows else 0)
     figure = Figure(figsize=(width, 3.3 * lines), layout="constrained")
     for axis, panel in zip(figure.subplots(lines, columns, squeeze=False).flat, panels, strict=False):
         axis.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
@@ -221,7 +205,7 @@ def curves_panel(metrics: dict, stage: str, args: Args, key: str, title: str) ->
         for x, y, sd in zip(smooth.index, smooth.mean(axis=1), smooth.std(axis=1).fillna(0), strict=True):
             rows.append({"series": model, "x": x, "y": y, "sd": sd, "n": len(found)})
     note = f", moving mean over {window} updates" if window > 1 else ""
-    return Panel(title, draw_learning_curves, f"episodes{note}", key, rows)
+    return Panel(title, draw_lines, f"episodes{note}", key, rows)
 
 
 def sizes_panel(study: Study, title: str, ylabel: str, values: dict[str, tuple[str, str]], *paper: str) -> Panel:
@@ -239,32 +223,27 @@ def sizes_panel(study: Study, title: str, ylabel: str, values: dict[str, tuple[s
 
 def win_rate_panel(study: Study, stages: tuple[str, ...], *paper: str) -> Panel:
     """Return the win rates of stages over models."""
-    values = {STAGES[stage]: (stage, "win rate") for stage in stages}
-    return sizes_panel(study, "", "win rate", values, *paper)._replace(draw=draw_win_rates)
+    return sizes_panel(study, "", "win rate", {STAGES[stage]: (stage, "win rate") for stage in stages}, *paper)
 
 
 def calibration_panel(study: Study) -> Panel:
     """Return rm_report.py's accuracy by score difference, and the ideal calibration."""
-    found = [
-        {"series": row["model"], "x": row["difference"], "y": row["accuracy"], "n": row["pairs"]}
-        for row in rows_of(Path(study.args.output_dir, "rm_report_calibration.csv"))
-    ]
-    xs = numpy.linspace(0, max((row["x"] for row in found), default=0.0), 50)
-    ideal = [{"series": "1 / (1 + exp(-x))", "x": x, "y": expit(x)} for x in xs] if found else []
-    return Panel("calibration", draw_steps, "score difference", "accuracy", [*ideal, *found])
+    found = rows_of(Path(study.args.output_dir, "rm_report_calibration.csv"))
+    xs = numpy.linspace(0, max((row["difference"] for row in found), default=0.0), 50) if found else []
+    rows = [{"series": "1 / (1 + exp(-x))", "x": x, "y": expit(x)} for x in xs]
+    for row in found:
+        rows.append({"series": row["model"], "x": row["difference"], "y": row["accuracy"], "n": row["pairs"]})
+    return Panel("calibration", draw_lines, "score difference", "accuracy", rows)
 
 
 def by_token(study: Study, title: str, ylabel: str, *keys: str) -> Panel:
     """Return numbers of each token of the first PPO response that visualize_tokens.py shows."""
     tokens = rows_of(Path(study.args.output_dir, "tokens_tokens.csv"))
     tokens = [row for row in tokens if row["model"] == "ppo"]
-    rows = [
-        {"series": key, "x": row["position"], "y": row[key], "label": repr(row["token"])[1:-1]}
-        for key in keys
-        for row in tokens
-        if row["id"] == tokens[0]["id"] and not pandas.isna(row[key])
-    ]
-    return Panel(title, draw_tokens, "", ylabel, rows)
+    tokens = [row | {"label": repr(row["token"])[1:-1]} for row in tokens if row["id"] == tokens[0]["id"]]
+    found = [(key, row) for key in keys for row in tokens if not pandas.isna(row[key])]
+    rows = [{"series": key, "x": row["position"], "y": row[key], "label": row["label"]} for key, row in found]
+    return Panel(title, draw_lines, "", ylabel, rows)
 
 
 def by_length(study: Study, *stages: str) -> Panel:
@@ -285,7 +264,7 @@ def by_length_ratio(study: Study, model: str, seed: int) -> Panel:
             start, end = max(row["from"], -1.5), min(row["to"], 1.5)  # the outer bins have no end
             point = {"series": STAGES[stage], "x": (start + end) / 2, "y": row["win_rate"]}
             rows.append(point | {"sd": row["se"], "n": row["examples"]})
-    return Panel(f"{model}, seed {seed}", draw_steps, "log(summary / reference length)", "win rate", rows)
+    return Panel(f"{model}, seed {seed}", draw_lines, "log(summary / reference length)", "win rate", rows)
 
 
 # ---- figures -----------------------------------------------------------------------------------------------------
@@ -312,18 +291,19 @@ def figures(s: Study) -> dict[str, tuple[str, int, list[Panel]]]:
     agreement = sizes_panel(s, AGREEMENT, "share of pairs", RM_AGREEMENT, AGREEMENT)
     rewards = by_token(s, "rewards: -kl_coef x KL per token, and the score", "reward", "token_reward")
     values = by_token(s, "values, and the reward model's logits (figure 6)", "", "value", "reward_logit")
-    whitened = "ppo", "ppo_whiten"
+    calibration = calibration_panel(s)
+    whitened = [win_rate_panel(s, POLICIES[2:]), by_length(s, *POLICIES[2:])]
     ratios = [by_length_ratio(s, model, seed) for model in models for seed in seeds]
     largest = [by_length_ratio(s, m, seed) for m in reversed(models) for seed in seeds if ("ppo", m, seed) in s.bins]
     return {
         "figure_1": (f"Win rate against the references{over_seeds}", 1, [win_rate_panel(s, POLICIES[:3], BEST)]),
         "figure_4": (f"SFT{over_seeds}", 2, [*stage_curves(s, "sft", SFT), rouge]),
         "figure_5": (f"Reward model{over_seeds}", 2, [*stage_curves(s, "reward", REWARD), accuracy]),
-        "figure_7": (f"Reward models: judge, calibration{over_seeds}", 2, [agreement, calibration_panel(s)]),
+        "figure_7": (f"Reward models: {AGREEMENT}, calibration{over_seeds}", 2, [agreement, calibration]),
         "figure_8": (f"DPO's implicit reward model{over_seeds}", 2, [*stage_curves(s, "dpo", DPO), implicit]),
         "figure_9": ("Rewards and values of a PPO completion", 1, [rewards, values]),
         "figure_10": (f"PPO{over_seeds}", 2, stage_curves(s, "ppo", PPO)),
-        "figure_11": (f"Whitened rewards{over_seeds}", 2, [win_rate_panel(s, whitened), by_length(s, *whitened)]),
+        "figure_11": (f"PPO with and without whitened rewards{over_seeds}", 2, whitened),
         "figure_12": ("Win rate and length", 2, [by_length(s, *POLICIES), *largest[:1]]),
         "figure_13": ("Win rate by summary length", len(seeds), ratios),
     }
@@ -332,38 +312,31 @@ def figures(s: Study) -> dict[str, tuple[str, int, list[Panel]]]:
 # ---- the other tools ---------------------------------------------------------------------------------------------
 
 
-def tool(problems: list[str], script: str, *arguments) -> bool:
-    """Run a script beside this one, and return whether it succeeded; if not, add it to the problems."""
-    command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
+def tool(script: str, *arguments):
+    """Run a script beside this one. An error there is shown, and does not stop the other figures."""
     print(f"$ python eval/{script} {' '.join(map(str, arguments))}", flush=True)
-    failed = subprocess.run(command).returncode != 0
-    problems += [f"{script} stopped with an error"] * failed
-    return not failed
+    subprocess.run([sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)])
 
 
-def judge_all(args: Args, folders: dict[tuple, Path], stem: str, problems: list[str]) -> list:
-    """Let judge.py judge all samples, and the pairs that the first reward model was trained on. Returns rm_report.py's
-    flag for the judged pairs."""
-    samples = [run / "eval" / "samples_validation.csv" for key, run in folders.items() if key[0] in POLICIES]
-    problems += [f"{file}, of eval/samples.py" for file in samples if not file.exists()]
-    found, pairs = [file for file in samples if file.exists()], Path(args.runs, "pairs_validation.csv")
-    rewards = [json.loads((run / "args.json").read_text()) for key, run in folders.items() if key[0] == "reward"]
-    trained_on = rewards[0]["preference_dataset"] if rewards else ""
-    if trained_on and Path(trained_on).exists():
-        found += [pairs] * tool(problems, "rm_report.py", "--preference-dataset", trained_on, "--write-pairs", pairs)
-    if found:
-        endpoint = ["--base-url", args.base_url] if args.base_url else []
-        tool(problems, "judge.py", *found, "--judge", args.judge, *endpoint)
-    judged = pairs.with_name(f"{stem}_of_{pairs.stem}.csv")
-    return ["--judged", judged] if pairs in found and judged.exists() else []
+def judge_all(args: Args, folders: dict[tuple, Path]):
+    """Let judge.py judge all samples, and the pairs that the first reward model was trained on."""
+    files = [run / "eval" / "samples_validation.csv" for key, run in folders.items() if key[0] in POLICIES]
+    pairs = Path(args.runs, "pairs_validation.csv")
+    for run in [run for key, run in folders.items() if key[0] == "reward"][:1]:
+        trained_on = json.loads((run / "args.json").read_text())["preference_dataset"]
+        tool("rm_report.py", "--preference-dataset", trained_on, "--write-pairs", pairs)
+    found = [file for file in [*files, pairs] if file.exists()]
+    endpoint = ["--base-url", args.base_url] if args.base_url else []
+    tool("judge.py", *found, "--judge", args.judge, *endpoint)
 
 
-def call_tools(args: Args, folders: dict[tuple, Path], stem: str) -> list[str]:
-    """Let the other scripts of this folder write what the figures need. Returns what is missing."""
-    problems, out = [], Path(args.output_dir)
-    options = judge_all(args, folders, stem, problems) if args.judge else []
-    command = ["--models", *args.models, "--seeds", *args.seeds, "--runs", args.runs]
-    tool(problems, "rm_report.py", *command, *options, "--output", out / "rm_report")
+def call_tools(args: Args, folders: dict[tuple, Path], stem: str):
+    """Let the other scripts of this folder write what the figures need."""
+    out, judged = Path(args.output_dir), Path(args.runs, f"{stem}_of_pairs_validation.csv")
+    if args.judge:
+        judge_all(args, folders)
+    command = ["--models", *args.models, "--seeds", *args.seeds, "--runs", args.runs, "--output", out / "rm_report"]
+    tool("rm_report.py", *command, *(["--judged", judged] if args.judge and judged.exists() else []))
     # figures 6 and 9, tables 8 and 10 to 20: the largest model with all three
     runs = [(model, seed) for model in reversed(args.models) for seed in args.seeds]
     for key in [key for key in runs if all((stage, *key) in folders for stage in ("sft", "reward", "ppo"))][:1]:
@@ -372,8 +345,7 @@ def call_tools(args: Args, folders: dict[tuple, Path], stem: str) -> list[str]:
         command = ["--base", base.get(settings["model"], settings["model"]), "--dataset", settings["dataset"]]
         for stage, flag in (("sft", "--sft"), ("ppo", "--ppo"), ("dpo", "--dpo"), ("reward", "--reward-model")):
             command += [flag, folders[stage, *key]] if (stage, *key) in folders else []
-        tool(problems, "visualize_tokens.py", *command, "--output", out / "tokens")
-    return problems
+        tool("visualize_tokens.py", *command, "--output", out / "tokens")
 
 
 # ---- figures.md --------------------------------------------------------------------------------------------------
@@ -381,14 +353,12 @@ def call_tools(args: Args, folders: dict[tuple, Path], stem: str) -> list[str]:
 
 def policies_table(study: Study) -> list[dict]:
     """Return a row per stage and model: mean ± sample standard deviation over seeds."""
+    columns = ["win rate", "at equal length", "tokens", "ROUGE-L"]
     rows = []
-    for stage in POLICIES:
-        for model in study.args.models:
-            found = study.numbers[(study.numbers["stage"] == stage) & (study.numbers["model"] == model)]
+    for (stage, model), found in study.numbers.groupby(["stage", "model"], sort=False):
+        if stage in POLICIES:
             row = {"stage": STAGES[stage], "model": model, "seeds": len(found)}
-            for name in ("win rate", "at equal length", "tokens", "ROUGE-L"):
-                row[name] = with_sd(found[name].dropna())
-            rows += [row] if len(found) else []
+            rows.append(row | {name: with_sd(found[name].dropna()) for name in columns})
     return rows
 
 
@@ -412,18 +382,18 @@ def main(args: Args):
         fail(f"{args.runs}: no runs of {', '.join(args.models)} there ({{stage}}/{{model}}/{{seed}})")
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     stem = f"judge_{re.sub('[^A-Za-z0-9.-]+', '-', args.judge or '')}"
-    problems = call_tools(args, folders, stem)
+    call_tools(args, folders, stem)
     study = read_study(args, folders, stem)
+    missing = [f"no run {Path(args.runs, *map(str, key))}" for key in keys if not study.metrics.get(key)]
     for name, (title, columns, panels) in figures(study).items():
         if not write_figure(args, name, title, columns, panels):
-            problems.append(f"{name}: nothing to draw")
-    problems += [f"no run {Path(args.runs, *map(str, key))}" for key in keys if not study.metrics.get(key)]
+            missing.append(f"{name}: nothing to draw")
     judge = f", judged by {args.judge}" if args.judge else ""
     tables = {"Paper / ours": paper_table(study)}
     tables[f"Policies: mean ± sample standard deviation over seeds{judge}"] = policies_table(study)
     text = f"# Figures\n\n`python eval/figures.py {shlex.join(sys.argv[1:])}`\n\n"
     text += "".join(f"## {title}\n\n{markdown(rows)}\n" for title, rows in tables.items() if rows)
-    text += "## Missing\n\n" + "".join(f"- {row}\n" for row in problems or ["nothing"])
+    text += "## Missing\n\n" + "".join(f"- {row}\n" for row in missing or ["nothing"])
     Path(args.output_dir, "figures.md").write_text(text, encoding="utf-8")
     print(text)
 

@@ -14,7 +14,6 @@ beside it judge_NAME.csv (a row per example), judge_NAME_rates.csv, judge_NAME_b
 which are kept for the next call). For a file with another name, the names begin with judge_NAME_of_FILE.
 """
 
-import asyncio
 import contextlib
 import csv
 import hashlib
@@ -25,6 +24,7 @@ import re
 import sys
 from dataclasses import dataclass
 from math import log
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +32,7 @@ import numpy
 import pandas
 import torch
 import tyro
-from openai import AsyncOpenAI, OpenAIError
+from openai import OpenAI, OpenAIError
 from rich.console import Console
 from rich.progress import track
 from scipy import optimize, special
@@ -84,10 +84,6 @@ class Args:
     """of the orders and of the bootstrap"""
     both_orders: bool = False
     """ask for each example in both orders; answers that contradict each other are a tie"""
-    input_price: float | None = None
-    """dollars per million tokens of prompts, for the estimate"""
-    output_price: float | None = None
-    """dollars per million tokens of answers, for the estimate"""
 
 
 # ---- examples ----------------------------------------------------------------------------------------------------
@@ -154,31 +150,30 @@ def read_answers(file: Path) -> dict[str, str]:
     return found
 
 
-async def ask(args: Args, prompts: list[str], file: Path, known: dict[str, str]) -> list[str]:
+def ask(args: Args, prompts: list[str], file: Path, known: dict[str, str]) -> list[str]:
     """Ask for all answers that are not known, several at once, and append each to the file. Returns the errors."""
-    wanted = {key(args, prompt): prompt for prompt in prompts if key(args, prompt) not in known}
-    gate, failed = asyncio.Semaphore(CONCURRENCY), []
     api_key = os.environ.get("OPENAI_API_KEY", "none")  # a local endpoint needs none
-    client = AsyncOpenAI(base_url=args.base_url, max_retries=RETRIES, timeout=TIMEOUT, api_key=api_key)
+    client = OpenAI(base_url=args.base_url, max_retries=RETRIES, timeout=TIMEOUT, api_key=api_key)
 
-    async def one(name: str, prompt: str):
+    def one(prompt: str) -> tuple[str, str | None, str]:
         messages = [{"role": "user", "content": prompt}]
-        async with gate:
-            try:
-                response = await client.chat.completions.create(model=args.judge, messages=messages, temperature=0)
-                answer = response.choices[0].message.content
-                if not answer:  # cut off, or filtered
-                    raise ValueError(f"an answer without content, finish_reason {response.choices[0].finish_reason}")
-            except (OpenAIError, ValueError, TypeError, IndexError, AttributeError) as error:
-                failed.append(f"{error!r:.300}")
-                return
-        known[name] = answer
-        with or_fail(f"{file}: an answer could not be written"), file.open("a") as answers:
-            answers.write("\n" + json.dumps({"key": name, "answer": answer}))  # half a line before it stays alone
+        try:
+            response = client.chat.completions.create(model=args.judge, messages=messages, temperature=0)
+            return prompt, response.choices[0].message.content, "an answer without content"  # cut off, or filtered
+        except (OpenAIError, ValueError, TypeError, IndexError, AttributeError) as error:
+            return prompt, None, f"{error!r:.300}"
 
-    requests = asyncio.as_completed([one(name, prompt) for name, prompt in wanted.items()])
-    for request in track(requests, args.judge, len(wanted), console=Console(stderr=True)):
-        await request
+    failed = []
+    with ThreadPool(CONCURRENCY) as pool, file.open("a") as answers:
+        found = pool.imap_unordered(one, prompts)
+        for prompt, answer, error in track(found, args.judge, len(prompts), console=Console(stderr=True)):
+            if not answer:
+                failed.append(error)
+                continue
+            known[key(args, prompt)] = answer
+            # a stopped run can leave half a line, which the line break ends
+            answers.write("\n" + json.dumps({"key": key(args, prompt), "answer": answer}))
+            answers.flush()
     return failed
 
 
@@ -192,21 +187,13 @@ def by_endpoint(args: Args, frame: pandas.DataFrame, file: Path) -> numpy.ndarra
     texts = [(row.query, row.summary, row.other, first) for row, first in asked]
     prompts = [PROMPT.format(post=q, a=s if first else o, b=o if first else s) for q, s, o, first in texts]
     known = read_answers(file)
-    print(estimate(args, [prompt for prompt in prompts if key(args, prompt) not in known]))
-    if failed := asyncio.run(ask(args, prompts, file, known)):
-        fail(f"{len(failed)} of {len(prompts)} requests got no answer; the same command asks again: {failed[0]}")
+    wanted = list(dict.fromkeys(prompt for prompt in prompts if key(args, prompt) not in known))
+    print(f"{len(wanted):,} questions to ask {args.judge}, about {sum(map(len, wanted)) / 4:,.0f} tokens")
+    if failed := ask(args, wanted, file, known):
+        fail(f"{len(failed)} of {len(wanted)} requests got no answer; the same command asks again: {failed[0]}")
     answers = [verdict(known[key(args, prompt)]) for prompt in prompts]
     wins = [float((said == "A") == first) if said else None for said, (_, first) in zip(answers, asked, strict=True)]
     return numpy.array(wins, float).reshape(len(frame), -1).mean(1)
-
-
-def estimate(args: Args, prompts: list[str]) -> str:
-    """Return what the requests will cost, at four characters a token and 60 tokens an answer."""
-    tokens, answers = sum(map(len, prompts)) / 4, 60 * len(prompts)
-    text = f"{len(prompts):,} questions to ask {args.judge}: about {tokens:,.0f} tokens in, {answers:,} out"
-    if args.input_price is not None and args.output_price is not None:
-        text += f", ${(tokens * args.input_price + answers * args.output_price) / 1e6:.2f}"
-    return text
 
 
 @torch.no_grad()
