@@ -860,8 +860,8 @@ test_tldr_dataset.py::test_an_output tldr_dataset.py: a symlink is replaced
 - target = output_dir.resolve()
 + target = output_dir
 test_judge.py::test_a_half eval/judge.py: the half of an answer stays
-- opened.truncate(opened.tell() - len(rest))
-+ pass
+- "\n" + json.dumps({"key": key(args, prompt), "answer": answer})
++ json.dumps({"key": key(args, prompt), "answer": answer}) + "\n"
 test_llama2_dataset.py::test_files_of llama2/preference_dataset.py: a byte order mark hides an array
 - .removeprefix(codecs.BOM_UTF8)
 + 
