@@ -12,6 +12,7 @@ Runs and logs are in runs/ensembles, and what ensembles/figures.py writes in run
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
@@ -26,6 +27,14 @@ POSTS = "--dataset data/quickstart/posts-1/tldr/sft"
 GOLD = "--gold quickstart/truth.py:score"
 METHODS = {"single": "", "mean": "--reward-combination mean", "wco": "--reward-combination wco"}
 METHODS |= {"uwo": "--reward-combination uwo --uwo-lambda 0.1", "warm": ""}
+
+
+@dataclass
+class Args:
+    jobs: int = 2
+    """runs side by side, each with its share of the cores"""
+    dry_run: bool = False
+    """only print the commands that are left"""
 
 
 def job(name: str, result: str, command: str) -> Job:
@@ -70,21 +79,20 @@ def steps_of() -> list[list[Job]]:
     return [sft, labels, members, averages, ppo]
 
 
-def main(jobs: int = 2, dry_run: bool = False):
-    """Run the study, `jobs` runs side by side, or with `dry_run` only print the commands that are left."""
-    if jobs < 1:
-        fail(f"--jobs {jobs}: at least 1")
+def main(args: Args):
+    if args.jobs < 1:
+        fail(f"--jobs {args.jobs}: at least 1")
     posts = Job("posts", ["bash", "quickstart/run.sh", "--data-only"], ROOT / RUNS / "logs" / "posts.log", None)
     for step in [[posts], *steps_of()]:
         left = [job for job in step if not job.result or not job.result.exists()]
-        if dry_run:
+        if args.dry_run:
             print("\n".join(" ".join(job.command) for job in left))
-        elif failed := run_jobs(left, jobs, ROOT):
+        elif failed := run_jobs(left, args.jobs, ROOT):
             fail(f"{', '.join(failed)} failed; read {', '.join(map(str, failed.values()))}, and repeat the command")
     command = [sys.executable, "ensembles/figures.py", "--output-dir", f"{RUNS}/figures"]
-    if not dry_run:
+    if not args.dry_run:
         subprocess.run([*command, "--runs", f"{RUNS}/ppo", f"{RUNS}/best_of_n"], cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    main(tyro.cli(Args))

@@ -24,8 +24,7 @@ import ppo
 
 class Endpoint:
     """A judge that prefers the summary with more words (Summary A where both have as many): .url, .asked (Counter of
-    prompts that got an answer). With `trouble`, one of five answers is an error 500, a body that is cut off or an
-    answer without content."""
+    prompts that got an answer). With `trouble`, one of five answers is an error 500 or has no content."""
 
     def __init__(self, trouble: tuple[str, ...] = ()):
         endpoint = self
@@ -47,7 +46,6 @@ class Endpoint:
                 answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
                 body = json.dumps(answer).encode()
                 self.send_response(500 if kind == "500" else 200)
-                body = body[:-9] if kind == "malformed" else body
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -86,8 +84,13 @@ def write_judge(path: Path, returned: str) -> str:
     return f"{path}:score"
 
 
-def read(path: Path) -> pandas.DataFrame:
-    return pandas.read_csv(path, keep_default_na=False, na_values={"win": ""})
+def judged_by(by: str, file: Path, **settings) -> pandas.DataFrame:
+    """The rows that judge.py writes for a file of samples, or for another run's first."""
+    for old in file.parent.glob("judge_*.csv"):
+        old.unlink()
+    judge.main(judge.Args((str(file),), by, **settings))
+    [bins] = file.parent.glob("judge_*_bins.csv")
+    return pandas.read_csv(str(bins).replace("_bins", ""), keep_default_na=False, na_values={"win": ""})
 
 
 LENGTHS = [(1 + i % 7, 1 + (i * 3) % 5) for i in range(40)]
@@ -95,9 +98,7 @@ LENGTHS = [(1 + i % 7, 1 + (i * 3) % 5) for i in range(40)]
 
 def test_the_places_of_the_summaries_and_the_win_rate(endpoint, tmp_path):
     file = write_samples(tmp_path / "run" / "eval" / "samples_validation.csv", LENGTHS)
-    args = judge.Args((str(tmp_path / "run"),), "m", base_url=endpoint.url)
-    judge.main(args)
-    found = read(file.with_name("judge_m.csv"))
+    found = judged_by("m", file, base_url=endpoint.url)
     first = [judge.first_is_a(1, f"v{i}") for i in range(40)]
     assert 10 < sum(first) < 30 and found["summary_is_a"].tolist() == first
     wins = [float(m > n or (m == n and a)) for (m, n), a in zip(LENGTHS, first, strict=True)]
@@ -106,16 +107,15 @@ def test_the_places_of_the_summaries_and_the_win_rate(endpoint, tmp_path):
     a, b = ("s s s s", "r r r r r")[:: 1 if first[3] else -1]
     assert f"Summary A:\n{a}\n\nSummary B:\n{b}\n" in prompt
     assert pandas.read_csv(file.with_name("judge_m_rates.csv"))["win_rate"].tolist() == [sum(wins) / 40]
-    judge.main(args)  # a finished one costs nothing
+    judge.main(judge.Args((str(tmp_path / "run"),), "m", base_url=endpoint.url))  # answers are kept
     assert set(endpoint.asked.values()) == {1} and len(endpoint.asked) == 40
 
 
 def test_both_orders_show_what_the_place_decides(endpoint, tmp_path):
     file = write_samples(tmp_path / "samples_validation.csv", LENGTHS)
-    judge.main(judge.Args((str(file),), "m", base_url=endpoint.url, both_orders=True))
     expected = [0.5 if m == n else float(m > n) for m, n in LENGTHS]
-    assert read(tmp_path / "judge_m.csv")["win"].tolist() == expected and 0.5 in expected
-    assert len(endpoint.asked) == 80
+    assert judged_by("m", file, base_url=endpoint.url, both_orders=True)["win"].tolist() == expected
+    assert 0.5 in expected and len(endpoint.asked) == 80
 
 
 def test_an_answer_that_is_none_is_counted_and_never_guessed(endpoint, tmp_path):
@@ -123,8 +123,7 @@ def test_an_answer_that_is_none_is_counted_and_never_guessed(endpoint, tmp_path)
     frame = pandas.read_csv(file)
     frame.loc[[2, 5], "response"] = "unsure"
     frame.to_csv(file, index=False)
-    judge.main(judge.Args((str(file),), "m", base_url=endpoint.url))
-    wins = read(tmp_path / "judge_m.csv")["win"]
+    wins = judged_by("m", file, base_url=endpoint.url)["win"]
     assert wins.isna().tolist() == [i in (2, 5) for i in range(10)]
     for text, expected in (
         ("Comparison: A is good.\nPreferred: A", "A"),
@@ -139,32 +138,28 @@ def test_an_answer_that_is_none_is_counted_and_never_guessed(endpoint, tmp_path)
         assert judge.verdict(text) == expected, text
 
 
-@pytest.mark.parametrize("endpoint", [{"trouble": ("malformed", "500", "empty")}], indirect=True)
+@pytest.mark.parametrize("endpoint", [{"trouble": ("500", "empty")}], indirect=True)
 def test_what_got_no_answer_is_asked_by_the_next_run(endpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(judge, "RETRIES", 0)
     file = write_samples(tmp_path / "samples_validation.csv", LENGTHS[:16])
-    args = judge.Args((str(file),), "m", base_url=endpoint.url)
     for _ in range(40):
         try:
-            judge.main(args)
+            wins = judged_by("m", file, base_url=endpoint.url)["win"]
             break
         except SystemExit as error:
             assert "requests got no answer" in str(error) and not (tmp_path / "judge_m.csv").exists()
     assert {x for x in endpoint.asked.values() if x} == {1} and len(endpoint.asked) == 16
-    assert read(tmp_path / "judge_m.csv")["win"].notna().all()
+    assert wins.notna().all()
 
 
 def test_a_half_written_answer_costs_that_answer_alone(endpoint, tmp_path):
-    args = judge.Args((str(write_samples(tmp_path / "samples_validation.csv", LENGTHS)),), "m", base_url=endpoint.url)
-    answers = tmp_path / "judge_m.jsonl"
-    judge.main(args)
-    expected = read(tmp_path / "judge_m.csv")
+    file = write_samples(tmp_path / "samples_validation.csv", LENGTHS)
+    expected, answers = judged_by("m", file, base_url=endpoint.url), tmp_path / "judge_m.jsonl"
     answers.write_text(answers.read_text()[:-40])  # as a kill leaves it
     endpoint.asked.clear()
-    judge.main(args)
-    judge.main(args)  # what was asked again is kept
+    for _ in range(2):  # what was asked again is kept
+        pandas.testing.assert_frame_equal(judged_by("m", file, base_url=endpoint.url), expected)
     assert sum(endpoint.asked.values()) == 1
-    pandas.testing.assert_frame_equal(read(tmp_path / "judge_m.csv"), expected)
 
 
 def test_an_answer_is_kept_for_its_endpoint_alone(endpoint, tmp_path, monkeypatch):
@@ -175,8 +170,7 @@ def test_an_answer_is_kept_for_its_endpoint_alone(endpoint, tmp_path, monkeypatc
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     monkeypatch.setenv("OPENAI_BASE_URL", second.url + "/")
     for url in (endpoint.url, second.url, None):  # None: that of the environment, which is the second
-        judge.main(judge.Args((str(file),), "m", base_url=url))
-        found.append(read(tmp_path / "judge_m.csv")["win"].tolist())
+        found.append(judged_by("m", file, base_url=url)["win"].tolist())
     assert found[1] == found[2] == [1 - win for win in found[0]]
     assert set(endpoint.asked.values()) == set(second.asked.values()) == {1} and len(second.asked) == 10
     second.http.shutdown()
@@ -187,20 +181,10 @@ def test_one_run_against_another(tmp_path):
     ours = write_samples(tmp_path / "ppo" / "eval" / "samples_validation.csv", [(3, 9), (2, 9), (1, 9)])
     write_samples(tmp_path / "sft" / "eval" / "samples_validation.csv", [(1, 5), (2, 5), (3, 5)])
     words = write_judge(tmp_path / "words.py", "len(summary.split())")
-    args = judge.Args((str(tmp_path / "ppo"),), words, against=str(tmp_path / "sft"))
-    judge.main(args)
-    [file] = ours.parent.glob("judge_*_sft_rates.csv")  # its name has the other run's
-    assert read(Path(str(file).replace("_rates", "")))["win"].tolist() == [1.0, 0.5, 0.0]
+    assert judged_by(words, ours, against=str(tmp_path / "sft"))["win"].tolist() == [1.0, 0.5, 0.0]
+    write_samples(tmp_path / "sft" / "eval" / "samples_validation.csv", [(1, 5), (2, 5)])
     with pytest.raises(SystemExit, match="1 of 3 posts are not there"):
-        write_samples(tmp_path / "sft" / "eval" / "samples_validation.csv", [(1, 5), (2, 5)])
-        judge.main(args)
-
-
-def judged_by(function: str, file: Path) -> pandas.DataFrame:
-    """The rows that judge.py writes of a file with samples."""
-    judge.main(judge.Args((str(file),), function))
-    [rates] = file.parent.glob("judge_*_rates.csv")
-    return read(Path(str(rates).replace("_rates", "")))
+        judged_by(words, ours, against=str(tmp_path / "sft"))
 
 
 def test_a_sampled_carriage_return_breaks_no_row(tmp_path):
@@ -260,10 +244,8 @@ def test_a_reward_model_s_verdicts_are_those_of_its_rewards(world, tmp_path):
     flat = [(row["query"], row[side].strip()) for row in frame.to_dict("records") for side in ("response", "reference")]
     found = judge.model_scores(str(tmp_path / "reward"), flat)
     assert found == pytest.approx([reward + 3 for reward in rewards], rel=1e-4, abs=1e-4)
-    judge.main(judge.Args((str(tmp_path / "a.csv"),), str(tmp_path / "reward")))
     assert 3 < sum(wins) < len(wins) - 3
-    [rates] = tmp_path.glob("judge_*_of_a_rates.csv")
-    assert read(Path(str(rates).replace("_rates", "")))["win"].tolist() == wins
+    assert judged_by(str(tmp_path / "reward"), tmp_path / "a.csv")["win"].tolist() == wins
 
 
 def test_equal_summaries_are_scored_once(world, tmp_path, monkeypatch):
