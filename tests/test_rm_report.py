@@ -59,12 +59,6 @@ def test_a_tie_is_no_hit():
     assert rm_report.is_hit(frame.assign(tie=[False, True, False])).tolist() == [True, False, False]
 
 
-def test_nothing_there_is_an_error(tmp_path):
-    with pytest.raises(SystemExit, match="not one run of xs has eval/pairs_validation.csv"):
-        rm_report.main(rm_report.Args(("xs",), (1,), str(tmp_path), output=str(tmp_path / "rm")))
-    assert not [*tmp_path.iterdir()]
-
-
 def test_a_text_with_a_carriage_return_is_one_cell(world, tmp_path):
     """Quoted, because Python's csv module quotes no lone carriage return before 3.11.9 and 3.12.3."""
     data = load_from_disk(str(world.preference_dataset))
