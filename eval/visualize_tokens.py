@@ -20,6 +20,7 @@ at the last position.
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -38,15 +39,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from eval_helpers import fail, markdown, or_fail  # noqa: E402
 
 from ppo import (  # noqa: E402
-    RewardModel,
     checkpoint_folder,
     load_policy,
     load_reward_model,
     load_splits,
     load_tokenizer,
-    make_batch,
     response_logits,
-    rounded_width,
     token_logprobs,
     token_rewards,
 )
@@ -79,19 +77,11 @@ class Args:
     """examples for the shares by position and the means, which include those shown"""
     response_length: int = 53
     """tokens generated at most (Detail 23)"""
-    micro_batch_size: int = 8
-    """examples in a forward pass"""
     output: str = "runs/tokens"
     """path that the names of all files begin with"""
 
 
 # ---- models ------------------------------------------------------------------------------------------------------
-
-
-def batches(n: int, size: int, description: str):
-    """Yield slices of up to `size` of n rows, with a progress bar."""
-    for start in track(range(0, n, size), description, console=Console(stderr=True)):
-        yield slice(start, start + size)
 
 
 def greedy(model, queries: torch.Tensor, tokenizer, response_length: int) -> torch.Tensor:
@@ -106,26 +96,27 @@ def greedy(model, queries: torch.Tensor, tokenizer, response_length: int) -> tor
         suppress_tokens=model.banned.nonzero().flatten().tolist(),
     )
     responses = torch.full((len(queries), response_length), pad_id, device=queries.device)
-    for i, query in enumerate(queries):
+    for i, query in enumerate(track(queries, "responses", console=Console(stderr=True))):
         query = query[query != pad_id]
         tokens = model.generate(query[None])[0, len(query) :]
         responses[i, : len(tokens)] = tokens
     return responses
 
 
-def rows_and_columns(queries: torch.Tensor, responses: torch.Tensor, pad_id: int, count: int):
-    """Return right-padded rows (b, T) of left-padded queries (b, Q) and responses (b, R), and the `count` columns
-    (b, count) of each row from the query's last token on. Columns past a response's end are arbitrary."""
-    batch = make_batch(queries, responses, pad_id)
-    tokens = batch["tokens"][:, : rounded_width(batch["row_lengths"])]
-    columns = batch["query_lengths"][:, None] - 1 + torch.arange(count, device=tokens.device)
-    return tokens, columns.clamp(max=tokens.shape[1] - 1)
+def each(compute: Callable, model, queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Return compute(model, row, start) (n, R + 1) for left-padded queries (n, Q) and responses (n, R), 0 past a
+    response's values. A row (1, T) is a query and its response without padding; start is the query's length."""
+    found = torch.zeros(len(responses), responses.shape[1] + 1, device=responses.device)
+    for i in track(range(len(responses)), compute.__name__, console=Console(stderr=True)):
+        query, response = queries[i][queries[i] != pad_id], responses[i][responses[i] != pad_id]
+        values = compute(model, torch.cat([query, response])[None], len(query))
+        found[i, : len(values)] = values
+    return found
 
 
-def response_logits_of(model, queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Return the logits (b, R, V) that predict each token of the responses (b, R) to left-padded queries (b, Q), with
-    -1e9 for [PAD] and ids beyond the tokenizer. Logits past a response's end are arbitrary."""
-    return response_logits(model, *rows_and_columns(queries, responses, pad_id, responses.shape[1]))
+def logits_of(model, row: torch.Tensor, start: int) -> torch.Tensor:
+    """Return the logits (1, L, V) that predict the L tokens from `start` on, -1e9 for [PAD] and unused ids."""
+    return response_logits(model, row, torch.arange(start - 1, row.shape[1] - 1, device=row.device)[None])
 
 
 def token_ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -133,10 +124,14 @@ def token_ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return 1 + (logits > logits.gather(2, tokens[:, :, None])).sum(2)
 
 
-def response_scalars(model: RewardModel, queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Return a reward or value model's output (b, R + 1) at the query's last token and at each response token."""
-    tokens, columns = rows_and_columns(queries, responses, pad_id, responses.shape[1] + 1)
-    return model(tokens).gather(1, columns)
+def ranks_of(model, row: torch.Tensor, start: int) -> torch.Tensor:
+    """Return the rank (L,) of each token of the response."""
+    return token_ranks(logits_of(model, row, start), row[:, start:])[0]
+
+
+def scalars(model, row: torch.Tensor, start: int) -> torch.Tensor:
+    """Return a reward or value model's output (L + 1,) at the query's last token and at each token of the response."""
+    return model(row)[0, start - 1 :]
 
 
 # ---- tables ------------------------------------------------------------------------------------------------------
@@ -184,17 +179,17 @@ def main(args: Args):
     policies = {name: path for name in ("sft", "ppo", "dpo", "base") if (path := getattr(args, name))}
     if len(policies) == 1:
         fail("no aligned model: give at least one of --sft, --ppo and --dpo")
-    if not 1 <= args.rows <= args.counted or min(args.response_length, args.micro_batch_size) < 1:
-        fail(f"--rows {args.rows} and --counted {args.counted}: 1 <= rows <= counted; lengths and sizes are at least 1")
+    if not 1 <= args.rows <= args.counted or args.response_length < 1:
+        fail(f"--rows {args.rows} and --counted {args.counted}: 1 <= rows <= counted, and --response-length at least 1")
     training = TRAINING
     if args.ppo and (file := Path(args.ppo) / "args.json").exists():
         with or_fail(f"{file} cannot be read"):
             training = TRAINING | {name: x for name, x in json.loads(file.read_text()).items() if name in TRAINING}
-    scalars = {"reward_model": args.reward_model} if args.reward_model else {}
+    scorers = {"reward_model": args.reward_model} if args.reward_model else {}
     if args.ppo and (Path(args.ppo) / "value_model").exists():
-        scalars["value_model"] = str(Path(args.ppo) / "value_model")
-    flags = {name: f"--{name.replace('_', '-')}" for name in [*policies, *scalars]}
-    folders = {name: checkpoint_folder(flags[name], path) for name, path in (policies | scalars).items()}
+        scorers["value_model"] = str(Path(args.ppo) / "value_model")
+    flags = {name: f"--{name.replace('_', '-')}" for name in [*policies, *scorers]}
+    folders = {name: checkpoint_folder(flags[name], path) for name, path in (policies | scorers).items()}
     first = next(iter(policies))  # SFT where it is there
     tokenizer = load_tokenizer(folders[first])
     for name, folder in folders.items():
@@ -211,28 +206,21 @@ def main(args: Args):
     # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
     torch.backends.cuda.enable_cudnn_sdp(False)
     pad_id = tokenizer.pad_token_id
-    rows, n, size = data["validation"][: args.counted], args.counted, args.micro_batch_size
+    rows, n = data["validation"][: args.counted], args.counted
     queries = rows["query_token"].to(device)  # (n, Q)
     seen = {"reference": {"tokens": rows["reference_response_token"].to(device)}}  # {model: {name: (n, R)}}
     logprobs = {}  # of the PPO responses
+
+    def logprob(model, row, start):
+        return token_logprobs(logits_of(model, row, start), row[:, start:], training["temperature"])[0]
+
     for name in sorted(policies, key=["ppo", "sft", "dpo", "base"].index):  # SFT and base read other models' responses
         model = load_policy(folders[name], tokenizer).to(device).eval()
-        done = [
-            greedy(model, queries[part], tokenizer, args.response_length)
-            for part in batches(n, size, f"{name}: responses")
-        ]
-        seen[name] = {"tokens": torch.cat(done)}
+        seen[name] = {"tokens": greedy(model, queries, tokenizer, args.response_length)}
         if name in ("ppo", "sft") and {"ppo", "sft"} <= set(policies):
-            said, done = seen["ppo"]["tokens"], []
-            for part in batches(n, size, f"{name}: log-probabilities of PPO's"):
-                logits = response_logits_of(model, queries[part], said[part], pad_id)
-                done.append(token_logprobs(logits, said[part], training["temperature"]))
-            logprobs[name] = torch.cat(done).masked_fill(said == pad_id, 0.0)
+            logprobs[name] = each(logprob, model, queries, seen["ppo"]["tokens"], pad_id)[:, :-1]
         for other in seen if name == "base" else ():
-            said, done = seen[other]["tokens"], []
-            for part in batches(n, size, f"base: ranks of {other}"):
-                done.append(token_ranks(response_logits_of(model, queries[part], said[part], pad_id), said[part]))
-            seen[other]["ranks"] = torch.cat(done)
+            seen[other]["ranks"] = each(ranks_of, model, queries, seen[other]["tokens"], pad_id)[:, :-1].long()
         del model
     seen = {name: seen[name] for name in TITLES if name in seen}
     lengths = {name: (found["tokens"] != pad_id).sum(1) for name, found in seen.items()}  # (n,)
@@ -240,11 +228,10 @@ def main(args: Args):
 
     # ---- scores, values, token rewards -----------------------------------------------------------
     scores = {}
-    for which in scalars:
+    for which in scorers:
         model = load_reward_model(folders[which], tokenizer).to(device).eval()
         for name in seen if which == "reward_model" else ["ppo"]:
-            said, parts = seen[name]["tokens"], batches(n, size, f"{which.replace('_', ' ')}: {name}")
-            found = torch.cat([response_scalars(model, queries[part], said[part], pad_id) for part in parts])
+            found = each(scalars, model, queries, seen[name]["tokens"], pad_id)
             if which == "value_model":
                 seen[name]["value"] = found[:, :-1]  # of the states before the tokens
             else:
