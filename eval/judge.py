@@ -65,7 +65,7 @@ Comparison: <one-sentence comparison and explanation>
 Preferred: <"A" or "B">"""
 PROMPT = PROMPT.replace("\\\n", "")
 COLUMNS = ["id", "query", "response", "reference"]
-CONCURRENCY, RETRIES, TIMEOUT = 8, 6, 60  # of requests: at once, after a failure, in seconds
+CONCURRENCY, RETRIES, TIMEOUT, TEMPERATURE = 8, 6, 60, 0.0  # of requests; the timeout in seconds
 BINS = [-numpy.inf, -1, -0.5, -0.25, 0, 0.25, 0.5, 1, numpy.inf]  # of log(summary length / reference length), figure 12
 
 
@@ -137,7 +137,8 @@ def verdict(answer: str) -> str | None:
 def key(args: Args, prompt: str) -> str:
     """Return the name under which an answer is kept: a hash of endpoint, judge and prompt."""
     endpoint = args.base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
-    return hashlib.blake2b(f"{endpoint.rstrip('/')}\n{args.judge}\n{prompt}".encode(), digest_size=16).hexdigest()
+    asked = f"{endpoint.rstrip('/')}\n{args.judge}\n{TEMPERATURE}\n{prompt}"
+    return hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
 
 
 def read_answers(file: Path) -> dict[str, str]:
@@ -156,9 +157,9 @@ def ask(args: Args, prompts: list[str], file: Path, known: dict[str, str]) -> li
     client = OpenAI(base_url=args.base_url, max_retries=RETRIES, timeout=TIMEOUT, api_key=api_key)
 
     def one(prompt: str) -> tuple[str, str | None, str]:
-        messages = [{"role": "user", "content": prompt}]
+        question = {"model": args.judge, "messages": [{"role": "user", "content": prompt}]}
         try:
-            response = client.chat.completions.create(model=args.judge, messages=messages, temperature=0)
+            response = client.chat.completions.create(**question, temperature=TEMPERATURE)
             return prompt, response.choices[0].message.content, "an answer without content"  # cut off, or filtered
         except (OpenAIError, ValueError, TypeError, IndexError, AttributeError) as error:
             return prompt, None, f"{error!r:.300}"
@@ -219,11 +220,11 @@ def model_scores(judge: str, texts: list[tuple[str, str]], size: int = 16) -> li
     return [scores[row] for row in rows]
 
 
-def by_scores(args: Args, kind: str, frame: pandas.DataFrame, file: Path) -> numpy.ndarray:
+def by_scores(args: Args, frame: pandas.DataFrame, file: Path) -> numpy.ndarray:
     """Return (n,): 1, 0.5 or 0 where a reward model, or a function of post and summary, scores the summary above, as or
     below the other one."""
     texts = [*zip(frame["query"], frame["summary"], strict=True), *zip(frame["query"], frame["other"], strict=True)]
-    if kind == "function":
+    if is_function(args.judge):
         function = load_function("--judge", args.judge)
         with or_fail(f"{file}: --judge {args.judge} does not return a number for every summary"):
             scores = [float(function(query, summary)) for query, summary in texts]
@@ -236,11 +237,9 @@ def by_scores(args: Args, kind: str, frame: pandas.DataFrame, file: Path) -> num
     return numpy.where(abs(difference) <= 1e-9, 0.5, difference > 0)  # sums of equal terms tie in any order
 
 
-def judge_kind(args: Args) -> str:
-    """Return `function`, `reward model` or `endpoint`, by what --judge names."""
-    if re.fullmatch(r".+\.py:\w+", args.judge):
-        return "function"
-    return "reward model" if not args.base_url and (Path(args.judge).is_dir() or "@" in args.judge) else "endpoint"
+def is_function(judge: str) -> bool:
+    """Return whether --judge names a function as path.py:function."""
+    return re.fullmatch(r".+\.py:\w+", judge) is not None
 
 
 # ---- win rates ---------------------------------------------------------------------------------------------------
@@ -292,14 +291,17 @@ def win_rates(frame: pandas.DataFrame, seed: int) -> tuple[dict, list[dict]]:
 
 def judge_samples(args: Args, samples: str) -> dict:
     """Judge one run's samples, write its files and print its tables. Returns the numbers over all examples."""
-    file, kind = samples_file(samples), judge_kind(args)
+    file = samples_file(samples)
     frame = read_examples(args, samples)
     against = f"_vs_{'_'.join(Path(args.against).parts[-3:])}" if args.against else ""  # stage, model, seed
     of = "" if file.stem == "samples_validation" else f"_of_{file.stem}"
     stem = file.with_name(f"judge_{re.sub('[^A-Za-z0-9.-]+', '-', args.judge)}{against}{of}")
     frame["summary_is_a"] = [first_is_a(args.seed, identity) for identity in frame["id"]]
-    wins = by_endpoint(args, frame, Path(f"{stem}.jsonl")) if kind == "endpoint" else by_scores(args, kind, frame, file)
-    frame["win"] = wins
+    is_model = not args.base_url and (Path(args.judge).is_dir() or "@" in args.judge)
+    if is_function(args.judge) or is_model:
+        frame["win"] = by_scores(args, frame, file)
+    else:
+        frame["win"] = by_endpoint(args, frame, Path(f"{stem}.jsonl"))
     frame["length_ratio"] = [length_ratio(a, b) for a, b in zip(frame["summary"], frame["other"], strict=True)]
     summary, bins = win_rates(frame, args.seed)
     text = f"# {samples} against {args.against or 'the references'}, judged by {args.judge}\n\n"
