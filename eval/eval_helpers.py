@@ -2,6 +2,7 @@
 
 import importlib.util
 from contextlib import contextmanager
+from statistics import mean, stdev
 
 
 def fail(message: str):
@@ -28,6 +29,14 @@ def markdown(rows: list[dict]) -> str:
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
     cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in line] for line in lines]
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def with_sd(values) -> str:
+    """Return `mean ± sample standard deviation`, the latter with two values or more; nothing without values."""
+    values = list(values)
+    if not values:
+        return ""
+    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def load_function(flag: str, value: str):

@@ -5,19 +5,16 @@
     python eval/judge.py runs/ppo/1b/44413 --judge runs/reward/6.9b/44413           # a reward model
     python eval/judge.py runs/quickstart/.../44413 --judge quickstart/truth.py:score    # a function of post and summary
 
-An endpoint is asked with the paper's prompt (appendix B); OPENAI_API_KEY holds its key. Which summary comes first is
-drawn per example from the seed. With --both-orders both orders are asked, and a judge whose choice depends on the order
-has seen a tie. An answer that does not end with A or B in the requested form counts as invalid and enters no
-win rate. Every answer is appended to a JSON Lines file under a hash of endpoint, judge and prompt, and is never asked
-for again. A request whose answer has no content has failed, and the same command asks it again.
-A reward model or a function scores both summaries, and the higher score wins.
+An endpoint gets the paper's prompt (appendix B); OPENAI_API_KEY holds its key. The order of the two summaries is drawn
+per example. An answer that does not end with A or B in the requested form is invalid and enters no win rate. With a
+reward model or a function, the higher score wins.
 
 Reads eval/samples_validation.csv of a run, or any CSV file with its columns id, query, response, reference. Writes
-beside it judge_NAME.csv (a row per example), judge_NAME_rates.csv and judge_NAME_bins.csv (the tables that it prints)
-and judge_NAME.jsonl (the answers). For a file with another name, they begin with judge_NAME_of_FILE.
+beside it judge_NAME.csv (a row per example), judge_NAME_rates.csv, judge_NAME_bins.csv and judge_NAME.jsonl (answers,
+which are kept for the next call). For a file with another name, the names begin with judge_NAME_of_FILE.
 """
 
-import asyncio
+import contextlib
 import csv
 import hashlib
 import json
@@ -26,7 +23,8 @@ import random
 import re
 import sys
 from dataclasses import dataclass
-from math import exp, isfinite, log
+from math import log
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Annotated
 
@@ -34,9 +32,10 @@ import numpy
 import pandas
 import torch
 import tyro
-from openai import AsyncOpenAI, OpenAIError
+from openai import OpenAI, OpenAIError
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
+from scipy import optimize, special
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -66,8 +65,8 @@ Comparison: <one-sentence comparison and explanation>
 Preferred: <"A" or "B">"""
 PROMPT = PROMPT.replace("\\\n", "")
 COLUMNS = ["id", "query", "response", "reference"]
-ANSWER_TOKENS = 60  # of an answer, for the estimate
-BINS = [-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0]  # edges of log(summary length / reference length), figure 12
+CONCURRENCY, RETRIES, TIMEOUT, TEMPERATURE = 8, 6, 60, 0.0  # of requests; the timeout in seconds
+BINS = [-numpy.inf, -1, -0.5, -0.25, 0, 0.25, 0.5, 1, numpy.inf]  # of log(summary length / reference length), figure 12
 
 
 @dataclass
@@ -81,33 +80,17 @@ class Args:
     """run folder or CSV file whose responses take the references' place"""
     base_url: str | None = None
     """address of the endpoint; default OpenAI's, or OPENAI_BASE_URL"""
-    rows: int | None = None
-    """the first so many examples; default: all"""
     seed: int = 1
     """of the orders and of the bootstrap"""
     both_orders: bool = False
-    """ask for each example in both orders"""
-    temperature: float = 0.0
-    """of the judge"""
-    concurrency: int = 8
-    """requests under way at once"""
-    retries: int = 6
-    """of a request after 429, 5xx, a timeout or a lost connection, with growing pauses"""
-    timeout: float = 60.0
-    """seconds until a request counts as lost"""
-    input_price: float | None = None
-    """dollars per million tokens of prompts, for the estimate"""
-    output_price: float | None = None
-    """dollars per million tokens of answers, for the estimate"""
-    name: str | None = None
-    """NAME in the file names; default: the judge's, and that of --against"""
+    """ask for each example in both orders; answers that contradict each other are a tie"""
 
 
 # ---- examples ----------------------------------------------------------------------------------------------------
 
 
 def samples_file(path: str) -> Path:
-    """The CSV file of samples that a run folder or a path names."""
+    """Return the CSV file of samples that a run folder or a path names."""
     for file in (Path(path) / "eval" / "samples_validation.csv", Path(path)):
         if file.is_file():
             return file
@@ -115,32 +98,29 @@ def samples_file(path: str) -> Path:
 
 
 def read_samples(path: str) -> pandas.DataFrame:
-    """Its rows with text in COLUMNS, by id; an error names what is missing."""
+    """Return the rows of a file of samples, with text in COLUMNS."""
     file = samples_file(path)
-    frame = pandas.read_csv(file, keep_default_na=False, dtype=dict.fromkeys(COLUMNS, str))
-    if missing := [column for column in COLUMNS if column not in frame]:
-        fail(f"{file}: no columns {missing}; it has {list(frame.columns)}")
+    with or_fail(f"{file} does not have the columns {', '.join(COLUMNS)}"):
+        frame = pandas.read_csv(file, keep_default_na=False, dtype=str, usecols=COLUMNS)
     if frame.empty or frame["id"].duplicated().any():
-        fail(f"{file}: " + ("no rows" if frame.empty else f"id {frame['id'][frame['id'].duplicated()].iloc[0]} twice"))
-    return frame[COLUMNS]
+        fail(f"{file}: no rows, or an id twice")
+    return frame.rename(columns={"response": "summary", "reference": "other"})
 
 
 def read_examples(args: Args, samples: str) -> pandas.DataFrame:
-    """Columns id, query, summary, other (the reference, or what the run in --against said of the same post)."""
-    frame = read_samples(samples).rename(columns={"response": "summary", "reference": "other"})
+    """Return the columns id, query, summary and other (the reference, or the --against run's summary of that post)."""
+    frame = read_samples(samples)
     if args.against:
-        theirs = read_samples(args.against).set_index("id")
-        if missing := [i for i in frame["id"] if i not in theirs.index]:
-            fail(f"--against {args.against}: {len(missing)} of {len(frame)} ids are not there, {missing[0]} the first")
-        theirs = theirs.loc[frame["id"]]
-        if (theirs["query"].to_numpy() != frame["query"].to_numpy()).any():
-            fail(f"--against {args.against}: the same ids are of other posts")
-        frame["other"] = theirs["response"].to_numpy()
-    return frame.head(args.rows) if args.rows else frame
+        theirs = read_samples(args.against)[["id", "query", "summary"]].rename(columns={"summary": "other"})
+        found = frame.drop(columns="other").merge(theirs, on=["id", "query"])
+        if len(found) < len(frame):
+            fail(f"--against {args.against}: {len(frame) - len(found)} of {len(frame)} posts are not there")
+        frame = found
+    return frame[["id", "query", "summary", "other"]]
 
 
 def first_is_a(seed: int, identity: str) -> bool:
-    """Whether the summary is A and the other B, drawn for an example."""
+    """Return whether the summary is A and the other B, drawn for an example."""
     return random.Random(f"{seed} {identity}").random() < 0.5
 
 
@@ -148,165 +128,125 @@ def first_is_a(seed: int, identity: str) -> bool:
 
 
 def verdict(answer: str) -> str | None:
-    """A or B as the last line of an answer says in the form asked for, `Preferred: A`; else None, never a guess."""
-    lines = [line.strip() for line in answer.strip().splitlines() if line.strip()]
+    """Return A or B where the last line of an answer, and no other one, is `Preferred: A` or `Preferred: B`."""
+    lines = [line.strip() for line in answer.strip().splitlines()] or [""]
     found = [re.fullmatch(r"Preferred:\s*\"?([AB])\"?\.?", line) for line in lines]
-    return found[-1][1] if lines and found[-1] and sum(map(bool, found)) == 1 else None
+    return found[-1][1] if found[-1] and sum(map(bool, found)) == 1 else None
 
 
 def key(args: Args, prompt: str) -> str:
-    """What an answer is kept under: a hash of the endpoint, the judge and the whole question."""
+    """Return the name under which an answer is kept: a hash of endpoint, judge and prompt."""
     endpoint = args.base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
-    asked = f"{endpoint.rstrip('/')}\n{args.judge}\n{args.temperature}\n{prompt}"
+    asked = f"{endpoint.rstrip('/')}\n{args.judge}\n{TEMPERATURE}\n{prompt}"
     return hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
 
 
 def read_answers(file: Path) -> dict[str, str]:
-    """{key: answer} of the lines that were written whole; what a kill or a full disk has left of another is cut off the
-    file, so that the next answer begins a line."""
-    if not file.exists():
-        return {}
+    """Return the answers that a file keeps, by key. Half a line, which a stopped run leaves behind, is skipped."""
     found = {}
-    with or_fail(f"{file}: the answers kept there cannot be read"), file.open("rb+") as opened:
-        *lines, rest = opened.read().split(b"\n")
-        if rest:
-            opened.truncate(opened.tell() - len(rest))
-            print(f"{file}: a half-written answer is cut off its end")
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-                found[row["key"]] = row["answer"]
-            except (ValueError, TypeError, KeyError):  # asked again
-                print(f"{file}, row {number}: no answer that can be read")
+    for line in file.read_text().splitlines() if file.exists() else []:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            row = json.loads(line)
+            found[row["key"]] = row["answer"]
     return found
 
 
-async def ask(args: Args, prompts: list[str], file: Path, known: dict[str, str]) -> list[str]:
-    """Ask for what is not known, several at once; each answer goes into the file as it comes. Returns the errors."""
-    wanted = {key(args, prompt): prompt for prompt in prompts if key(args, prompt) not in known}
-    gate, failed = asyncio.Semaphore(args.concurrency), []
-    settings = {"base_url": args.base_url, "max_retries": args.retries, "timeout": args.timeout}
-    client = AsyncOpenAI(**settings, api_key=os.environ.get("OPENAI_API_KEY", "none" if args.base_url else None))
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task(args.judge, total=len(wanted))
+def ask(args: Args, prompts: list[str], file: Path, known: dict[str, str]) -> list[str]:
+    """Ask for all answers that are not known, several at once, and append each to the file. Returns the errors."""
+    api_key = os.environ.get("OPENAI_API_KEY", "none")  # a local endpoint needs none
+    client = OpenAI(base_url=args.base_url, max_retries=RETRIES, timeout=TIMEOUT, api_key=api_key)
 
-        async def one(name: str, prompt: str):
-            async with gate:
-                try:
-                    said = await client.chat.completions.create(
-                        model=args.judge,
-                        messages=[{"role": "user", "content": prompt}],
-                        temperature=args.temperature,
-                    )
-                    answer = said.choices[0].message.content
-                    if not answer:  # cut off, or filtered
-                        raise ValueError(f"an answer without content, finish_reason {said.choices[0].finish_reason}")
-                except (OpenAIError, ValueError, TypeError, IndexError, AttributeError) as error:  # nothing to keep
-                    failed.append(f"{error!r:.300}")
-                    return
-            known[name] = answer
-            row = {"key": name, "answer": answer, "usage": said.usage.model_dump() if said.usage else None}
-            with or_fail(f"{file}: an answer could not be written; make room, and the same command goes on"):
-                with file.open("a") as answers:
-                    answers.write(json.dumps(row) + "\n")
-            bar.advance(task)
+    def one(prompt: str) -> tuple[str, str | None, str]:
+        question = {"model": args.judge, "messages": [{"role": "user", "content": prompt}]}
+        try:
+            response = client.chat.completions.create(**question, temperature=TEMPERATURE)
+            return prompt, response.choices[0].message.content, "an answer without content"  # cut off, or filtered
+        except (OpenAIError, ValueError, TypeError, IndexError, AttributeError) as error:
+            return prompt, None, f"{error!r:.300}"
 
-        await asyncio.gather(*(one(name, prompt) for name, prompt in wanted.items()))
+    failed = []
+    with ThreadPool(CONCURRENCY) as pool, file.open("a") as answers:
+        found = pool.imap_unordered(one, prompts)
+        for prompt, answer, error in track(found, args.judge, len(prompts), console=Console(stderr=True)):
+            if not answer:
+                failed.append(error)
+                continue
+            known[key(args, prompt)] = answer
+            # a stopped run can leave half a line, which the line break ends
+            answers.write("\n" + json.dumps({"key": key(args, prompt), "answer": answer}))
+            answers.flush()
     return failed
 
 
-def by_endpoint(args: Args, frame: pandas.DataFrame, file: Path) -> list[list[float | None]]:
-    """Per example and order asked: 1 where the summary is preferred, 0 where the other, None where the answer is no
-    answer."""
-    orders = [[first, not first] if args.both_orders else [first] for first in frame["summary_is_a"]]
-    prompts = [
-        [PROMPT.format(post=q, a=s if first else o, b=o if first else s) for first in wanted]
-        for (q, s, o), wanted in zip(frame[["query", "summary", "other"]].to_numpy(), orders, strict=True)
-    ]
-    known, flat = read_answers(file), [prompt for pair in prompts for prompt in pair]
-    print(estimate(args, [prompt for prompt in flat if key(args, prompt) not in known], len(flat)))
-    if failed := asyncio.run(ask(args, flat, file, known)):
-        fail(
-            f"{len(failed)} of {len(flat)} requests got no answer, the first: {failed[0]}. The others are in {file}: "
-            "the same command asks for what is missing"
-        )
-    verdicts = [[verdict(known[key(args, prompt)]) for prompt in pair] for pair in prompts]
-    return [
-        [None if said is None else float((said == "A") == first) for said, first in zip(row, wanted, strict=True)]
-        for row, wanted in zip(verdicts, orders, strict=True)
-    ]
-
-
-def estimate(args: Args, prompts: list[str], total: int) -> str:
-    """What the requests will cost, by four characters a token, and take, by two seconds an answer."""
-    tokens, answers = sum(map(len, prompts)) / 4, ANSWER_TOKENS * len(prompts)
-    text = (
-        f"{len(prompts):,} of {total:,} questions to ask {args.judge}: about {tokens:,.0f} tokens in, {answers:,} out, "
-    )
-    text += f"{2 * len(prompts) / args.concurrency / 60:.1f} minutes at 2 s an answer"
-    if args.input_price is not None and args.output_price is not None:
-        text += f", ${(tokens * args.input_price + answers * args.output_price) / 1e6:.2f}"
-    return text
+def by_endpoint(args: Args, frame: pandas.DataFrame, file: Path) -> numpy.ndarray:
+    """Return (n,): 1 where the summary is preferred, 0 where the other one is, NaN where an answer is invalid; with
+    both orders their mean."""
+    if not args.base_url and not os.environ.get("OPENAI_API_KEY"):
+        fail(f"--judge {args.judge}: set OPENAI_API_KEY to your key, or --base-url to an endpoint that needs none")
+    asked = [(row, first) for row in frame.itertuples() for first in (row.summary_is_a, not row.summary_is_a)]
+    asked = asked if args.both_orders else asked[::2]
+    texts = [(row.query, row.summary, row.other, first) for row, first in asked]
+    prompts = [PROMPT.format(post=q, a=s if first else o, b=o if first else s) for q, s, o, first in texts]
+    known = read_answers(file)
+    wanted = list(dict.fromkeys(prompt for prompt in prompts if key(args, prompt) not in known))
+    print(f"{len(wanted):,} questions to ask {args.judge}, about {sum(map(len, wanted)) / 4:,.0f} tokens")
+    if failed := ask(args, wanted, file, known):
+        fail(f"{len(failed)} of {len(wanted)} requests got no answer; the same command asks again: {failed[0]}")
+    answers = [verdict(known[key(args, prompt)]) for prompt in prompts]
+    wins = [float((said == "A") == first) if said else None for said, (_, first) in zip(answers, asked, strict=True)]
+    return numpy.array(wins, float).reshape(len(frame), -1).mean(1)
 
 
 @torch.no_grad()
 def model_scores(judge: str, texts: list[tuple[str, str]], size: int = 16) -> list[float]:
-    """Rewards of (query, summary) pairs, each as the tokens of the query, then of the summary and EOS; on a GPU under
-    autocast in bfloat16. Equal pairs are scored once, because another batch may round the same score differently."""
+    """Return the rewards of (query, summary) pairs, each as the tokens of the query, then of the summary and EOS; on a
+    GPU under autocast in bfloat16. Equal pairs are scored once, because another batch may round them differently."""
     folder = checkpoint_folder("--judge", judge)
     tokenizer = load_tokenizer(folder)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
     model, scores = load_reward_model(folder, tokenizer).to(device).eval(), {}
     # a summary begins with a space, as in training, whether its column kept it or not
     rows = [(*encode(tokenizer, f"{q.strip()} {s.strip()}"), tokenizer.eos_token_id) for q, s in texts]
     distinct = sorted(dict.fromkeys(rows), key=len, reverse=True)
-    with Progress(console=Console(stderr=True)) as bar:
-        for start in bar.track(range(0, len(distinct), size), description=judge):
-            batch = distinct[start : start + size]
-            ends = torch.tensor([len(row) - 1 for row in batch])
-            width = len(batch[0])
-            tokens = torch.tensor([[*row, *[tokenizer.pad_token_id] * (width - len(row))] for row in batch])
-            with autocast:
-                rewards = model(tokens.to(device))  # (b, T)
-            found = rewards.cpu().gather(1, ends[:, None]).squeeze(1)  # Detail 12: at EOS
-            scores |= zip(batch, found.tolist(), strict=True)
+    for start in track(range(0, len(distinct), size), judge, console=Console(stderr=True)):
+        batch = distinct[start : start + size]
+        ends = torch.tensor([len(row) - 1 for row in batch])
+        width = len(batch[0])
+        tokens = torch.tensor([[*row, *[tokenizer.pad_token_id] * (width - len(row))] for row in batch])
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            rewards = model(tokens.to(device))  # (b, T)
+        found = rewards.cpu().gather(1, ends[:, None]).squeeze(1)  # Detail 12: at EOS
+        scores |= zip(batch, found.tolist(), strict=True)
     return [scores[row] for row in rows]
 
 
-def by_scores(args: Args, kind: str, frame: pandas.DataFrame, file: Path) -> list[list[float | None]]:
-    """Per example: 1, 0.5 or 0 as a reward model, or a function of post and summary, scores the summary above, as or
-    below the other. An exception in the function, or a score that is not finite, is an error that names `file` and
-    id."""
-    rows = [f"{file}, id {identity}: --judge {args.judge}" for identity in [*frame["id"], *frame["id"]]]
+def by_scores(args: Args, frame: pandas.DataFrame, file: Path) -> numpy.ndarray:
+    """Return (n,): 1, 0.5 or 0 where a reward model, or a function of post and summary, scores the summary above, as or
+    below the other one."""
     texts = [*zip(frame["query"], frame["summary"], strict=True), *zip(frame["query"], frame["other"], strict=True)]
-    if kind == "function":
-        score = load_function("--judge", args.judge)
-        scores = []
-        for row, (query, summary) in zip(rows, texts, strict=True):
-            with or_fail(f"{row} does not return a number for this row"):
-                scores.append(float(score(query, summary)))
+    if is_function(args.judge):
+        function = load_function("--judge", args.judge)
+        with or_fail(f"{file}: --judge {args.judge} does not return a number for every summary"):
+            scores = [float(function(query, summary)) for query, summary in texts]
     else:
         scores = model_scores(args.judge, texts)
-    for row, value in zip(rows, scores, strict=True):
-        if not isfinite(value):
-            fail(f"{row} gives a summary the score {value}. Only finite scores can be compared: correct the judge")
-    differences = [mine - others for mine, others in zip(scores[: len(frame)], scores[len(frame) :], strict=True)]
-    return [[0.5 + 0.5 * ((x > 1e-9) - (x < -1e-9))] for x in differences]  # sums of equal terms tie in any order
+    scores = numpy.array(scores).reshape(2, -1)
+    if not (finite := numpy.isfinite(scores).all(0)).all():
+        fail(f"{file}, id {frame['id'][finite.argmin()]}: --judge {args.judge} gives a score that is not finite")
+    difference = scores[0] - scores[1]
+    return numpy.where(abs(difference) <= 1e-9, 0.5, difference > 0)  # sums of equal terms tie in any order
 
 
-def judge_kind(args: Args) -> str:
-    """`function`, `reward model` or `endpoint`, by what --judge names."""
-    if re.fullmatch(r".+\.py:\w+", args.judge):
-        return "function"
-    return "reward model" if not args.base_url and (Path(args.judge).is_dir() or "@" in args.judge) else "endpoint"
+def is_function(judge: str) -> bool:
+    """Return whether --judge names a function as path.py:function."""
+    return re.fullmatch(r".+\.py:\w+", judge) is not None
 
 
-# ---- what it comes to --------------------------------------------------------------------------------------------
+# ---- win rates ---------------------------------------------------------------------------------------------------
 
 
 def bootstrap(values: numpy.ndarray, seed: int, draws: int = 10_000) -> tuple[float, float]:
-    """Ends of the 95 % percentile interval of the mean of `values` (n,)."""
+    """Return the ends of the 95 % percentile interval of the mean of `values` (n,)."""
     generator = numpy.random.default_rng(seed)
     means = [values[generator.integers(len(values), size=len(values))].mean() for _ in range(draws)]
     low, high = numpy.quantile(means, [0.025, 0.975])
@@ -314,63 +254,54 @@ def bootstrap(values: numpy.ndarray, seed: int, draws: int = 10_000) -> tuple[fl
 
 
 def length_controlled(wins: numpy.ndarray, ratios: numpy.ndarray) -> tuple[float, float]:
-    """(win rate at equal length, slope) of the logistic regression of wins (n,) in [0, 1] on log length ratios (n,), by
-    Newton's method; a ridge of 1e-6 keeps it finite where the lengths tell all wins apart."""
-    design, weights = numpy.stack([numpy.ones_like(ratios), ratios], 1), numpy.zeros(2)
-    for _ in range(100):
-        chances = 1 / (1 + numpy.exp(-numpy.clip(design @ weights, -30, 30)))
-        gradient = design.T @ (wins - chances) - 1e-6 * weights
-        curvature = (design * (chances * (1 - chances))[:, None]).T @ design + 1e-6 * numpy.eye(2)
-        step = numpy.linalg.solve(curvature, gradient)
-        weights = weights + step / max(1.0, numpy.abs(step).max())
-        if numpy.abs(step).max() < 1e-10:
-            break
-    return 1 / (1 + exp(-weights[0])), float(weights[1])
+    """Return (win rate at equal length, slope) of the logistic regression of wins (n,) in [0, 1] on log length ratios
+    (n,); a ridge of 1e-6 keeps it finite where the lengths separate wins from losses."""
+    design = numpy.stack([numpy.ones_like(ratios), ratios], 1)
+
+    def gradient(weights):
+        return design.T @ (special.expit(design @ weights) - wins) + 1e-6 * weights
+
+    intercept, slope = optimize.root(gradient, numpy.zeros(2), method="lm", options={"xtol": 1e-12, "ftol": 1e-12}).x
+    return float(special.expit(intercept)), float(slope)
 
 
 def length_ratio(summary: str, other: str) -> float:
-    """log(summary length / reference length) in words, an empty text counted as one word (figure 12)."""
+    """Return log(summary length / reference length) in words; an empty text counts as one word (figure 12)."""
     return log(max(len(summary.split()), 1) / max(len(other.split()), 1))
 
 
-def length_bins(wins: numpy.ndarray, ratios: numpy.ndarray) -> list[dict]:
-    """Win rate and its standard error in each bin of log length ratios that has any: wins, ratios (n,) (figure 12)."""
-    edges = [-numpy.inf, *BINS, numpy.inf]
-    bins = []
-    for start, end in zip(edges, edges[1:], strict=False):
-        inside = wins[(ratios >= start) & (ratios < end)]
-        if len(inside):
-            deviation = inside.std(ddof=1) / len(inside) ** 0.5 if len(inside) > 1 else numpy.nan
-            bins.append({"from": start, "to": end, "examples": len(inside), "win_rate": inside.mean(), "se": deviation})
-    return bins
-
-
 def win_rates(frame: pandas.DataFrame, seed: int) -> tuple[dict, list[dict]]:
-    """Win rate with its interval, invalid answers, ties, length control; and the win rate by length ratio."""
-    valid = frame.dropna(subset="win")
+    """Return the numbers over all examples, and win rate and standard error by log length ratio (figure 12)."""
+    valid = frame.dropna(subset="win").astype({"win": float})
     if valid.empty:
         fail("not one valid answer: read the answers, the judge does not keep to the form")
-    wins, ratios = valid["win"].to_numpy(float), valid["length_ratio"].to_numpy(float)
+    wins, ratios = valid["win"].to_numpy(), valid["length_ratio"].to_numpy()
     low, high = bootstrap(wins, seed)
     controlled, slope = length_controlled(wins, ratios)
     summary = {"examples": len(frame), "invalid": len(frame) - len(valid), "ties": int((wins == 0.5).sum())}
     summary |= {"win_rate": wins.mean(), "win_rate_low": low, "win_rate_high": high}
     summary |= {"length_controlled_win_rate": controlled, "log_odds_per_log_ratio": slope}
     summary |= {"mean_length_ratio": ratios.mean()}
-    return summary, length_bins(wins, ratios)
+    groups = valid.groupby(pandas.cut(valid["length_ratio"], BINS, right=False), observed=True)["win"]
+    bins = groups.agg(examples="size", win_rate="mean", se="sem")
+    bins.insert(0, "from", [interval.left for interval in bins.index])
+    bins.insert(1, "to", [interval.right for interval in bins.index])
+    return summary, bins.to_dict("records")
 
 
 def judge_samples(args: Args, samples: str) -> dict:
-    """Judge one run's samples, write its files and print its tables; returns the numbers of its whole."""
-    file, kind = samples_file(samples), judge_kind(args)
+    """Judge one run's samples, write its files and print its tables. Returns the numbers over all examples."""
+    file = samples_file(samples)
     frame = read_examples(args, samples)
     against = f"_vs_{'_'.join(Path(args.against).parts[-3:])}" if args.against else ""  # stage, model, seed
     of = "" if file.stem == "samples_validation" else f"_of_{file.stem}"
-    stem = file.with_name(f"judge_{args.name or re.sub('[^A-Za-z0-9.-]+', '-', args.judge) + against}{of}")
+    stem = file.with_name(f"judge_{re.sub('[^A-Za-z0-9.-]+', '-', args.judge)}{against}{of}")
     frame["summary_is_a"] = [first_is_a(args.seed, identity) for identity in frame["id"]]
-    wins = by_endpoint(args, frame, Path(f"{stem}.jsonl")) if kind == "endpoint" else by_scores(args, kind, frame, file)
-    # both orders: an example counts where both answers are valid, half where they contradict each other
-    frame["win"] = [None if None in row else sum(row) / len(row) for row in wins]
+    is_model = not args.base_url and (Path(args.judge).is_dir() or "@" in args.judge)
+    if is_function(args.judge) or is_model:
+        frame["win"] = by_scores(args, frame, file)
+    else:
+        frame["win"] = by_endpoint(args, frame, Path(f"{stem}.jsonl"))
     frame["length_ratio"] = [length_ratio(a, b) for a, b in zip(frame["summary"], frame["other"], strict=True)]
     summary, bins = win_rates(frame, args.seed)
     text = f"# {samples} against {args.against or 'the references'}, judged by {args.judge}\n\n"

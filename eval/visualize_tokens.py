@@ -8,21 +8,21 @@ Rank 1 is unshifted (blue), 2 and 3 are marginal (yellow), and all others shifte
 tokens with a larger logit. Base, SFT, PPO and DPO answer greedily, the reference is shown beside them, and one reward
 model scores all of them. Prints the coloured summaries and writes
 
-    OUTPUT.html           the page: summary tables and coloured summaries, with a token's numbers as its tooltip
+    OUTPUT.html           the coloured summaries
     OUTPUT.md             per model: length, share with EOS, score; shares at the first token, at EOS and between
     OUTPUT_tokens.csv     a row per example shown, model and response token
-    OUTPUT_positions.csv  shares of unshifted, marginal and shifted tokens by position
 
-Counted from the end, EOS is position 0, and only responses that reached it count. The numbers of the PPO response are
-those of ppo.py: `value` belongs to the state before the token, `logratio` is log pi - log pi_SFT at the training
-temperature (KL per token), and `token_reward` is -kl_coef x logratio. The reward model's score (without EOS: the
-penalty) is added one position past EOS, in a row of its own ([PAD], without rank), or at the last position.
+The numbers of the PPO response are those of ppo.py: `value` belongs to the state before the token, `logratio` is
+log pi - log pi_SFT at the training temperature (KL per token), and `token_reward` is -kl_coef x logratio. The reward
+model's score (without EOS: the penalty) is added one position past EOS, in a row of its own ([PAD], without rank), or
+at the last position.
 """
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 import pandas
@@ -39,22 +39,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from eval_helpers import fail, markdown, or_fail  # noqa: E402
 
 from ppo import (  # noqa: E402
-    RewardModel,
     checkpoint_folder,
     load_policy,
     load_reward_model,
     load_splits,
     load_tokenizer,
-    make_batch,
     response_logits,
-    rounded_width,
     token_logprobs,
     token_rewards,
 )
 
 COLUMNS = ["id", "query", "query_token", "reference_response", "reference_response_token"]
 TITLES = {"base": "Base", "sft": "SFT", "ppo": "PPO", "dpo": "DPO", "reference": "Reference"}  # in the order shown
-# colour is never the only sign: terminal styles here, underlines and tooltips on the page
+# colour is never the only sign
 KINDS = {"unshifted": "blue", "marginal": "yellow underline", "shifted": "bold red underline2"}
 TRAINING = {"temperature": 0.7, "kl_coef": 0.05, "penalty_reward_value": -1.0}  # table 7 and Detail 23
 NUMBERS = ["reward_logit", "value", "logratio", "token_reward"]  # of a token
@@ -74,33 +71,24 @@ class Args:
     """reward model that scores all of them, of any size and the same tokenizer; default: no scores"""
     dataset: str = "data/tldr/sft"
     """SFT data whose posts are summarised: folder or Hub id[@revision]"""
-    split: str = "validation"
     rows: int = 3
-    """examples shown, the first so many of the split"""
+    """examples shown: the first of the validation split"""
     counted: int = 64
-    """examples for the shares by position and the means, the first so many, those shown among them"""
+    """examples for the shares by position and the means, which include those shown"""
     response_length: int = 53
     """tokens generated at most (Detail 23)"""
-    micro_batch_size: int = 8
-    """examples in a forward pass"""
     output: str = "runs/tokens"
-    """what the names of all files begin with"""
+    """path that the names of all files begin with"""
 
 
-# ---- what the models say and think of it -------------------------------------------------------------------------
-
-
-def batches(n: int, size: int, description: str):
-    """Slices of up to `size` of n rows, under a progress bar."""
-    for start in track(range(0, n, size), description, console=Console(stderr=True)):
-        yield slice(start, start + size)
+# ---- models ------------------------------------------------------------------------------------------------------
 
 
 def greedy(model, queries: torch.Tensor, tokenizer, response_length: int) -> torch.Tensor:
-    """The most likely token at each step: left-padded queries (b, Q) -> responses (b, response_length), [PAD] after the
-    first EOS, which equals truncating there (Detail 23). One query at a time, because padding would need a mask."""
+    """Return greedy responses (b, response_length) to left-padded queries (b, Q), with [PAD] after the first EOS, which
+    equals truncating there (Detail 23). Queries go one at a time, because padding would need a mask."""
     pad_id = tokenizer.pad_token_id
-    model.generation_config = GenerationConfig(  # else generate() fills what ours leaves open from the checkpoint's own
+    model.generation_config = GenerationConfig(  # otherwise generate() takes settings from the checkpoint
         max_new_tokens=response_length,
         do_sample=False,
         eos_token_id=tokenizer.eos_token_id,
@@ -108,94 +96,74 @@ def greedy(model, queries: torch.Tensor, tokenizer, response_length: int) -> tor
         suppress_tokens=model.banned.nonzero().flatten().tolist(),
     )
     responses = torch.full((len(queries), response_length), pad_id, device=queries.device)
-    for i, query in enumerate(queries):
+    for i, query in enumerate(track(queries, "responses", console=Console(stderr=True))):
         query = query[query != pad_id]
         tokens = model.generate(query[None])[0, len(query) :]
         responses[i, : len(tokens)] = tokens
     return responses
 
 
-def rows_and_columns(queries: torch.Tensor, responses: torch.Tensor, pad_id: int, count: int):
-    """Right-padded rows (b, T) of left-padded queries (b, Q) and responses (b, R), and `count` columns (b, count) of
-    each row from the query's last token on. Past a response's end: any column."""
-    batch = make_batch(queries, responses, pad_id)
-    tokens = batch["tokens"][:, : rounded_width(batch["row_lengths"])]
-    columns = batch["query_lengths"][:, None] - 1 + torch.arange(count, device=tokens.device)
-    return tokens, columns.clamp(max=tokens.shape[1] - 1)
+def each(compute: Callable, model, queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Return compute(model, row, start) (n, R + 1) for left-padded queries (n, Q) and responses (n, R), 0 past a
+    response's values. A row (1, T) is a query and its response without padding; start is the query's length."""
+    found = torch.zeros(len(responses), responses.shape[1] + 1, device=responses.device)
+    for i in track(range(len(responses)), compute.__name__, console=Console(stderr=True)):
+        query, response = queries[i][queries[i] != pad_id], responses[i][responses[i] != pad_id]
+        values = compute(model, torch.cat([query, response])[None], len(query))
+        found[i, : len(values)] = values
+    return found
 
 
-def response_logits_of(model, queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Logits (b, R, V) from which each token of the responses (b, R) to left-padded queries (b, Q) was chosen; [PAD]
-    and ids beyond the tokenizer at -1e9. Past a response's end: any."""
-    return response_logits(model, *rows_and_columns(queries, responses, pad_id, responses.shape[1]))
+def logits_of(model, row: torch.Tensor, start: int) -> torch.Tensor:
+    """Return the logits (1, L, V) that predict the L tokens from `start` on, -1e9 for [PAD] and unused ids."""
+    return response_logits(model, row, torch.arange(start - 1, row.shape[1] - 1, device=row.device)[None])
 
 
 def token_ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """1 + the number of tokens with a strictly larger logit: (b, R, V), (b, R) -> (b, R)."""
+    """Return 1 + the number of tokens with a larger logit (b, R), for logits (b, R, V) and tokens (b, R)."""
     return 1 + (logits > logits.gather(2, tokens[:, :, None])).sum(2)
 
 
-def response_scalars(model: RewardModel, queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """A reward or value model's output (b, R + 1) at the query's last token and at each token of the response."""
-    tokens, columns = rows_and_columns(queries, responses, pad_id, responses.shape[1] + 1)
-    return model(tokens).gather(1, columns)
+def ranks_of(model, row: torch.Tensor, start: int) -> torch.Tensor:
+    """Return the rank (L,) of each token of the response."""
+    return token_ranks(logits_of(model, row, start), row[:, start:])[0]
 
 
-# ---- what is made of it ------------------------------------------------------------------------------------------
+def scalars(model, row: torch.Tensor, start: int) -> torch.Tensor:
+    """Return a reward or value model's output (L + 1,) at the query's last token and at each token of the response."""
+    return model(row)[0, start - 1 :]
+
+
+# ---- tables ------------------------------------------------------------------------------------------------------
 
 
 def kind(rank: int) -> str:
-    """The paper's (and Lin et al.'s) name of a rank."""
+    """Return the paper's (and Lin et al.'s) name for a rank."""
     return "unshifted" if rank == 1 else "marginal" if rank <= 3 else "shifted"
 
 
-def kind_shares(ranks: list[int]) -> dict:
-    """The number of tokens and the share of each kind; empty where there is no token."""
-    kinds = [kind(rank) for rank in ranks]
-    return {"tokens": len(ranks)} | {name: kinds.count(name) / len(ranks) if ranks else "" for name in KINDS}
-
-
-def position_shares(ranks: list[list[int]], ended: list[bool]) -> list[dict]:
-    """Ranks of each response's tokens and whether EOS ended it -> shares by position from the beginning and, of those
-    that ended, from the end (EOS is position 0)."""
-    ends, rows = [row[::-1] for row, end in zip(ranks, ended, strict=True) if end], []
-    for name, found in (("beginning", ranks), ("end", ends)):
-        for position in range(max(map(len, found), default=0)):
-            there = [row[position] for row in found if position < len(row)]
-            rows.append({"from": name, "position": position} | kind_shares(there))
-    return rows
-
-
 def place_shares(ranks: list[list[int]], ended: list[bool]) -> dict[str, str]:
-    """The shares of the three kinds over all tokens, at the first token, at EOS and at the others, between these."""
+    """Return the shares of the three kinds over all tokens, at the first token, at EOS and at the others in between."""
     places = {"all": [], "first": [], "between": [], "EOS": []}
     for row, end in zip(ranks, ended, strict=True):
         for position, rank in enumerate(row):
             place = "EOS" if end and position == len(row) - 1 else "between" if position else "first"
-            places[place].append(rank)
-            places["all"].append(rank)
+            places[place].append(kind(rank))
+            places["all"].append(kind(rank))
     return {
-        place: " / ".join(f"{share:.3f}" for share in list(kind_shares(found).values())[1:]) if found else ""
+        place: " / ".join(f"{found.count(name) / len(found):.3f}" for name in KINDS) if found else ""
         for place, found in places.items()
     }
 
 
-def pieces(tokenizer, tokens: list[int]) -> list[str]:
-    """The text that each token adds; a character of several tokens stands with the last of them."""
-    said, found = "", []
-    for end in range(1, len(tokens) + 1):
-        text = tokenizer.decode(tokens[:end], clean_up_tokenization_spaces=False)
-        whole = not text.endswith("\ufffd") or end == len(tokens)
-        found.append(text[len(said) :] if whole else "")
-        said = text if whole else said
-    return found
-
-
 def token_rows(seen: dict[str, torch.Tensor], i: int, tokenizer) -> list[dict]:
-    """Rows of response i for the CSV file, with one past EOS where there is something to say of it."""
+    """Return the rows of response i for the CSV file, with one past EOS where it has a value or a token reward."""
     tokens, (_, R) = seen["tokens"][i], seen["tokens"].shape
     length = int((tokens != tokenizer.pad_token_id).sum())
-    texts, rows = [*pieces(tokenizer, tokens[:length].tolist()), tokenizer.pad_token], []
+    # decoded together: a character can have several tokens, and a word its space
+    texts = [tokenizer.decode(tokens[:t], clean_up_tokenization_spaces=False) for t in range(length + 1)]
+    texts = [*(after[len(before) :] for before, after in pairwise(texts)), tokenizer.pad_token]
+    rows = []
     for t in range(min(length + 1, R) if {"value", "token_reward"} & set(seen) else length):
         rank = int(seen["ranks"][i, t]) if t < length else ""
         row = {"position": t, "token_id": int(tokens[t]), "token": texts[t], "rank": rank}
@@ -205,90 +173,31 @@ def token_rows(seen: dict[str, torch.Tensor], i: int, tokenizer) -> list[dict]:
     return rows
 
 
-# ---- the page ----------------------------------------------------------------------------------------------------
-
-STYLE = """
-body { margin: 2rem auto; max-width: 72rem; padding: 0 1rem; font: 16px/1.6 system-ui, sans-serif; }
-h2 { margin-top: 2.5rem; border-top: 1px solid #d0d7de; padding-top: 1rem; }
-table { border-collapse: collapse; }
-th, td { padding: .3rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid #d0d7de; }
-.query { white-space: pre-wrap; background: #f6f8fa; padding: .6rem .9rem; margin-bottom: 1rem; }
-.text { width: 100%; white-space: pre-wrap; line-height: 1.9; }
-.token { white-space: pre-wrap; }
-.unshifted { color: #0b4aa2; background: #e6effc; }
-.marginal { color: #6b4a00; background: #fdefb8; text-decoration: underline dotted 2px; }
-.shifted { color: #a01219; background: #fde3e1; text-decoration: underline solid 2px; }
-"""
-
-
-def number(value) -> str:
-    return "" if value == "" else f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def visible(text: str) -> str:
-    """Escaped text of one token, in which a line break and a part of a character can be seen."""
-    return escape(text).replace("\n", "↵") or "◌"
-
-
-def span(row: dict) -> str:
-    """One coloured token; its tooltip has its numbers."""
-    title = f"{row['kind']}: rank {row['rank']} in the base model; token {row['token_id']}, position {row['position']}"
-    title += "".join(f"; {name} {row[name]:.3f}" for name in NUMBERS if row[name] != "")
-    return f'<span class="token {row["kind"]}" title="{title}">{visible(row["token"])}</span>'
-
-
-def html_table(rows: list[dict]) -> str:
-    head = "".join(f'<th scope="col">{escape(key)}</th>' for key in rows[0])
-    lines = ["".join(f"<td>{escape(number(cell))}</td>" for cell in row.values()) for row in rows]
-    return f"<table><tr>{head}</tr><tr>{'</tr><tr>'.join(lines)}</tr></table>"
-
-
-def page(title: str, tables: dict[str, list[dict]], examples: list[tuple[str, str, dict]]) -> str:
-    """The whole page, which needs no other file; examples are (id, query, {model: (score, token rows)})."""
-    said = {"unshifted": "rank 1", "marginal": "rank 2 or 3, dotted", "shifted": "rank 4 and beyond, underlined"}
-    legend = "; ".join(f'<span class="token {name}">{name}</span> {text}' for name, text in said.items())
-    parts = [f"<h1>{escape(title)}</h1><p>By the base model's rank of each token: {legend}.</p>"]
-    parts += [f"<h2>{escape(heading)}</h2>{html_table(rows)}" for heading, rows in tables.items()]
-    for identity, query, answers in examples:
-        parts.append(f'<h2>{escape(identity)}</h2><div class="query">{escape(query)}</div><table>')
-        for model, (score, rows) in answers.items():
-            text = "".join(span(row) for row in rows if row["kind"])
-            row = f'<th>{TITLES[model]}</th><td class="text">{text}</td><td>{score}</td>'
-            parts.append(f'<tr data-model="{model}">{row}</tr>')
-        parts.append("</table>")
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{chr(10).join(parts)}</body></html>\n'
-
-
 @torch.no_grad()
 def main(args: Args):
     # ---- input -----------------------------------------------------------------------------------
     policies = {name: path for name in ("sft", "ppo", "dpo", "base") if (path := getattr(args, name))}
     if len(policies) == 1:
         fail("no aligned model: give at least one of --sft, --ppo and --dpo")
-    if not 1 <= args.rows <= args.counted or min(args.response_length, args.micro_batch_size) < 1:
-        fail(f"--rows {args.rows} and --counted {args.counted}: 1 <= rows <= counted; lengths and sizes are at least 1")
+    if not 1 <= args.rows <= args.counted or args.response_length < 1:
+        fail(f"--rows {args.rows} and --counted {args.counted}: 1 <= rows <= counted, and --response-length at least 1")
     training = TRAINING
     if args.ppo and (file := Path(args.ppo) / "args.json").exists():
         with or_fail(f"{file} cannot be read"):
             training = TRAINING | {name: x for name, x in json.loads(file.read_text()).items() if name in TRAINING}
-    scalars = {"reward_model": args.reward_model} if args.reward_model else {}
+    scorers = {"reward_model": args.reward_model} if args.reward_model else {}
     if args.ppo and (Path(args.ppo) / "value_model").exists():
-        scalars["value_model"] = str(Path(args.ppo) / "value_model")
-    flags = {name: f"--{name.replace('_', '-')}" for name in [*policies, *scalars]}
-    folders = {name: checkpoint_folder(flags[name], path) for name, path in (policies | scalars).items()}
+        scorers["value_model"] = str(Path(args.ppo) / "value_model")
+    flags = {name: f"--{name.replace('_', '-')}" for name in [*policies, *scorers]}
+    folders = {name: checkpoint_folder(flags[name], path) for name, path in (policies | scorers).items()}
     first = next(iter(policies))  # SFT where it is there
     tokenizer = load_tokenizer(folders[first])
     for name, folder in folders.items():
         if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
-            fail(
-                f"{flags[name]} {folder} has another vocabulary than {flags[first]} {folders[first]}: a token of one "
-                "means nothing to the other"
-            )
+            fail(f"{flags[name]} {folder} has another vocabulary than {flags[first]} {folders[first]}")
     data = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
-    if args.split not in data or len(data[args.split]) < args.counted:
-        there = ", ".join(f"{name} ({len(data[name])} rows)" for name in data)
-        fail(f"--split {args.split} --counted {args.counted}: {args.dataset} has {there}")
+    if "validation" not in data or len(data["validation"]) < args.counted:
+        fail(f"--counted {args.counted}: {args.dataset} has no split validation with so many rows")
     with or_fail(f"--output {args.output}: its folder cannot be made"):
         Path(f"{args.output}.html").parent.mkdir(parents=True, exist_ok=True)
 
@@ -297,28 +206,21 @@ def main(args: Args):
     # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
     torch.backends.cuda.enable_cudnn_sdp(False)
     pad_id = tokenizer.pad_token_id
-    rows, n, size = data[args.split][: args.counted], args.counted, args.micro_batch_size
+    rows, n = data["validation"][: args.counted], args.counted
     queries = rows["query_token"].to(device)  # (n, Q)
     seen = {"reference": {"tokens": rows["reference_response_token"].to(device)}}  # {model: {name: (n, R)}}
     logprobs = {}  # of the PPO responses
-    for name in sorted(policies, key=["ppo", "sft", "dpo", "base"].index):  # SFT and base look at what others said
+
+    def logprob(model, row, start):
+        return token_logprobs(logits_of(model, row, start), row[:, start:], training["temperature"])[0]
+
+    for name in sorted(policies, key=["ppo", "sft", "dpo", "base"].index):  # SFT and base read other models' responses
         model = load_policy(folders[name], tokenizer).to(device).eval()
-        done = [
-            greedy(model, queries[part], tokenizer, args.response_length)
-            for part in batches(n, size, f"{name}: responses")
-        ]
-        seen[name] = {"tokens": torch.cat(done)}
+        seen[name] = {"tokens": greedy(model, queries, tokenizer, args.response_length)}
         if name in ("ppo", "sft") and {"ppo", "sft"} <= set(policies):
-            said, done = seen["ppo"]["tokens"], []
-            for part in batches(n, size, f"{name}: log-probabilities of PPO's"):
-                logits = response_logits_of(model, queries[part], said[part], pad_id)
-                done.append(token_logprobs(logits, said[part], training["temperature"]))
-            logprobs[name] = torch.cat(done).masked_fill(said == pad_id, 0.0)
+            logprobs[name] = each(logprob, model, queries, seen["ppo"]["tokens"], pad_id)[:, :-1]
         for other in seen if name == "base" else ():
-            said, done = seen[other]["tokens"], []
-            for part in batches(n, size, f"base: ranks of {other}"):
-                done.append(token_ranks(response_logits_of(model, queries[part], said[part], pad_id), said[part]))
-            seen[other]["ranks"] = torch.cat(done)
+            seen[other]["ranks"] = each(ranks_of, model, queries, seen[other]["tokens"], pad_id)[:, :-1].long()
         del model
     seen = {name: seen[name] for name in TITLES if name in seen}
     lengths = {name: (found["tokens"] != pad_id).sum(1) for name, found in seen.items()}  # (n,)
@@ -326,11 +228,10 @@ def main(args: Args):
 
     # ---- scores, values, token rewards -----------------------------------------------------------
     scores = {}
-    for which in scalars:
+    for which in scorers:
         model = load_reward_model(folders[which], tokenizer).to(device).eval()
         for name in seen if which == "reward_model" else ["ppo"]:
-            said, parts = seen[name]["tokens"], batches(n, size, f"{which.replace('_', ' ')}: {name}")
-            found = torch.cat([response_scalars(model, queries[part], said[part], pad_id) for part in parts])
+            found = each(scalars, model, queries, seen[name]["tokens"], pad_id)
             if which == "value_model":
                 seen[name]["value"] = found[:, :-1]  # of the states before the tokens
             else:
@@ -346,8 +247,8 @@ def main(args: Args):
             logratio = seen["ppo"]["logratio"]
             seen["ppo"]["token_reward"] = token_rewards(score, logratio, lengths["ppo"], training["kl_coef"])
 
-    # ---- tables, page, terminal ------------------------------------------------------------------
-    overview, places, positions = [], [], []
+    # ---- tables, coloured summaries --------------------------------------------------------------
+    overview, places = [], []
     for name, found in seen.items():
         ranks = [row[:length] for row, length in zip(found["ranks"].tolist(), lengths[name].tolist(), strict=True)]
         row = {"model": name, "responses": n, "mean tokens": lengths[name].float().mean().item()}
@@ -357,27 +258,22 @@ def main(args: Args):
             row |= {"mean score": scores[name].mean().item(), "standard deviation": deviation}
         overview.append(row)
         places.append({"model": name} | place_shares(ranks, ended[name].tolist()))
-        positions += [{"model": name} | row for row in position_shares(ranks, ended[name].tolist())]
-    examples, tokens, console = [], [], Console()
+    tokens, console = [], Console(record=True)
     for i in range(args.rows):
-        answers = {}
-        for name, found in seen.items():
-            score = number(scores[name][i].item()) if scores else ""
-            answers[name] = score + ("" if ended[name][i] else " (no EOS)"), token_rows(found, i, tokenizer)
-        examples.append((str(rows["id"][i]), rows["query"][i], answers))
         table = Table("model", "response", "score", title=Text(str(rows["id"][i])), show_lines=True)
-        for name, (score, found) in answers.items():
-            tokens += [{"id": rows["id"][i], "model": name} | row for row in found]
-            text = [(row["token"], KINDS[row["kind"]]) for row in found if row["kind"]]
-            table.add_row(TITLES[name], Text.assemble(*text), score)
+        for name, found in seen.items():
+            shown = token_rows(found, i, tokenizer)
+            tokens += [{"id": rows["id"][i], "model": name} | row for row in shown]
+            text = [(row["token"], KINDS[row["kind"]]) for row in shown if row["kind"]]
+            score = f"{scores[name][i]:.3f}" if scores else ""
+            table.add_row(TITLES[name], Text.assemble(*text), score + ("" if ended[name][i] else " (no EOS)"))
         console.print(Text(rows["query"][i], style="dim"), table)
     console.print("rank in the base model:", Text.assemble(*((f" {name} ", style) for name, style in KINDS.items())))
+    console.save_html(f"{args.output}.html")
     pandas.DataFrame(tokens).to_csv(f"{args.output}_tokens.csv", index=False)
-    pandas.DataFrame(positions).to_csv(f"{args.output}_positions.csv", index=False)
-    title = f"What alignment changed in {args.base}"
     tables = {"Responses": overview, "Shares of tokens: unshifted / marginal / shifted": places}
-    Path(f"{args.output}.html").write_text(page(title, tables, examples), encoding="utf-8")
-    text = f"# {title}\n" + "".join(f"\n## {heading}\n\n{markdown(found)}" for heading, found in tables.items())
+    text = f"# What alignment changed in {args.base}\n"
+    text += "".join(f"\n## {heading}\n\n{markdown(found)}" for heading, found in tables.items())
     Path(f"{args.output}.md").write_text(text, encoding="utf-8")
     print(text)
 

@@ -18,6 +18,7 @@ The paper's figures of these runs are made by eval/figures.py, with the command 
 """
 
 import csv
+import os
 import platform
 import shlex
 import sys
@@ -32,7 +33,8 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "eval"))
-from study_runs import Job, cores, fail, fail_of, left_of, print_commands, run_jobs, runs_bar  # noqa: E402
+from eval_helpers import fail  # noqa: E402
+from study_runs import Job, run_jobs  # noqa: E402
 
 SIZES = ("xs", "s", "m")  # small to large
 
@@ -140,7 +142,7 @@ def main(args: Args):
                 result = reports[posts, size, seed] / "table.csv"
                 log = logs / f"nano-{size}-{seed}.log"
                 of_posts.append(Job(f"posts-{posts} nano-{size} {seed}", command, log, result))
-        jobs[posts] = left_of(of_posts)
+        jobs[posts] = [job for job in of_posts if not job.result.exists()]
         if jobs[posts]:
             command = ["bash", "quickstart/run.sh", "--data-only", "--posts-seed", str(posts)]
             data_jobs[posts] = Job(f"posts-{posts} data", command, logs / "data.log", None)
@@ -150,16 +152,16 @@ def main(args: Args):
         fail(f"{left[0].result} is missing, and run.sh writes to {Args.runs} only; leave --runs out to run it")
     if args.dry_run:
         print(f"# {finished} of {len(reports)} runs are finished")
-        print_commands(data_jobs.values(), 1)
-        print_commands(left, args.jobs)
+        print("\n".join(shlex.join(job.command) for job in [*data_jobs.values(), *left]))
         return
 
     # ---- run: data first, as the runs of a posts seed share them ----------------------------------------------------
-    with runs_bar(len(reports), finished) as progress:
-        failures = run_jobs(data_jobs.values(), 1, ROOT, progress)
-        with_data = [posts for posts, job in data_jobs.items() if job.name not in failures]
-        failures |= run_jobs([job for posts in with_data for job in jobs[posts]], args.jobs, ROOT, progress)
-    fail_of(failures, after=", so that no table is written")
+    failures = run_jobs(data_jobs.values(), 1, ROOT)
+    with_data = [posts for posts, job in data_jobs.items() if job.name not in failures]
+    failures |= run_jobs([job for posts in with_data for job in jobs[posts]], args.jobs, ROOT)
+    if failures:
+        logs = ", ".join(map(str, failures.values()))
+        fail(f"{', '.join(failures)} failed, so that no table is written; read {logs}, and repeat the command")
 
     # ---- collect ----------------------------------------------------------------------------------------------------
     found, long, seconds = {}, [], {}  # run -> {quantity: value}; rows of runs.csv; (posts seed, size, stage) -> sum
@@ -182,7 +184,7 @@ def main(args: Args):
     for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
         cpu = line.partition(":")[2].strip() if line.startswith("model name") else cpu
     lines = [f"`{shlex.join(['python', 'quickstart/scaling.py', *sys.argv[1:]])}`", ""]
-    lines += [f"{cpu}, {cores()} cores, {args.jobs} runs side by side; torch {version('torch')}."]
+    lines += [f"{cpu}, {os.cpu_count()} cores, {args.jobs} runs side by side; torch {version('torch')}."]
     lines += ["± is the sample standard deviation over seeds."]
     for posts in args.posts_seeds:
         lines += ["", f"## Posts seed {posts}"]

@@ -788,7 +788,7 @@ def test_detail_17_agreement_with_a_judge(short, reward_run, tmp_path, monkeypat
     texts = [[row[side].removesuffix(EOS).strip() for side in ("chosen", "rejected")] for row in data]
     firsts = []
 
-    async def ask(args, prompts, file, known):
+    def ask(args, prompts, file, known):
         for prompt in prompts:
             post, a, b = re.fullmatch(
                 r"Which of the following summaries does a better job of summarizing the most important points in the "

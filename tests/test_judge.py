@@ -1,4 +1,4 @@
-"""eval/judge.py against a server on the loopback that answers like the API, misbehaves like it, and counts."""
+"""eval/judge.py against a local server that answers like the API, fails like it, and counts requests."""
 
 import csv
 import json
@@ -17,7 +17,6 @@ import pytest
 import torch
 from conftest import make_reward_model, record
 from datasets import load_from_disk
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import ppo
@@ -25,8 +24,7 @@ import ppo
 
 class Endpoint:
     """A judge that prefers the summary with more words (Summary A where both have as many): .url, .asked (Counter of
-    prompts that got an answer); of five answers one is each of `trouble`, an error 500, a body that is cut off or an
-    answer without content."""
+    prompts that got an answer). With `trouble`, one of five answers is an error 500 or has no content."""
 
     def __init__(self, trouble: tuple[str, ...] = ()):
         endpoint = self
@@ -48,7 +46,6 @@ class Endpoint:
                 answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
                 body = json.dumps(answer).encode()
                 self.send_response(500 if kind == "500" else 200)
-                body = body[:-9] if kind == "malformed" else body
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -75,22 +72,25 @@ def endpoint(request):
 
 def write_samples(path: Path, lengths: list[tuple[int, int]]) -> Path:
     """Examples whose summary and reference have so many words."""
-    rows = [
-        {
-            "id": f"v{i}",
-            "query": f"POST {i}: x\n\nTL;DR:",
-            "response": " ".join("s" * m),
-            "reference": " ".join("r" * n),
-        }
-        for i, (m, n) in enumerate(lengths)
-    ]
+    rows = [(f"v{i}", f"POST {i}: x", " ".join("s" * m), " ".join("r" * n)) for i, (m, n) in enumerate(lengths)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    pandas.DataFrame(rows).to_csv(path, index=False)
+    pandas.DataFrame(rows, columns=judge.COLUMNS).to_csv(path, index=False)
     return path
 
 
-def read(path: Path) -> pandas.DataFrame:
-    return pandas.read_csv(path, keep_default_na=False, na_values={"win": ""})
+def write_judge(path: Path, returned: str) -> str:
+    """A judge whose function returns an expression of post and summary, as --judge takes it."""
+    path.write_text(f"def score(post, summary):\n    return {returned}\n")
+    return f"{path}:score"
+
+
+def judged_by(by: str, file: Path, **settings) -> pandas.DataFrame:
+    """The rows that judge.py writes for a file of samples, or for another run's first."""
+    for old in file.parent.glob("judge_*.csv"):
+        old.unlink()
+    judge.main(judge.Args((str(file),), by, **settings))
+    [bins] = file.parent.glob("judge_*_bins.csv")
+    return pandas.read_csv(str(bins).replace("_bins", ""), keep_default_na=False, na_values={"win": ""})
 
 
 LENGTHS = [(1 + i % 7, 1 + (i * 3) % 5) for i in range(40)]
@@ -98,9 +98,7 @@ LENGTHS = [(1 + i % 7, 1 + (i * 3) % 5) for i in range(40)]
 
 def test_the_places_of_the_summaries_and_the_win_rate(endpoint, tmp_path):
     file = write_samples(tmp_path / "run" / "eval" / "samples_validation.csv", LENGTHS)
-    args = judge.Args((str(tmp_path / "run"),), "m", base_url=endpoint.url)
-    judge.main(args)
-    found = read(file.with_name("judge_m.csv"))
+    found = judged_by("m", file, base_url=endpoint.url)
     first = [judge.first_is_a(1, f"v{i}") for i in range(40)]
     assert 10 < sum(first) < 30 and found["summary_is_a"].tolist() == first
     wins = [float(m > n or (m == n and a)) for (m, n), a in zip(LENGTHS, first, strict=True)]
@@ -109,16 +107,15 @@ def test_the_places_of_the_summaries_and_the_win_rate(endpoint, tmp_path):
     a, b = ("s s s s", "r r r r r")[:: 1 if first[3] else -1]
     assert f"Summary A:\n{a}\n\nSummary B:\n{b}\n" in prompt
     assert pandas.read_csv(file.with_name("judge_m_rates.csv"))["win_rate"].tolist() == [sum(wins) / 40]
-    judge.main(args)  # a finished one costs nothing
+    judge.main(judge.Args((str(tmp_path / "run"),), "m", base_url=endpoint.url))  # answers are kept
     assert set(endpoint.asked.values()) == {1} and len(endpoint.asked) == 40
 
 
 def test_both_orders_show_what_the_place_decides(endpoint, tmp_path):
     file = write_samples(tmp_path / "samples_validation.csv", LENGTHS)
-    judge.main(judge.Args((str(file),), "m", base_url=endpoint.url, both_orders=True))
     expected = [0.5 if m == n else float(m > n) for m, n in LENGTHS]
-    assert read(tmp_path / "judge_m.csv")["win"].tolist() == expected and 0.5 in expected
-    assert len(endpoint.asked) == 80
+    assert judged_by("m", file, base_url=endpoint.url, both_orders=True)["win"].tolist() == expected
+    assert 0.5 in expected and len(endpoint.asked) == 80
 
 
 def test_an_answer_that_is_none_is_counted_and_never_guessed(endpoint, tmp_path):
@@ -126,8 +123,7 @@ def test_an_answer_that_is_none_is_counted_and_never_guessed(endpoint, tmp_path)
     frame = pandas.read_csv(file)
     frame.loc[[2, 5], "response"] = "unsure"
     frame.to_csv(file, index=False)
-    judge.main(judge.Args((str(file),), "m", base_url=endpoint.url))
-    wins = read(tmp_path / "judge_m.csv")["win"]
+    wins = judged_by("m", file, base_url=endpoint.url)["win"]
     assert wins.isna().tolist() == [i in (2, 5) for i in range(10)]
     for text, expected in (
         ("Comparison: A is good.\nPreferred: A", "A"),
@@ -142,35 +138,28 @@ def test_an_answer_that_is_none_is_counted_and_never_guessed(endpoint, tmp_path)
         assert judge.verdict(text) == expected, text
 
 
-@pytest.mark.parametrize("endpoint", [{"trouble": ("malformed", "500", "empty")}], indirect=True)
-def test_what_got_no_answer_is_asked_by_the_next_run(endpoint, tmp_path):
+@pytest.mark.parametrize("endpoint", [{"trouble": ("500", "empty")}], indirect=True)
+def test_what_got_no_answer_is_asked_by_the_next_run(endpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(judge, "RETRIES", 0)
     file = write_samples(tmp_path / "samples_validation.csv", LENGTHS[:16])
-    args = judge.Args((str(file),), "m", base_url=endpoint.url, retries=0)
     for _ in range(40):
         try:
-            judge.main(args)
+            wins = judged_by("m", file, base_url=endpoint.url)["win"]
             break
         except SystemExit as error:
-            assert "of 16 requests got no answer" in str(error) and not (tmp_path / "judge_m.csv").exists()
+            assert "requests got no answer" in str(error) and not (tmp_path / "judge_m.csv").exists()
     assert {x for x in endpoint.asked.values() if x} == {1} and len(endpoint.asked) == 16
-    assert read(tmp_path / "judge_m.csv")["win"].notna().all()
+    assert wins.notna().all()
 
 
 def test_a_half_written_answer_costs_that_answer_alone(endpoint, tmp_path):
-    """Cut off by a kill, or two answers in one line, as an earlier version left them."""
-    args = judge.Args((str(write_samples(tmp_path / "samples_validation.csv", LENGTHS)),), "m", base_url=endpoint.url)
-    answers = tmp_path / "judge_m.jsonl"
-    judge.main(args)
-    whole = answers.read_bytes().splitlines(keepends=True)
-    expected = read(tmp_path / "judge_m.csv")
-    for damaged, lost in ((whole[:-1] + [whole[-1][:30]], 1), ([*whole[:5], whole[5][:40] + whole[6], *whole[7:]], 2)):
-        answers.write_bytes(b"".join(damaged))
-        endpoint.asked.clear()
-        judge.main(args)
-        assert sum(endpoint.asked.values()) == lost
-        pandas.testing.assert_frame_equal(read(tmp_path / "judge_m.csv"), expected)
-        judge.main(args)  # what was asked again is kept
-        assert sum(endpoint.asked.values()) == lost
+    file = write_samples(tmp_path / "samples_validation.csv", LENGTHS)
+    expected, answers = judged_by("m", file, base_url=endpoint.url), tmp_path / "judge_m.jsonl"
+    answers.write_text(answers.read_text()[:-40])  # as a kill leaves it
+    endpoint.asked.clear()
+    for _ in range(2):  # what was asked again is kept
+        pandas.testing.assert_frame_equal(judged_by("m", file, base_url=endpoint.url), expected)
+    assert sum(endpoint.asked.values()) == 1
 
 
 def test_an_answer_is_kept_for_its_endpoint_alone(endpoint, tmp_path, monkeypatch):
@@ -181,8 +170,7 @@ def test_an_answer_is_kept_for_its_endpoint_alone(endpoint, tmp_path, monkeypatc
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     monkeypatch.setenv("OPENAI_BASE_URL", second.url + "/")
     for url in (endpoint.url, second.url, None):  # None: that of the environment, which is the second
-        judge.main(judge.Args((str(file),), "m", base_url=url))
-        found.append(read(tmp_path / "judge_m.csv")["win"].tolist())
+        found.append(judged_by("m", file, base_url=url)["win"].tolist())
     assert found[1] == found[2] == [1 - win for win in found[0]]
     assert set(endpoint.asked.values()) == set(second.asked.values()) == {1} and len(second.asked) == 10
     second.http.shutdown()
@@ -192,56 +180,47 @@ def test_an_answer_is_kept_for_its_endpoint_alone(endpoint, tmp_path, monkeypatc
 def test_one_run_against_another(tmp_path):
     ours = write_samples(tmp_path / "ppo" / "eval" / "samples_validation.csv", [(3, 9), (2, 9), (1, 9)])
     write_samples(tmp_path / "sft" / "eval" / "samples_validation.csv", [(1, 5), (2, 5), (3, 5)])
-    (tmp_path / "words.py").write_text("def score(post, summary):\n    return len(summary.split())\n")
-    args = judge.Args((str(tmp_path / "ppo"),), f"{tmp_path}/words.py:score", against=str(tmp_path / "sft"), name="x")
-    judge.main(args)
-    assert read(ours.with_name("judge_x.csv"))["win"].tolist() == [1.0, 0.5, 0.0]
-    with pytest.raises(SystemExit, match="1 of 3 ids are not there, v2 the first"):
-        write_samples(tmp_path / "sft" / "eval" / "samples_validation.csv", [(1, 5), (2, 5)])
-        judge.main(args)
+    words = write_judge(tmp_path / "words.py", "len(summary.split())")
+    assert judged_by(words, ours, against=str(tmp_path / "sft"))["win"].tolist() == [1.0, 0.5, 0.0]
+    write_samples(tmp_path / "sft" / "eval" / "samples_validation.csv", [(1, 5), (2, 5)])
+    with pytest.raises(SystemExit, match="1 of 3 posts are not there"):
+        judged_by(words, ours, against=str(tmp_path / "sft"))
 
 
 def test_a_sampled_carriage_return_breaks_no_row(tmp_path):
     file = tmp_path / "samples_validation.csv"
     rows = [{"id": f"v{i}", "query": "q", "response": "s\rs", "reference": "r"} for i in range(3)]
     pandas.DataFrame(rows).to_csv(file, index=False, quoting=csv.QUOTE_NONNUMERIC)
-    (tmp_path / "words.py").write_text("def score(post, summary):\n    return len(summary.split())\n")
-    judge.main(judge.Args((str(file),), f"{tmp_path}/words.py:score", name="x"))
-    judged = read(tmp_path / "judge_x.csv")
+    judged = judged_by(write_judge(tmp_path / "words.py", "len(summary.split())"), file)
     assert judged["summary"].tolist() == ["s\rs"] * 3 and judged["win"].tolist() == [1.0] * 3
 
 
 def test_scores_that_differ_by_rounding_tie(tmp_path):
     """0.1 + 0.2 is above 0.3 in floating point; 1.0 is above both."""
     file = write_samples(tmp_path / "samples_validation.csv", [(3, 1), (1, 3), (3, 2), (2, 1)])
-    scores = "[None, 0.3, 1.0, 0.1 + 0.2]"
-    (tmp_path / "sums.py").write_text(f"def score(post, summary):\n    return {scores}[len(summary.split())]\n")
-    judge.main(judge.Args((str(file),), f"{tmp_path}/sums.py:score", name="x"))
-    assert read(tmp_path / "judge_x.csv")["win"].tolist() == [0.5, 0.5, 0.0, 1.0]
+    sums = write_judge(tmp_path / "sums.py", "[None, 0.3, 1.0, 0.1 + 0.2][len(summary.split())]")
+    assert judged_by(sums, file)["win"].tolist() == [0.5, 0.5, 0.0, 1.0]
 
 
-def test_a_score_that_is_no_finite_number_is_an_error(world, tmp_path):
-    """Of a function for the summary with two words, that of v1, and of a reward model for all."""
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("1 / (summary != 's s')", "does not return a number for every summary .ZeroDivisionError"),
+        ("None", "does not return a number for every summary .TypeError"),
+        ("float('nan') if summary == 's s' else 1", "gives a score that is not finite"),
+    ],
+)
+def test_a_score_that_is_no_finite_number_is_an_error(tmp_path, returned, message):
     file = write_samples(tmp_path / "samples_validation.csv", [(1, 1), (2, 3)])
-    found = {}
-    for name, line in (("nan", "return float('nan')"), ("none", "return None"), ("raises", "raise KeyError(post)")):
-        code = f"def score(post, summary):\n    if summary == 's s':\n        {line}\n    return 1\n"
-        (tmp_path / f"{name}.py").write_text(code)
-        found[f"{tmp_path}/{name}.py:score"] = "v1"
-    broken = make_reward_model(world.model, tmp_path / "broken")
-    state = load_file(broken / "model.safetensors")
-    weights = state | {"score.weight": state["score.weight"] * math.nan}
-    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    for by, identity in (found | {str(broken): "v0"}).items():
-        with pytest.raises(SystemExit) as error:
-            judge.main(judge.Args((str(file),), by))
-        assert str(error.value).startswith(f"error: {file}, id {identity}: --judge {by} ")
-        assert "\n" not in str(error.value) and not list(tmp_path.glob("judge_*"))
+    by = write_judge(tmp_path / "judge.py", returned)
+    with pytest.raises(SystemExit, match=rf"^error: {file}(, id v1)?: --judge {by} {message}.*\Z"):
+        judge.main(judge.Args((str(file),), by))
+    assert not list(tmp_path.glob("judge_*"))
 
 
 def test_a_reward_model_s_verdicts_are_those_of_its_rewards(world, tmp_path):
     """Rewards of the stored tokens of query and summary, each row alone, by plain transformers, which leave out a
-    constant that is the same for both; two runs in one call."""
+    constant that is the same for both."""
     torch.manual_seed(1)
     model = AutoModelForSequenceClassification.from_pretrained(world.model, num_labels=1, dtype=torch.float32).eval()
     model.config.pad_token_id = None  # the last token, and one row at a time
@@ -262,15 +241,11 @@ def test_a_reward_model_s_verdicts_are_those_of_its_rewards(world, tmp_path):
     frame = pandas.DataFrame({"id": range(len(data)), "query": data["query"], "response": texts[0]})
     frame["reference"] = [text.strip() for text in texts[1]]  # without the space, as a file from elsewhere may be
     frame.to_csv(tmp_path / "a.csv", index=False)
-    frame.rename(columns={"response": "reference", "reference": "response"}).to_csv(tmp_path / "b.csv", index=False)
     flat = [(row["query"], row[side].strip()) for row in frame.to_dict("records") for side in ("response", "reference")]
     found = judge.model_scores(str(tmp_path / "reward"), flat)
     assert found == pytest.approx([reward + 3 for reward in rewards], rel=1e-4, abs=1e-4)
-    files = str(tmp_path / "a.csv"), str(tmp_path / "b.csv")
-    judge.main(judge.Args(files, str(tmp_path / "reward"), name="rm", seed=2))
     assert 3 < sum(wins) < len(wins) - 3
-    assert read(tmp_path / "judge_rm_of_a.csv")["win"].tolist() == wins
-    assert read(tmp_path / "judge_rm_of_b.csv")["win"].tolist() == [1 - win for win in wins]
+    assert judged_by(str(tmp_path / "reward"), tmp_path / "a.csv")["win"].tolist() == wins
 
 
 def test_equal_summaries_are_scored_once(world, tmp_path, monkeypatch):
@@ -282,24 +257,27 @@ def test_equal_summaries_are_scored_once(world, tmp_path, monkeypatch):
     frame.to_csv(file, index=False)
     torch.backends.cuda.enable_cudnn_sdp(True)
     calls = record(monkeypatch, ppo.RewardModel, "forward")
-    judge.main(judge.Args((str(file),), str(folder), name="x"))
+    judged = judged_by(str(folder), file)
     assert sum(len(call.args[1]) for call in calls) == len(LENGTHS)
-    assert read(tmp_path / "judge_x.csv")["win"].tolist() == [0.5] * len(LENGTHS)
+    assert judged["win"].tolist() == [0.5] * len(LENGTHS)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_bad_input_is_named(tmp_path):
+def test_bad_input_is_named(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="neither a CSV file nor a run folder"):
         judge.main(judge.Args((str(tmp_path),), "m"))
     (tmp_path / "x.csv").write_text("id,query\n1,2\n")
-    with pytest.raises(SystemExit, match=r"no columns \['response', 'reference'\]"):
+    with pytest.raises(SystemExit, match="x.csv does not have the columns .*reference"):
         judge.main(judge.Args((str(tmp_path / "x.csv"),), "m"))
     file = write_samples(tmp_path / "samples_validation.csv", [(1, 2)])
     with pytest.raises(SystemExit, match="--judge nowhere.py:score: no function there"):
         judge.main(judge.Args((str(file),), "nowhere.py:score"))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(SystemExit, match="^error: --judge m: set OPENAI_API_KEY"):
+        judge.main(judge.Args((str(file),), "m"))
 
 
-# ---- what it comes to -------------------------------------------------------------------------------------------
+# ---- win rates --------------------------------------------------------------------------------------------------
 
 
 def test_bootstrap_interval_is_that_of_the_binomial():

@@ -28,7 +28,7 @@ class Clone:
         self.runs = folder / "runs/quickstart"
         self.output = folder / "quickstart/results/nano"
 
-    def run_jobs(self, jobs, side_by_side, root, progress) -> dict[str, str]:
+    def run_jobs(self, jobs, side_by_side, root) -> dict[str, str]:
         """In place of study_runs.run_jobs."""
         failures = {}
         for job in jobs:
