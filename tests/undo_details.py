@@ -668,20 +668,20 @@ test_best_of_n.py::test_the_tables ensembles/best_of_n.py: the scores are centre
 - - middle) / spread
 + - middle)
 test_best_of_n.py::test_scales_are_of ensembles/best_of_n.py: the standard deviation over n - 1
-- scores.std(unbiased=False)
-+ scores.std()
-test_ensembles_figures.py::test_paired_differences ensembles/figures.py: any seed is a pair
-- return [left[seed] - right[seed] for seed in left if seed in right]
-+ return [x - y for x, y in zip(left.values(), right.values())]
+- column.std(unbiased=False)
++ column.std()
+test_ensembles_figures.py::test_the_table ensembles/figures.py: seeds without a partner count
+- (values - by_seed(single, quantity)).dropna()
++ values - by_seed(single, quantity).mean()
 test_ensembles_figures.py::test_the_interval ensembles/figures.py: the interval of n - 1 values
-- stdev(values) / len(values) ** 0.5
-+ stdev(values) / (len(values) - 1) ** 0.5
+- values.sem()
++ values.std() / (len(values) - 1) ** 0.5
 test_ensembles_figures.py::test_which_runs ensembles/figures.py: the worst KL penalty
 - kl = max(groups, key
 + kl = min(groups, key
 test_ensembles_figures.py::test_curves_are_means ensembles/figures.py: every run is a replicate
-- means = [mean(by_seed(runs, lambda run, step=step: curves[id(run)][step]).values()) for step in steps]
-+ means = [mean(curve[step] for curve in curves.values()) for step in steps]
+- .groupby(level=0).mean().mean()
++ .mean()
 
 test_gradients.py::test_sft sft.py: the weights decay by a hundredth whatever WEIGHT_DECAY says
 - "weight_decay": WEIGHT_DECAY
