@@ -7,15 +7,15 @@ Ensembles Help Mitigate Overoptimization".
     python ensembles/best_of_n.py --output-dir runs/best_of_n/1b --estimate    # makes the tables again
 
 1. The script draws N samples for each prompt, and scores them with k reward models (the proxies) and the gold reward.
-   OUTPUT/samples_{prompt}.npz holds scores (N, k), gold (N,) float32, lengths (N,) in tokens (EOS counted) and has_eos
-   (N,). Each file is renamed into place once complete, so after a kill the same command makes what is missing. A sample
-   depends only on (seed, prompt, its number), not on the micro-batch. A response without EOS is scored at its last
-   token. scales.json holds mean and standard deviation of each proxy over one sample of the policy to each of the first
-   training posts. The tables use (score - mean) / sd, as ensembles/ppo.py --standardise-members does.
+   OUTPUT/samples_{prompt}.npz holds scores (N, k) and gold (N,) in float32 and has_eos (N,). Each file is renamed into
+   place once complete, so after a kill the same command makes what is missing. A sample depends only on (seed, prompt,
+   its number), not on the micro-batch. A response without EOS is scored at its last token. scales.json holds mean and
+   standard deviation of each proxy over one sample of the policy to each of the first training posts. The tables use
+   (score - mean) / sd, as ensembles/ppo.py --standardise-members does.
 2. It estimates the tables from the prompts that are sampled so far. --estimate does only this.
-   best_of_n.csv  for every n and method the expected gold reward of the best of n (equation 8) with its 95 % band over
-                  prompts, the method's own objective, and the variance (/ k) of the k scores of that response
-   best_of_n.md   a summary of the largest n
+   best_of_n.csv  for every n and method, expected over the best of n (equation 8) and averaged over prompts: the gold
+                  reward and the method's own objective
+   best_of_n.md   its rows of the largest n
    The methods are single_i, the i-th proxy; single, the mean over these; and mean, wco and uwo (equations 3 to 5) of
    all proxies. Responses with the same objective each count with the mean of their gold rewards.
 
@@ -58,7 +58,6 @@ from ppo import (  # noqa: E402
 )
 
 FREE = ["output_dir", "micro_batch_size", "estimate", "uwo_lambda"]  # may differ in one folder
-DRAWS = 1000  # of prompts, for the bands
 
 
 @dataclass
@@ -78,7 +77,7 @@ class Args:
     samples: int = 12_500
     """N, samples of each prompt (section 4.3)"""
     seed: int = 1
-    """of the samples and the bootstrap"""
+    """of the samples"""
     temperature: float = 1.0
     """of sampling (table 4)"""
     top_p: float = 0.9
@@ -239,23 +238,12 @@ def sample_prompts(args: Args, settings: dict, device, rank: int, world: int):
                 if not found.isfinite().all():
                     fail(f"prompt {i} ({row['id']}): {name} gives a response no finite score")
                 scores.append(found[places].float().cpu().numpy())
-            file = io.BytesIO()
-            numpy.savez(
-                file,
-                scores=numpy.stack(scores[:-1], 1),
-                gold=scores[-1],
-                lengths=(responses != pad_id).sum(1).int().cpu().numpy(),
-                has_eos=(responses == eos_id).any(1).cpu().numpy(),
-            )
+            file, has_eos = io.BytesIO(), (responses == eos_id).any(1).cpu().numpy()
+            numpy.savez(file, scores=numpy.stack(scores[:-1], 1), gold=scores[-1], has_eos=has_eos)
             put(files[i], file.getvalue())
 
 
 # ---- estimation --------------------------------------------------------------------------------------------------
-
-
-def bon_kl(n):
-    """Return the KL distance of the best of n from the policy in nats (equation 1)."""
-    return numpy.log(n) - (n - 1) / n
 
 
 def bon_weights(n: int, N: int) -> numpy.ndarray:
@@ -283,14 +271,6 @@ def bon_values(objective: numpy.ndarray, values: list[numpy.ndarray], weights: n
     return found
 
 
-def bands(values: numpy.ndarray, seed: int) -> numpy.ndarray:
-    """Return the ends (2, m) of the 95 % percentile bootstrap intervals over prompts of the column means of `values`
-    (P, m)."""
-    P = len(values)
-    counts = numpy.random.default_rng(seed).multinomial(P, numpy.full(P, 1 / P), size=DRAWS)  # (draws, P)
-    return numpy.quantile(counts @ values / P, [0.025, 0.975], axis=0)
-
-
 def grid(N: int) -> numpy.ndarray:
     """Return about 30 values of n from 1 to N, evenly spaced in log n."""
     return numpy.unique(numpy.geomspace(1, N, 30).round().astype(int))
@@ -310,32 +290,30 @@ def make_tables(args: Args, settings: dict):
     ns = grid(N)
     weights = numpy.stack([bon_weights(int(n), N) for n in ns])  # (n, N)
     methods = [*(f"single_{i + 1}" for i in range(k)), *(("mean", "wco", "uwo") if k > 1 else ())]
-    found = {method: numpy.empty((3, len(files), len(ns))) for method in methods}  # gold, objective, variance
-    lengths, ended = [], []
-    for i, file in enumerate(track(files, "estimating", console=Console(stderr=True))):
+    values, ended = [], []
+    for file in track(files, "estimating", console=Console(stderr=True)):
         with or_fail(f"{file} cannot be read; delete it and sample again"):
             shard = dict(numpy.load(file))
-        lengths.append(shard["lengths"].mean())
         ended.append(shard["has_eos"].mean())
+        gold = shard["gold"].astype(float)[None]  # (1, N)
         scores = (shard["scores"].astype(float) - middle) / spread  # (N, k)
-        mean, variance = scores.mean(1), scores.var(1)
-        objectives = [*scores.T, mean, scores.min(1), mean - args.uwo_lambda * variance]
-        for method, objective in zip(methods, objectives, strict=False):  # with one proxy, the last three are left out
-            values = [shard["gold"].astype(float)[None], objective[None], variance[None]]
-            found[method][:, i] = numpy.concatenate(bon_values(objective[None], values, weights))
-    singles = numpy.mean([found[method] for method in methods[:k]], 0)  # (3, P, n)
-    curves, short = [], []
-    for method, curve in ({"single": singles} | found).items():
-        low, high = bands(curve[0], settings["seed"])
-        gold, objective, variance = curve.mean(1)  # (n,) each
-        columns = {"n": ns, "kl": bon_kl(ns), "gold": gold, "gold_low": low, "gold_high": high}
-        curves.append(pandas.DataFrame({"method": method} | columns | {"proxy": objective, "variance": variance}))
-        row = {"method": method, "gold": gold[-1], "95 %": f"{low[-1]:.4g} to {high[-1]:.4g}", "proxy": objective[-1]}
-        short.append(row | {"variance": variance[-1], "best gold": gold.max(), "at n": ns[gold.argmax()]})
-    text = f"# Best of {ns[-1]:,}: {len(files):,} of {settings['prompts']:,} prompts, {N:,} samples each\n\n"
-    text += f"{k} reward models, gold {settings['gold']}, uwo with λ {args.uwo_lambda:g}; {numpy.mean(lengths):.1f} "
-    text += f"tokens a response, {numpy.mean(ended):.1%} of the responses with EOS.\n\n{markdown(short)}"
-    pandas.concat(curves).to_csv(folder / "best_of_n.csv", index=False)
+        uwo = scores.mean(1) - args.uwo_lambda * scores.var(1)
+        objectives = [*scores.T, scores.mean(1), scores.min(1), uwo][: len(methods)]
+        values.append([numpy.concatenate(bon_values(x[None], [gold, x[None]], weights)) for x in objectives])
+    means = numpy.mean(values, 0)  # (methods, 2, n)
+    curves = {"single": means[:k].mean(0)} | dict(zip(methods, means, strict=True))
+    columns = {"n": ns, "kl": numpy.log(ns) - (ns - 1) / ns}  # equation 1, nats
+    tables = [
+        pandas.DataFrame({"method": method} | columns | {"gold": gold, "proxy": proxy})
+        for method, (gold, proxy) in curves.items()
+    ]
+    table = pandas.concat(tables)
+    text = f"# Best of {N:,}: {len(files):,} of {settings['prompts']:,} prompts\n\n{k} reward models, "
+    text += (
+        f"gold {settings['gold']}, uwo with λ {args.uwo_lambda:g}; {numpy.mean(ended):.1%} of the responses have EOS."
+    )
+    text += f"\n\n{markdown(table[table['n'] == N].to_dict('records'))}"
+    table.to_csv(folder / "best_of_n.csv", index=False)
     (folder / "best_of_n.md").write_text(text, encoding="utf-8")
     print(text)
 
