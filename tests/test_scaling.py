@@ -143,11 +143,9 @@ def test_bad_arguments(clone, arguments, named):
 
 
 def test_a_report_of_another_version(clone):
-    clone.prepare_all(seeds=(1,))
-    clone.prepare("xs", 2)
-    clone.prepare("s", 2, PPO__eos_rate=None)
-    with pytest.raises(SystemExit, match="^error: .*s/2/table.csv does not have PPO eos_rate"):
-        clone.main()
+    clone.prepare("s", 1, PPO__eos_rate=None)
+    with pytest.raises(SystemExit, match="^error: .*s/1/table.csv does not have PPO eos_rate"):
+        clone.main(("s",), (1,))
     assert not clone.output.exists()
 
 
@@ -155,28 +153,21 @@ def test_a_report_of_another_version(clone):
 
 
 def test_numbers(clone):
-    """Means and deviations over seeds, gains seed by seed, checks against the thresholds, and sums of times."""
-    good = {"PPO__win_rate": 0.65, "SFT__win_rate": 0.55, "PPO__truth": 0.8, "DPO__truth": 0.51}
-    good |= {"PPO__share_of_near_perfect": 0.8, "reward__accuracy_clean": 0.85, "PPO__eos_rate": 0.95}
-    bad = {"PPO__win_rate": 0.64, "SFT__win_rate": 0.541, "PPO-SFT__truth_difference_low": 0, "DPO__truth": 0.5}
-    bad |= {"PPO__share_of_near_perfect": 0.79, "reward__accuracy_clean": 0.84, "PPO__eos_rate": 0.94}
+    """Means and deviations over seeds, gains seed by seed, and sums of times."""
     for seed, rouge in ((1, 0.1), (2, 0.2), (3, 0.6)):  # mean 0.3, sample sd 0.26458, population sd 0.21602
         clone.prepare("xs", seed, SFT__rougeL=rouge, PPO__win_rate=0.66)
-        clone.prepare("s", seed, SFT__rougeL=0.301, reward__accuracy_noisy=0.71, **(good if seed > 1 else bad))
+        clone.prepare("s", seed, SFT__rougeL=0.301, PPO__win_rate=0.65 if seed > 1 else 0.64)
         for size in ("xs", "s"):
             clone.prepare(size, seed, posts=4, SFT__rougeL=0.9)
     clone.main(("xs", "s"), (1, 2, 3), posts_seeds=(1, 4))
     first, second = (clone.output / "table.md").read_text(encoding="utf-8").split("## Posts seed ")[1:]
-    quantities, gains, runs, checks = first.strip().split("\n\n")[1:]
+    quantities, gains, runs = first.strip().split("\n\n")[1:]
     assert cells(quantities, "SFT rougeL") == ["0.300 ± 0.265", "0.301 ± 0.000"]
     assert cells(second.split("\n\n")[1], "SFT rougeL") == ["0.900 ± 0.000"] * 2
     # of 0.301 over 0.1, 0.2 and 0.6, and of 0.64, 0.65 and 0.65 over 0.66
     assert cells(gains, "SFT rougeL") == ["0.001 ± 0.265"] and cells(gains, "PPO win_rate") == ["-0.013 ± 0.006"]
     header = cells(runs, "size", "seed")
     assert dict(zip(header, cells(runs, "s", 1), strict=True))["PPO win_rate"] == "0.640"
-    assert cells(checks, "s", 1) == ["no"] * 7
-    assert cells(checks, "s", 2) == ["yes"] * 7  # each threshold itself passes, float rounding of 0.65 - 0.55 included
-
     rows = read_csv(clone.output / "runs.csv")  # the reports as they are
     of_run = [row for row in rows if (row["posts_seed"], row["size"], row["seed"]) == ("1", "s", "3")]
     table = read_csv(clone.runs / "posts-1/report/nano-s/3/table.csv")
