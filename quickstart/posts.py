@@ -1,14 +1,14 @@
 """Generate small raw data in the schemas of TL;DR: posts, comparisons, and a tokenizer trained on them.
 
-Every post hides four to six facts (who, what happened, to which object; some of an age, a feeling, a question) among
-filler. The truth about any summary is known: `score(post, summary)` of `truth.py`.
+Every post states four to six facts (who, what happened, to which object; some of an age, a feeling, a question) among
+filler. The true score of any summary is known: `score(post, summary)` of `truth.py`.
 
     python quickstart/posts.py --output-dir data/quickstart/raw --seed 1
 
 writes
     posts/{train,validation,test}.jsonl       id, subreddit, title, post, summary
     comparisons/{train,validation}.jsonl      info, summaries (two), choice, worker, batch, split, extra
-    yardsticks/{validation,test}.jsonl        id, near_perfect, copied_title: what these two policies write
+    yardsticks/{validation,test}.jsonl        id, near_perfect, copied_title: the summaries of these policies
     tokenizer/                                byte-level BPE, <|endoftext|> is id 0
     pretraining.jsonl                         text: posts that restate their facts (with --num-pretraining)
 
@@ -29,6 +29,10 @@ from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 from truth import FACTS, score
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
+
+from eval_helpers import fail  # noqa: E402
 
 
 @dataclass
@@ -162,11 +166,6 @@ CNNDM_BATCHES = ["cnndm0", "cnndm2", "batch0_cnndm"]
 
 
 # ---- helpers --------------------------------------------------------------------------------------------------------
-
-
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
 
 
 def draw_facts(rng: random.Random, extras: tuple[int, ...] = (1, 2, 2, 3, 3, 3)) -> dict[str, str]:
@@ -316,23 +315,20 @@ def write_jsonl(path: Path, rows: list[dict]):
 
 def main(args: Args):
     # ---- arguments --------------------------------------------------------------------------------------------------
-    for name in ("num_train", "num_validation", "num_test", "num_comparisons", "num_validation_comparisons"):
-        if getattr(args, name) < 1:
-            fail(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be 1 or more")
-    for name in ("num_cnndm_comparisons", "num_pretraining"):
-        if getattr(args, name) < 0:
-            fail(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be 0 or more")
+    for name, value in vars(args).items():
+        least = 0 if name in ("num_cnndm_comparisons", "num_pretraining") else 1
+        if name.startswith("num_") and value < least:
+            fail(f"--{name.replace('_', '-')} is {value}; it must be {least} or more")
     if not 0 <= args.label_noise <= 1:
-        fail(f"--label-noise is {args.label_noise}; it must lie between 0 and 1")
+        fail(f"--label-noise is {args.label_noise}; it must be between 0 and 1")
     if args.vocab_size < 257:
         fail(f"--vocab-size is {args.vocab_size}; it must be 257 (256 bytes and <|endoftext|>) or more")
     output_dir = Path(args.output_dir)
     if output_dir.exists():
         fail(f"{output_dir} exists; remove it (rm -r {output_dir}) or name another --output-dir")
-    console = Console(stderr=True)
 
     def progress(count: int, description: str):
-        return track(range(count), description, console=console, transient=True, disable=not sys.stderr.isatty())
+        return track(range(count), description, console=Console(stderr=True), disable=not sys.stderr.isatty())
 
     # ---- posts ------------------------------------------------------------------------------------------------------
     posts, seen = {}, set()
@@ -349,10 +345,6 @@ def main(args: Args):
             row |= {"title": fill(rng.choice(TITLES), facts, rng), "post": post}
             row |= {"summary": summarise(reference_facts(facts, rng), rng)}
             posts[split].append(row | {"facts": facts, "site": None, "article": None})
-    train_ids, train_texts = ({row[key] for row in posts["train"]} for key in ("id", "post"))
-    for row in posts["validation"] + posts["test"]:
-        assert row["id"] not in train_ids and row["post"] not in train_texts, f"{row['id']} is also in train"
-
     # ---- comparisons ------------------------------------------------------------------------------------------------
     comparisons = {}
     for split, count in (("train", args.num_comparisons), ("validation", args.num_validation_comparisons)):
@@ -393,7 +385,6 @@ def main(args: Args):
     texts += [f" {row['summary']}" for row in posts["train"]]
     texts += [summary["text"] for row in comparisons["train"] for summary in row["summaries"]]
     tokenizer = train_tokenizer(texts, args.vocab_size)
-    assert tokenizer.eos_token_id == 0, f"<|endoftext|> has id {tokenizer.eos_token_id}, not 0"
 
     # ---- save: beside, then renamed, so that the folder is whole or absent ------------------------------------------
     unfinished = output_dir.with_name(output_dir.name + ".tmp")

@@ -134,7 +134,7 @@ def test_a_failing_run_stops_no_other_and_there_is_no_table(clone):
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [({"seeds": (1, 2, 1)}, "--seeds"), ({"jobs": 0}, "--jobs 0|--jobs is 0"), ({"runs": "x"}, "runs")],
+    [({"seeds": (1, 2, 1)}, "--seeds"), ({"jobs": 0}, "--jobs 0|--jobs is 0")],
 )
 def test_bad_arguments(clone, arguments, named):
     with pytest.raises(SystemExit, match=f"^error: .*({named})"):
