@@ -8,16 +8,6 @@ import pytest
 import scaling
 from conftest import REPOSITORY, files, read_csv
 
-POLICIES = {"rougeL": 0.3, "truth": 0.5, "win_rate": 0.5, "win_rate_low": 0.4, "win_rate_high": 0.6, "words": 20}
-FACTS = {f"{kind}_{x}": 0.4 for kind in ("age", "feeling", "question") for x in ("right", "wrong")}
-REPORT = {
-    **{row: POLICIES | FACTS | {"tokens": 24.04, "eos_rate": 0.99} for row in ("SFT", "PPO", "DPO")},
-    **{row: POLICIES for row in ("near_perfect", "copied_title", "reference")},
-    **{f"{row}-SFT": {f"truth_difference{x}": 0.1 for x in ("", "_low", "_high")} for row in ("PPO", "DPO")},
-    **{row: {f"accuracy_{x}": 0.7 for x in ("noisy", "clean", "noisy_cnndm", "clean_cnndm")}
-       for row in ("reward", "dpo_implicit")},
-}  # fmt: skip
-
 
 class Clone:
     """A folder in which a run is a copy of the report that `prepare` made, unless its name is in .failing; .calls are
@@ -43,14 +33,10 @@ class Clone:
 
     def prepare(self, size: str, seed: int, posts: int = 1, **changes: float | None):
         """What a run leaves behind; changes are PPO__win_rate=0.7 and the like, None leaves a metric out."""
-        ready = self.root / f"ready/{posts}/{size}-{seed}"
-        report = {row: dict(metrics) for row, metrics in REPORT.items()}
-        report["PPO"]["share_of_near_perfect"] = 0.9
-        for name, value in changes.items():
-            report[name.split("__")[0]][name.split("__")[1]] = value
-        values = [(row, metric, value) for row in report for metric, value in report[row].items()]
-        lines = [f"{row},{metric},{value}\n" for row, metric, value in values if value is not None]
-        folder = ready / f"report/nano-{size}/{seed}"
+        values = dict.fromkeys(scaling.QUANTITIES, 0.4)
+        values |= {name.replace("__", " "): value for name, value in changes.items()}
+        lines = [f"{name.replace(' ', ',')},{value}\n" for name, value in values.items() if value is not None]
+        folder = self.root / f"ready/{posts}/{size}-{seed}/report/nano-{size}/{seed}"
         folder.mkdir(parents=True)
         (folder / "table.csv").write_text("row,metric,value\n" + "".join(lines))
         (folder / "times.csv").write_text("stage,seconds\nsft,10.25\nreward,20\nppo,100\ndpo,5\n")
@@ -132,12 +118,9 @@ def test_a_failing_run_stops_no_other_and_there_is_no_table(clone):
     assert (clone.output / "table.md").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [({"seeds": (1, 2, 1)}, "--seeds"), ({"jobs": 0}, "--jobs 0|--jobs is 0")],
-)
+@pytest.mark.parametrize(("arguments", "named"), [({"seeds": (1, 2, 1)}, "--seeds"), ({"jobs": 0}, "--jobs")])
 def test_bad_arguments(clone, arguments, named):
-    with pytest.raises(SystemExit, match=f"^error: .*({named})"):
+    with pytest.raises(SystemExit, match=f"^error: {named} is"):
         clone.main(**arguments)
     assert clone.new_calls() == [] and not clone.output.exists()
 
