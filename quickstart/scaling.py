@@ -30,7 +30,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "eval"))
-from eval_helpers import or_fail  # noqa: E402
+from eval_helpers import markdown, or_fail  # noqa: E402
 from study_runs import Job, cores, fail, fail_of, left_of, print_commands, run_jobs, runs_bar  # noqa: E402
 
 RUNS = "runs/quickstart"  # where run.sh writes
@@ -70,11 +70,6 @@ def shown(name: str, values: pandas.Series) -> str:
     digits = 1 if name.split()[1] in ("tokens", "words") else 3
     numbers = [mean(values)] if len(values) == 1 else [mean(values), stdev(values)]
     return " ± ".join(f"{x:.{digits}f}" for x in numbers)
-
-
-def markdown_lines(header: list[str], rows: list[list]) -> list[str]:
-    """Return the lines of a Markdown table, with an empty line before it."""
-    return ["", *(f"| {' | '.join(map(str, row))} |" for row in (header, ["---"] * len(header), *rows))]
 
 
 def read_reports(reports: dict, name: str) -> pandas.DataFrame:
@@ -145,29 +140,30 @@ def main(args: Args):
     for key, folder in reports.items():
         if lacking := [name for name in QUANTITIES if name not in wide or pandas.isna(wide.loc[key, name])]:
             fail(f"{folder / 'table.csv'} does not have {lacking[0]}; remove {folder} and start again")
-    lines = [f"`{shlex.join(['python', 'quickstart/scaling.py', *sys.argv[1:]])}`", ""]
-    lines += [f"{platform.machine()}, {cores()} cores, {args.jobs} runs side by side; torch {version('torch')}."]
-    lines += ["± is the sample standard deviation over seeds."]
+    text = f"`{shlex.join(['python', 'quickstart/scaling.py', *sys.argv[1:]])}`\n\n"
+    text += f"{platform.machine()}, {cores()} cores, {args.jobs} runs side by side; torch {version('torch')}.\n"
+    text += "± is the sample standard deviation over seeds.\n"
     steps = list(zip(sizes, sizes[1:], strict=False))
     if len(sizes) == 3:
         steps.append((sizes[0], sizes[2]))
     for posts in args.posts_seeds:
         by_size = {size: wide.loc[posts, size] for size in sizes}
-        lines += ["", f"## Posts seed {posts}"]
-        rows = [[name, *(shown(name, table[name]) for table in by_size.values())] for name in QUANTITIES]
-        lines += markdown_lines(["", *(f"{size} (n = {len(args.seeds)})" for size in sizes)], rows)
-        if steps:
-            gains = {f"{b} − {a}": by_size[b] - by_size[a] for a, b in steps}
-            rows = [[name, *(shown(name, gain[name]) for gain in gains.values())] for name in RISING]
-            lines += markdown_lines(["gain, seed by seed", *gains], rows)
+        means = {f"{size} (n = {len(args.seeds)})": by_size[size] for size in sizes}
+        gains = {f"{b} − {a}": by_size[b] - by_size[a] for a, b in steps}  # seed by seed
+        text += f"\n## Posts seed {posts}\n"
+        for first, names, tables in (("", QUANTITIES, means), ("gain, seed by seed", RISING, gains)):
+            if tables:
+                rows = [{first: name} | {x: shown(name, table[name]) for x, table in tables.items()} for name in names]
+                text += f"\n{markdown(rows)}"
         rows = []
         for size in sizes:
             for seed in args.seeds:
-                rows.append([size, seed, *(shown(name, by_size[size].loc[[seed], name]) for name in EACH_RUN)])
-        lines += markdown_lines(["size", "seed", *EACH_RUN], rows)
-    print("\n".join(lines))
+                values = {name: shown(name, by_size[size].loc[[seed], name]) for name in EACH_RUN}
+                rows.append({"size": size, "seed": seed} | values)
+        text += f"\n{markdown(rows)}"
+    print(text)
     output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (output_dir / "table.md").write_text(text, encoding="utf-8")
     runs.to_csv(output_dir / "runs.csv", index=False)
     rows = []
     for (posts, size), group in times.groupby(["posts_seed", "size"], sort=False):
@@ -178,7 +174,7 @@ def main(args: Args):
     times.to_csv(output_dir / "times.csv", index=False)
     command = ["python", "eval/figures.py", "--models", *(f"nano-{size}" for size in sizes), "--seeds", *args.seeds]
     command += ["--runs", f"{RUNS}/posts-{args.posts_seeds[0]}", "--judge", "quickstart/truth.py:score"]
-    print(f"\nfigures: {shlex.join(map(str, [*command, '--output-dir', args.output_dir]))}")
+    print(f"figures: {shlex.join(map(str, [*command, '--output-dir', args.output_dir]))}")
 
 
 if __name__ == "__main__":
