@@ -56,7 +56,7 @@ class Args:
     label_noise: float = 0.25
     """share of the pairs whose choice is the worse summary (people agree with each other on about 3 pairs of 4)"""
     vocab_size: int = 1536
-    """largest vocabulary of the tokenizer, 256 bytes and <|endoftext|> included; a small corpus may give fewer tokens"""
+    """largest vocabulary of the tokenizer, bytes and <|endoftext|> included; a small corpus may give fewer tokens"""
     seed: int = 1
     """the same seed and sizes write the same bytes"""
 
@@ -223,7 +223,7 @@ def summarise(facts: dict[str, str], rng: random.Random) -> str:
 
 def reference_facts(facts: dict[str, str], rng: random.Random) -> dict[str, str]:
     """Return the facts that a reference summary states: each core fact with probability 0.9, and each other fact with
-    probability 0.8 if its author is thorough, which 1 in 4 is, and otherwise 0.1. In 1 of 10 summaries, one is wrong."""
+    probability 0.8 if its author is thorough (1 in 4) and otherwise 0.1. In 1 of 10 summaries, one is wrong."""
     told, extra = {}, 0.8 if rng.random() < 0.25 else 0.1
     while not told:
         told = {kind: value for kind, value in facts.items() if rng.random() < (0.9 if kind in CORE_KINDS else extra)}

@@ -127,8 +127,8 @@ def read_policies(args: Args, folders: dict[str, Path]) -> tuple[list[dict], dic
         if [row["id"] for row in samples[name]] != ids:
             fail(f"{path} has other posts than the samples of SFT; run both stages on one --dataset")
         for row in samples[name]:
-            post = all_posts.get(row["id"], {"summary": ""})
-            if row["id"] not in yardsticks or row["reference"].strip() != post["summary"].strip():
+            known = row["id"] in all_posts and row["id"] in yardsticks
+            if not known or row["reference"].strip() != all_posts[row["id"]]["summary"].strip():
                 fail(f"{path}: {row['id']} with that reference is no post of {args.raw}; run the stages on its posts")
     posts = [all_posts[i] for i in ids]
     texts = {name: [row["response"] for row in rows] for name, rows in samples.items()}
