@@ -19,26 +19,26 @@ unlabeled, PPO's prompts); `validation` of each is val. Rows without output are 
 rows whose prompt or answer is too long.
 """
 
-import json
 import random
 import sys
-import tempfile
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import tyro
-from datasets import Dataset, DatasetDict, Features, List, Value, disable_progress_bars, load_dataset
+from datasets import Dataset, DatasetDict, Features, Value, disable_progress_bars, load_dataset
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from rich.progress import track
+from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import fail, one_line  # noqa: E402
+from eval_helpers import fail, or_fail  # noqa: E402
+
+from tldr_dataset import column_types, encode, pad_right, read_file, text_field, unfinished_folder  # noqa: E402
 
 SPLITS = {"sft": 10_000, "pref": 10_000, "unlabeled": 20_000, "val": 2_000, "unused": 10_000}  # AlpacaFarm's rows
+INSTRUCTION_FIELDS = ("instruction", "input", "output")
 TURNS = "<|prompter|>", "<|assistant|>"
 
 
@@ -59,40 +59,27 @@ class Args:
 
 
 def instruction_rows(source: str) -> list[tuple[str, dict]]:
-    """(where, row) of all rows of a file, a folder or a Hub id, a row's `split` set from its file where it has none."""
-    path = Path(source).expanduser()
-    if not path.exists() and not source.endswith(".jsonl"):
+    """Return (where, row) for all rows of a file, a folder or a Hub id. In a folder, and in a Hub data set of several
+    splits, a row without `split` gets the name of its file or split."""
+    path, rows = Path(source).expanduser(), []
+    if path.is_dir():
+        for file in sorted(path.glob("*.jsonl")):
+            rows += [(where, {"split": file.stem} | row) for where, row in read_file(file)]
+    elif path.exists():
+        rows = read_file(path)
+    else:
         repository, _, revision = source.partition("@")
-        try:
+        with or_fail(f"--dataset {source}: no such file or folder, and no data set on the Hub"):
             loaded = load_dataset(repository, revision=revision or None)
-        except Exception as error:  # the Hub client raises many kinds; all of them mean: no data
-            fail(f"--dataset {source}: neither a file or folder nor a data set on the Hub ({one_line(error)})")
         names = {"preference": "pref", "validation": "val"}
-        rows = [
-            (f"{source} {x}, row {i}", {"split": names.get(x, x)} | r) for x in loaded for i, r in enumerate(loaded[x])
-        ]
-        return rows if len(loaded) > 1 else [(where, row | {"split": None}) for where, row in rows]
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    if not files or not files[0].is_file():
-        fail(f"--dataset {source}: no .jsonl file there")
-    rows = []
-    for file in files:
-        try:
-            lines = file.read_text(encoding="utf-8-sig").split("\n")
-        except (OSError, UnicodeError) as error:
-            fail(f"{file} cannot be read ({one_line(error)})")
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                    rows.append((f"{file}, row {number}", ({"split": file.stem} if path.is_dir() else {}) | row))
-                except (ValueError, TypeError) as error:
-                    fail(f"{file}, row {number}: not a JSON object ({one_line(error)})")
+        for name, split_rows in loaded.items():
+            split = {"split": names.get(name, name)} if len(loaded) > 1 else {}
+            rows += [(f"{source} {name}, row {number}", split | row) for number, row in enumerate(split_rows)]
     return rows
 
 
 def deal_out(rows: list, seed: int) -> dict[str, list]:
-    """{split: rows} by the rows' own `split`, or, where none has one, in AlpacaFarm's proportions."""
+    """Return {split: rows} by the rows' own `split` or, if none has one, in AlpacaFarm's proportions."""
     named = [row.get("split") for _, row in rows]
     found = {split: [] for split in SPLITS}
     if any(named):
@@ -111,66 +98,47 @@ def deal_out(rows: list, seed: int) -> dict[str, list]:
     return found
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str | list[str]) -> list:
-    """Token ids of plain text, or of each of several: nothing added, and what spells a special token stays text."""
-    return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-
-
 def instruction_columns(row: dict, tokenizer, max_query_length: int, max_response_length: int) -> dict | None:
-    """The columns of one row, named and padded as by tldr_dataset.py: prompts on the left, all else on the right; None
-    where prompt or answer is too long. ValueError names a field that is wrong."""
-    for field in ("instruction", "input", "output"):
-        if not isinstance(row.get(field, ""), str) or (field != "input" and not row.get(field, "").strip()):
-            raise ValueError(f"{field} should be text, and not empty, not {row.get(field)!r:.80}")
-        if turn := next((turn for turn in TURNS if turn in row.get(field, "")), None):
-            raise ValueError(f"{field} holds {turn}, which would begin a turn")
-    prompt = row["instruction"] + (f"\n{row['input']}" if row.get("input") else "")
+    """Return the columns of a row, named and padded as by tldr_dataset.py (prompts on the left, all else on the right),
+    or None if the prompt or the answer is too long. Raises ValueError naming a field that is wrong."""
+    columns = {field: text_field(row, field, field, required=field != "input") or "" for field in INSTRUCTION_FIELDS}
+    for field, text in columns.items():
+        if any(turn in text for turn in TURNS):
+            raise ValueError(f"{field} holds {' or '.join(TURNS)}, which would begin a turn")
+    prompt = columns["instruction"] + (f"\n{columns['input']}" if columns["input"] else "")
     prompter, assistant = tokenizer.convert_tokens_to_ids(list(TURNS))
     eos, eos_id, pad_id = tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token_id
     query = [prompter, *encode(tokenizer, prompt), eos_id, assistant]
-    answer = [*encode(tokenizer, row["output"]), eos_id]
+    answer = [*encode(tokenizer, columns["output"]), eos_id]
     if len(query) > max_query_length or len(answer) > max_response_length:
         return None
-    text, both = f"{TURNS[0]}{prompt}{eos}{TURNS[1]}", query + answer
-    padding = [pad_id] * (max_query_length + max_response_length - len(both))
-    return {
-        "instruction": row["instruction"],
-        "input": row.get("input") or "",
-        "output": row["output"],
+    text = f"{TURNS[0]}{prompt}{eos}{TURNS[1]}"
+    joined_width = max_query_length + max_response_length
+    return columns | {
         "query": text,
         "query_token": [pad_id] * (max_query_length - len(query)) + query,
         "query_token_len": len(query),
-        "reference_response": row["output"] + eos,
-        "reference_response_token": answer + [pad_id] * (max_response_length - len(answer)),
+        "reference_response": columns["output"] + eos,
+        "reference_response_token": pad_right(answer, pad_id, max_response_length),
         "reference_response_token_len": len(answer),
-        "query_reference_response": text + row["output"] + eos,
-        "query_reference_response_token": both + padding,
-        "query_reference_response_token_len": len(both),
-        "query_reference_response_token_response_label": [pad_id] * len(query) + answer + padding,
+        "query_reference_response": text + columns["output"] + eos,
+        "query_reference_response_token": pad_right(query + answer, pad_id, joined_width),
+        "query_reference_response_token_len": len(query + answer),
+        "query_reference_response_token_response_label": pad_right(
+            [pad_id] * len(query) + answer, pad_id, joined_width
+        ),
     }
 
 
-def instruction_features() -> Features:
-    """Names and types of the columns."""
-    text, number, tokens = Value("string"), Value("int64"), List(Value("int64"))
-    features = dict.fromkeys(("id", "instruction", "input", "output"), text)
-    for name in ("query", "reference_response", "query_reference_response"):
-        features |= {name: text, f"{name}_token": tokens, f"{name}_token_len": number}
-    return Features(features | {"query_reference_response_token_response_label": tokens})
-
-
 def extended_base(path: str):
-    """Model and tokenizer of --base with a token for each turn, and embeddings where it has no rows for them. They are
-    no special tokens: decoding keeps them, as it does a prompt's text."""
-    name, revision = path, ""
-    if not Path(path).exists():  # a path may hold an @
-        name, _, revision = path.partition("@")
+    """Return model and tokenizer of --base with a token for each turn, and more embeddings if it has none for them. The
+    turns are no special tokens, so that decoding keeps them, as it does a prompt's text."""
+    name, _, revision = path.partition("@")
+    name = path if Path(path).exists() else name  # a local path may contain an @
     settings = {"revision": revision or "main", "trust_remote_code": False}
-    try:
+    with or_fail(f"--base {path} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(name, **settings)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **settings)
-    except Exception as error:
-        fail(f"--base {path}: no model that can be read ({one_line(error)})")
     if tokenizer.eos_token is None:
         fail(f"--base {path}: its tokenizer has no EOS token, which ends every turn")
     tokenizer.add_tokens([AddedToken(turn, normalized=False) for turn in TURNS])
@@ -180,20 +148,8 @@ def extended_base(path: str):
     return model, tokenizer
 
 
-@contextmanager
-def unfinished_folder(output_dir: Path):
-    """Yield a temporary folder, and rename its subfolder `finished` to output_dir at the end if nothing fails."""
-    target = output_dir.resolve()  # of a symlink, so that it stays one
-    if target.is_mount() or target == Path.cwd():
-        fail(f"{output_dir} cannot be replaced: choose a folder in it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{target.name}.tmp-", dir=target.parent) as folder:
-        yield Path(folder)
-        Path(folder, "finished").rename(target)  # replaces an empty folder
-
-
 def main(args: Args):
-    disable_progress_bars()  # of `datasets`; ours shows rate and time left
+    disable_progress_bars()  # of `datasets`
     output_dir = Path(args.output_dir).expanduser()
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         fail(f"{output_dir} already holds data: remove it, or choose another --output-dir")
@@ -206,33 +162,30 @@ def main(args: Args):
         model.save_pretrained(finished / "base")
         tokenizer.save_pretrained(finished / "base")
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # as the stages do, after the turns
-        made, console = {}, Console(markup=False, highlight=False)
-        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-            for split in ("sft", "pref", "unlabeled", "val"):
-                found, empty = [], 0
-                for number, (where, row) in enumerate(bar.track(splits[split], description=split)):
-                    if isinstance(row.get("output"), str) and not row["output"].strip():  # 28 of Alpaca's have none
-                        empty += 1
-                        continue
-                    try:
-                        made_of = instruction_columns(row, tokenizer, args.max_query_length, args.max_response_length)
-                    except ValueError as error:
-                        fail(f"{where}: {error}")
-                    found += [{"id": f"{split}_{number:06d}"} | made_of] if made_of else []
-                if not found:
-                    fail(
-                        f"split {split}: no output, or every prompt or answer is longer than --max-query-length and "
-                        "--max-response-length"
-                    )
-                made[split] = Dataset.from_list(found, features=instruction_features())
-                too_long = len(splits[split]) - len(found) - empty
-                console.print(
-                    f"{split}: {len(found):,} rows; left out: {too_long:,} too long, {empty:,} without output"
-                )
+        made = {}
+        for split in ("sft", "pref", "unlabeled", "val"):
+            found, without_output, too_long = [], 0, 0
+            for number, (where, row) in enumerate(track(splits[split], split, console=Console(stderr=True))):
+                if isinstance(row.get("output"), str) and not row["output"].strip():  # 28 of Alpaca's rows
+                    without_output += 1
+                    continue
+                try:
+                    columns = instruction_columns(row, tokenizer, args.max_query_length, args.max_response_length)
+                except ValueError as error:
+                    fail(f"{where}: {error}")
+                if columns is None:
+                    too_long += 1
+                else:
+                    found.append({"id": f"{split}_{number:06d}"} | columns)
+            print(f"{split}: {len(found):,} rows; left out: {too_long:,} too long, {without_output:,} without output")
+            if not found:
+                fail(f"split {split}: no row is left; try a larger --max-query-length or --max-response-length")
+            types = column_types("sft") | dict.fromkeys(INSTRUCTION_FIELDS, Value("string"))
+            types = {name: kind for name, kind in types.items() if name in found[0]}
+            made[split] = Dataset.from_list(found, features=Features(types))
         for name in ("sft", "pref", "unlabeled"):
             DatasetDict({"train": made[name], "validation": made["val"]}).save_to_disk(finished / name)
-    console.print(f"wrote {output_dir}/base, {output_dir}/sft, {output_dir}/pref and {output_dir}/unlabeled")
+    print(f"wrote {output_dir}/base, {output_dir}/sft, {output_dir}/pref and {output_dir}/unlabeled")
 
 
 if __name__ == "__main__":

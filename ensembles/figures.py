@@ -21,16 +21,14 @@ OUTPUT_DIR/  figure_3.png    best of n: gold over KL (equation 1)
              table.md        final and best gold, and their paired differences to a single reward model
              runs.jsonl      the curves that were read; --runs accepts it in place of the folders
 
-The paper draws figures 4 and 5 over KL, and the proxy scores with them. Here they are drawn over updates, because
-replicates of one method end at very different KL, and the proxy scores are left out.
+The paper draws figures 4 and 5 over KL, with the proxy scores. Here they are drawn over updates and without proxy
+scores, because replicates of one method end at very different KL.
 """
 
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
-from typing import NamedTuple
 
 import pandas
 import tyro
@@ -42,8 +40,13 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
 from eval_helpers import fail, or_fail  # noqa: E402
 from run_metrics import read_metrics  # noqa: E402
 
-METHODS = {"single": ("C7", "o"), "mean": ("C1", "s"), "wco": ("C2", "^"), "uwo": ("C0", "D"), "warm": ("C3", "v")}
-NAMES = {"single": "single", "mean": "mean", "wco": "WCO", "uwo": "UWO", "warm": "WARM"}
+METHODS = {  # name, color, marker
+    "single": ("single", "C7", "o"),
+    "mean": ("mean", "C1", "s"),
+    "wco": ("WCO", "C2", "^"),
+    "uwo": ("UWO", "C0", "D"),
+    "warm": ("WARM", "C3", "v"),
+}
 
 
 @dataclass
@@ -54,226 +57,156 @@ class Args:
     """folder to write"""
 
 
-class Run(NamedTuple):
-    """One curve: a run of PPO, or best of n by one method."""
-
-    procedure: str  # BoN or PPO
-    method: str
-    kl_coef: float  # 0 of best of n
-    seed: int
-    folder: str
-    step: list[int]  # n, or updates, rising
-    kl: list[float]  # nats, one for each step
-    gold: list[float]
-    variance: list[float]  # within an ensemble, one for each update of PPO from 1 on; empty with one reward model
-
-
-class Line(NamedTuple):
-    """A line of a figure: its points, and mean and interval of the last values over the replicates."""
-
-    method: str
-    label: str
-    x: list[float]
-    y: list[float]
-    end: tuple[float, float, float]
-    dashed: bool = False
-
-
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def method_of(paths: list[str], combination: str) -> str:
-    """The method of a run with these reward models. A single one is `warm` where its args.json says so."""
+    """Return the method of a run with these reward models. A single one is `warm` if average.py made it."""
     if len(paths) > 1:
         return combination
     folder = Path(paths[0])
     file = (folder.parent if folder.name == "model" else folder) / "args.json"
-    with or_fail(f"{file} cannot be read"):
-        averaged = file.exists() and json.loads(file.read_text()).get("stage") == "average"
+    averaged = file.exists() and json.loads(file.read_text()).get("stage") == "average"
     return "warm" if averaged else "single"
 
 
-def read_ppo(folder: Path, settings: dict) -> Run | None:
-    """A run of ppo.py; None where it is not complete."""
-    file = folder / "metrics.jsonl"
-    if not file.exists():
-        return None
-    with or_fail(f"{file} cannot be read"):
-        lines = read_metrics(folder, may_be_empty=True)
-        scored = [line for line in lines if "gold/score" in line]
-        if not scored or scored[-1]["update"] < settings["total_episodes"] // settings["batch_size"]:
-            return None
-        paths = settings["reward_model_paths"]
-        variance = [line["objective/reward_model_variance"] for line in lines if line["update"] > 0]
-        return Run(
-            procedure="PPO",
-            method=method_of(paths, settings["reward_combination"]),
-            kl_coef=settings["kl_coef"],
-            seed=settings["seed"],
-            folder=str(folder),
-            step=[line["update"] for line in scored],
-            kl=[line["gold/kl_k2"] for line in scored],
-            gold=[line["gold/score"] for line in scored],
-            variance=variance if len(paths) > 1 else [],
-        )
+def read_ppo(folder: Path, settings: dict) -> list[dict]:
+    """Return the curve of a run of ensembles/ppo.py in a list, which is empty if the run is not complete."""
+    lines = read_metrics(folder, may_be_empty=True) if (folder / "metrics.jsonl").exists() else []
+    scored = [line for line in lines if "gold/score" in line]
+    if not scored or scored[-1]["update"] < settings["total_episodes"] // settings["batch_size"]:
+        print(f"left out, because it is not complete: {folder}")
+        return []
+    paths = settings["reward_model_paths"]
+    variance = [line["objective/reward_model_variance"] for line in lines if line["update"] > 0]
+    return [
+        {
+            "procedure": "PPO",
+            "method": method_of(paths, settings["reward_combination"]),
+            "kl_coef": settings["kl_coef"],
+            "seed": settings["seed"],
+            "folder": str(folder),
+            "step": [line["update"] for line in scored],
+            "kl": [line["gold/kl_k2"] for line in scored],
+            "gold": [line["gold/score"] for line in scored],
+            "variance": variance if len(paths) > 1 else [],  # one value for each update, from 1 on
+        }
+    ]
 
 
-def read_best_of_n(folder: Path, settings: dict) -> list[Run]:
-    """A curve for each method in a folder of best_of_n.py, of which `single` is the mean over the members."""
-    file = folder / "best_of_n.csv"
-    with or_fail(f"{file} cannot be read"):
-        table = pandas.read_csv(file).sort_values("n")
-        runs = []
-        for method in (x for x in METHODS if x in set(table["method"])):
-            rows = table[table["method"] == method]
+def read_best_of_n(folder: Path, settings: dict) -> list[dict]:
+    """Return a curve for each method in a folder of best_of_n.py; `single` is the mean over the members."""
+    found = []
+    for method, rows in pandas.read_csv(folder / "best_of_n.csv").sort_values("n").groupby("method"):
+        if method in METHODS:
             name = method_of(settings["reward_model_paths"], method) if method == "single" else method
-            columns = [rows[column].tolist() for column in ("n", "kl", "gold")]
-            runs.append(Run("BoN", name, 0.0, settings["seed"], str(folder), *columns, variance=[]))
-        return runs
+            run = {"procedure": "BoN", "method": name, "kl_coef": 0.0, "seed": settings["seed"], "folder": str(folder)}
+            run |= {"step": rows["n"].tolist(), "kl": rows["kl"].tolist(), "gold": rows["gold"].tolist()}
+            found.append(run | {"variance": []})
+    return found
 
 
-def read_runs(sources: tuple[str, ...]) -> list[Run]:
-    """The curves of all complete runs below the folders, or of a runs.jsonl. Incomplete runs are named and left out.
-    Two runs of one method, KL penalty and seed are an error."""
+def read_runs(sources: tuple[str, ...]) -> pandas.DataFrame:
+    """Return the curves of all complete runs below the folders, or of a runs.jsonl, one a row."""
     runs = []
     for source in map(Path, sources):
         if source.is_file():
             with or_fail(f"{source} cannot be read"):
-                runs += [Run(**json.loads(line)) for line in source.read_text().splitlines()]
-            continue
+                runs += map(json.loads, source.read_text().splitlines())
         for file in sorted(source.rglob("args.json")):
-            with or_fail(f"{file} cannot be read"):
+            with or_fail(f"the run in {file.parent} cannot be read"):
                 settings = json.loads(file.read_text())
-            if settings.get("stage") == "ppo" and settings.get("gold"):
-                run = read_ppo(file.parent, settings)
-                runs += [run] if run else []
-                if not run:
-                    print(f"left out, because it is not complete: {file.parent}")
-            elif (file.parent / "best_of_n.csv").exists():
-                runs += read_best_of_n(file.parent, settings)
-    runs = [run for run in runs if run.method in METHODS]
-    seen = {}
-    for run in runs:
-        key = run[:4]
-        if key in seen and (run.method != "single" or run.procedure == "BoN"):
-            what = f"{run.procedure}, {run.method}, KL penalty {run.kl_coef:g}, seed {run.seed}"
-            fail(f"two runs of {what}: {seen[key]} and {run.folder}; name folders of one setting in --runs")
-        seen[key] = run.folder
+                if settings.get("stage") == "ppo" and settings.get("gold"):
+                    runs += read_ppo(file.parent, settings)
+                elif (file.parent / "best_of_n.csv").exists():
+                    runs += read_best_of_n(file.parent, settings)
     if not runs:
         fail(f"--runs {' '.join(sources)}: no complete run with gold scores there; ensembles/study.py makes some")
+    runs = pandas.DataFrame(runs)
+    members = (runs["procedure"] == "PPO") & (runs["method"] == "single")
+    for key, group in runs[~members].groupby(["procedure", "method", "kl_coef", "seed"]):
+        if len(group) > 1:
+            what = "{}, {}, KL penalty {:g}, seed {}".format(*key)
+            fail(f"two runs of {what}: {' and '.join(group['folder'][:2])}; name folders of one setting in --runs")
     return runs
 
 
 # ---- means and intervals ---------------------------------------------------------------------------------------------
 
 
-def final(run: Run) -> float:
-    """Its last gold score."""
-    return run.gold[-1]
+def final(gold: list[float]) -> float:
+    """Return the last gold score of a run."""
+    return gold[-1]
 
 
-def best(run: Run) -> float:
-    """Its largest gold score."""
-    return max(run.gold)
+def by_seed(runs: pandas.DataFrame, quantity) -> pandas.Series:
+    """Return the mean of quantity(gold scores of a run) over the runs of each seed."""
+    return runs["gold"].map(quantity).groupby(runs["seed"]).mean()
 
 
-def by_seed(runs: list[Run], quantity) -> dict[int, float]:
-    """{seed: mean of a quantity over the runs with this seed}"""
-    return {seed: mean(quantity(x) for x in runs if x.seed == seed) for seed in sorted({run.seed for run in runs})}
-
-
-def t_interval(values: list[float]) -> tuple[float, float, float]:
-    """Mean and ends of its 95 % t interval; without ends (nan) for one value."""
-    middle = mean(values)
-    if len(values) == 1:
-        return middle, float("nan"), float("nan")
-    half = float(stats.t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
+def t_interval(values: pandas.Series) -> tuple[float, float, float]:
+    """Return the mean of values and the ends of its 95 % t interval, which are nan for a single value."""
+    middle, half = values.mean(), stats.t.ppf(0.975, len(values) - 1) * values.sem()
     return middle, middle - half, middle + half
 
 
-def differences(mine: list[Run], others: list[Run], quantity) -> list[float]:
-    """Paired differences in a quantity, one for each seed that both have."""
-    left, right = by_seed(mine, quantity), by_seed(others, quantity)
-    return [left[seed] - right[seed] for seed in left if seed in right]
+def line_of(runs: pandas.DataFrame, column: str = "gold", suffix: str = "") -> dict:
+    """Return the line of the runs of one method: points x and y, which are means over the replicates at the steps that
+    all runs have, and `end`, mean and interval of the last values over the replicates."""
+    curves = []
+    for run in runs.itertuples():
+        steps = run.step if column == "gold" else range(1, len(run.variance) + 1)
+        curves.append(pandas.Series(getattr(run, column), steps))
+    means = pandas.DataFrame(curves, runs["seed"]).dropna(axis=1).groupby(level=0).mean().mean()
+    last = pandas.Series([curve.iloc[-1] for curve in curves], runs["seed"]).groupby(level=0).mean()
+    first, x = runs.iloc[0], means.index.tolist()
+    if first["procedure"] == "BoN":
+        x = pandas.Series(first["kl"], first["step"])[x].tolist()
+    label = METHODS[first["method"]][0] + suffix
+    return {"method": first["method"], "label": label, "x": x, "y": means.tolist(), "end": t_interval(last)}
 
 
-def mean_curve(runs: list[Run], of) -> tuple[list[int], list[float]]:
-    """Steps that all runs have, and there the means over the replicates; `of(run)` is {step: value}."""
-    curves = {id(run): of(run) for run in runs}
-    steps = sorted(set.intersection(*map(set, curves.values())))
-    means = [mean(by_seed(runs, lambda run, step=step: curves[id(run)][step]).values()) for step in steps]
-    return steps, means
+# ---- figures and table -----------------------------------------------------------------------------------------------
 
 
-def pick(runs: list[Run], **where) -> list[Run]:
-    """The runs with these values."""
-    return [run for run in runs if all(getattr(run, key) == value for key, value in where.items())]
-
-
-# ---- figures ---------------------------------------------------------------------------------------------------------
-
-
-def gold_by_step(run: Run) -> dict[int, float]:
-    """{n or update: gold}"""
-    return dict(zip(run.step, run.gold, strict=True))
-
-
-def variance_by_update(run: Run) -> dict[int, float]:
-    """{update: variance within the ensemble}"""
-    return dict(enumerate(run.variance, 1))
-
-
-def line_of(runs: list[Run], of=gold_by_step, label: str = "", dashed: bool = False) -> Line:
-    """The line of runs of one method."""
-    x, y = mean_curve(runs, of)
-    method = runs[0].method
-    if runs[0].procedure == "BoN":  # n says the KL
-        kl = dict(zip(runs[0].step, runs[0].kl, strict=True))
-        x = [kl[n] for n in x]
-    end = t_interval(list(by_seed(runs, lambda run: list(of(run).values())[-1]).values()))
-    return Line(method, label or NAMES[method], x, y, end, dashed)
-
-
-def figures(runs: list[Run]) -> dict[str, tuple[str, str, str, list[Line]]]:
-    """{file name: (title, label of the x axis, label of the y axis, lines)}; no lines where there are no runs."""
-    ppo = pick(runs, procedure="PPO")
-    penalties = sorted({run.kl_coef for run in ppo})
-    found = {}
-
-    lines = [line_of(mine) for method in METHODS if (mine := pick(runs, procedure="BoN", method=method))]
-    found["figure_3"] = "Best of n", "KL, nats", "gold", lines
-
-    lines = []
+def figures(runs: pandas.DataFrame) -> dict[str, tuple[str, str, str, list[dict]]]:
+    """Return {file name: (title, label of the x axis, label of the y axis, lines)}; lines are [] without runs."""
+    ppo = runs[runs["procedure"] == "PPO"]
+    lines = {"figure_3": [], "figure_4": [], "figure_5": [], "figure_10": []}
     for method in METHODS:
-        groups = {kl: group for kl in penalties if (group := pick(ppo, method=method, kl_coef=kl))}
+        mine = runs[(runs["procedure"] == "BoN") & (runs["method"] == method)]
+        if len(mine):
+            lines["figure_3"].append(line_of(mine))
+        groups = dict(list(ppo[ppo["method"] == method].groupby("kl_coef")))
         if groups:
-            kl = max(groups, key=lambda kl: mean(by_seed(groups[kl], final).values()))
-            lines.append(line_of(groups[kl], label=f"{NAMES[method]}, KL penalty {kl:g}"))
-    found["figure_4"] = "PPO, each method at its best KL penalty", "update", "gold", lines
+            kl = max(groups, key=lambda kl: by_seed(groups[kl], final).mean())
+            lines["figure_4"].append(line_of(groups[kl], suffix=f", KL penalty {kl:g}"))
+        if 0 in groups:
+            lines["figure_5"].append(line_of(groups[0]))
+        for kl in sorted(set(ppo["kl_coef"]))[:2]:
+            if kl in groups and method in ("mean", "uwo"):
+                line = line_of(groups[kl], "variance", f", KL penalty {kl:g}")
+                lines["figure_10"].append(line | {"dashed": kl > 0})
+    return {
+        "figure_3": ("Best of n", "KL, nats", "gold", lines["figure_3"]),
+        "figure_4": ("PPO, each method at its best KL penalty", "update", "gold", lines["figure_4"]),
+        "figure_5": ("PPO without a KL penalty", "update", "gold", lines["figure_5"]),
+        "figure_10": ("PPO: variance within the ensemble", "update", "variance", lines["figure_10"]),
+    }
 
-    lines = [line_of(mine) for method in METHODS if (mine := pick(ppo, method=method, kl_coef=0.0))]
-    found["figure_5"] = "PPO without a KL penalty", "update", "gold", lines
 
-    lines = []
-    for method in ("mean", "uwo"):
-        for kl in penalties[:2]:
-            if mine := pick(ppo, method=method, kl_coef=kl):
-                lines.append(line_of(mine, variance_by_update, f"{NAMES[method]}, KL penalty {kl:g}", kl > 0))
-    found["figure_10"] = "PPO: variance within the ensemble", "update", "variance", lines
-    return found
-
-
-def draw_lines(title: str, xlabel: str, ylabel: str, lines: list[Line]) -> Figure:
-    """One axis: the lines, and to the right of their ends, side by side, the intervals of their last values."""
+def draw_lines(title: str, xlabel: str, ylabel: str, lines: list[dict]) -> Figure:
+    """Return a figure of the lines, with the intervals of their last values side by side on the right."""
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     axis = figure.subplots()
-    last = max(line.x[-1] for line in lines)
+    last = max(line["x"][-1] for line in lines)
     axis.axvline(1.02 * last, color="gray", linewidth=0.6)
     for i, line in enumerate(lines):
-        color, marker = METHODS[line.method]
+        _, color, marker = METHODS[line["method"]]
         style = {"color": color, "marker": marker, "ms": 5}
-        axis.plot(line.x, line.y, ls="--" if line.dashed else "-", lw=1.6, label=line.label, **style)
-        middle, low, high = line.end
+        dashes = "--" if line.get("dashed") else "-"
+        axis.plot(line["x"], line["y"], ls=dashes, lw=1.6, label=line["label"], **style)
+        middle, low, high = line["end"]
         axis.errorbar((1.05 + 0.035 * i) * last, middle, [[middle - low], [high - middle]], capsize=3, ls="", **style)
     axis.set(title=title, xlabel=f"{xlabel}; right: the last values, 95 % interval over replicates", ylabel=ylabel)
     axis.locator_params(axis="x", integer=True)
@@ -284,39 +217,32 @@ def draw_lines(title: str, xlabel: str, ylabel: str, lines: list[Line]) -> Figur
     return figure
 
 
-# ---- table -----------------------------------------------------------------------------------------------------------
-
-
-def decimals(value: float) -> str:
-    """Three decimals, with a minus sign."""
-    return f"{value:.3f}".replace("-", "−")
-
-
-def difference_text(values: list[float]) -> str:
-    """Mean and interval of paired differences, bold where the interval excludes 0; empty without a pair."""
-    if not values:
+def difference_text(values: pandas.Series) -> str:
+    """Return mean and interval of paired differences, in bold if the interval excludes 0, or "" without a pair."""
+    if values.empty:
         return ""
     middle, low, high = t_interval(values)
     if len(values) == 1:
-        return decimals(middle)
-    text = f"{decimals(middle)} ({decimals(low)} to {decimals(high)})"
+        return f"{middle:.3f}"
+    text = f"{middle:.3f} ({low:.3f} to {high:.3f})"
     return f"**{text}**" if low > 0 or high < 0 else text
 
 
-def methods_table(runs: list[Run]) -> str:
-    """Markdown: of each method final and best gold, and their paired differences to a single reward model."""
+def methods_table(runs: pandas.DataFrame) -> str:
+    """Return a Markdown table of each method's final and best gold and the paired differences to a single model."""
     lines = ["| runs | method | final gold | to single | best gold | to single |", "|" + "---|" * 6]
-    for procedure, kl in sorted({(run.procedure, run.kl_coef) for run in runs}):
-        group = pick(runs, procedure=procedure, kl_coef=kl)
-        name = f"PPO, KL {kl:g}" if procedure == "PPO" else f"best of {group[0].step[-1]:,}"
-        single = pick(group, method="single")
+    for (procedure, kl), group in runs.groupby(["procedure", "kl_coef"]):
+        name = f"PPO, KL {kl:g}" if procedure == "PPO" else f"best of {group.iloc[0]['step'][-1]:,}"
         for method in METHODS:
-            if mine := pick(group, method=method):
-                cells = [name, NAMES[method]]
-                for quantity in (final, best):
-                    cells.append(decimals(mean(by_seed(mine, quantity).values())))
-                    cells.append("" if method == "single" else difference_text(differences(mine, single, quantity)))
-                lines.append(f"| {' | '.join(cells)} |")
+            mine, single = group[group["method"] == method], group[group["method"] == "single"]
+            if mine.empty:
+                continue
+            cells = [name, METHODS[method][0]]
+            for quantity in (final, max):
+                values = by_seed(mine, quantity)
+                differences = (values - by_seed(single, quantity)).dropna()  # of the seeds that both have
+                cells += [f"{values.mean():.3f}", "" if method == "single" else difference_text(differences)]
+            lines.append(f"| {' | '.join(cells)} |".replace("-", "−"))
     return "\n".join(lines) + "\n"
 
 
@@ -326,7 +252,7 @@ def main(args: Args):
     text = methods_table(runs)
     with or_fail(f"--output-dir {folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "runs.jsonl").write_text("".join(json.dumps(run._asdict()) + "\n" for run in runs))
+        (folder / "runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs.to_dict("records")))
         (folder / "table.md").write_text(text)
         for name, figure in figures(runs).items():
             if figure[-1]:

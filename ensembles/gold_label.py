@@ -5,22 +5,18 @@
     python reward.py --preference-dataset data/alpaca/labelled/noise_25 --dataset data/alpaca/sft ...
 
 The gold reward is a reward model, or path.py:function of (post, summary). The better answer becomes the chosen one.
-Sampling noise depends on (seed, prompt, answer), so the batch size does not change the answers. Three kinds of pairs
-are left out and counted: equal answers, equal rewards, and pairs with an answer that did not reach EOS, where a reward
-would be read. Then the script flips exactly the share --label-noise of the labels in each split, rounded and drawn from
-the seed. Labels that are flipped at a lower share are also flipped at a higher one, so that the data sets differ in
-nothing else.
+Sampling noise depends on (seed, prompt, answer), so the batch size does not change the answers. Pairs are left out, and
+counted, if the answers or their rewards are equal, or if an answer did not reach EOS, where a reward would be read.
+Then the script flips exactly the share --label-noise of the labels in each split, rounded and drawn from the seed.
+Labels that are flipped at a lower share are also flipped at a higher one, so the data sets differ in nothing else.
 
 OUTPUT_DIR/noise_N, one for each value of --label-noise (N in percent), holds train and validation of the prompts' data
 set, in the columns of tldr_dataset.py's preference data. `gold_chosen` and `gold_rejected` are added, and `batch` is
-kept or flipped. reward.py and dpo.py --run-eval group their accuracies by it, so that you can read the accuracy on the
-labels that were kept.
+kept or flipped. reward.py and dpo.py --run-eval group their accuracies by it.
 """
 
 import re
 import sys
-import tempfile
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -28,17 +24,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import tyro
-from datasets import Dataset, DatasetDict, Features, List, Value, disable_progress_bars
+from datasets import Dataset, DatasetDict, Features, Value, disable_progress_bars
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-)
+from rich.progress import Progress
+from transformers import GenerationConfig, LogitsProcessor
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import fail, load_function, nucleus, one_line  # noqa: E402
+from eval_helpers import fail, load_function, nucleus, or_fail  # noqa: E402
 
 from ppo import (  # noqa: E402
     RewardModel,
@@ -50,6 +43,7 @@ from ppo import (  # noqa: E402
     load_tokenizer,
     noise_keys,
 )
+from tldr_dataset import column_types, pad_right, unfinished_folder  # noqa: E402
 
 COLUMNS = ["id", "query", "query_token"]
 
@@ -80,15 +74,12 @@ class Args:
     """prompts of one length that are answered at a time, at most: memory and speed only"""
 
 
-# ---- data and models ---------------------------------------------------------------------------------------------
-
-
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
 def equal_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Rows in groups of one length, at most `size` in each: no padding, which would need a mask. lengths (b,) -> row
-    indices, the longest rows first."""
+    """Return row indices in groups of at most `size` rows of equal length, which need no padding, and so no mask. The
+    longest rows come first. lengths: (b,)."""
     groups = []
     for length in lengths.unique().flip(0):
         groups += (lengths == length).nonzero().squeeze(1).split(size)
@@ -96,8 +87,8 @@ def equal_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
 
 
 class NucleusGumbel(LogitsProcessor):
-    """Turns generate()'s arg max into a sample of the top_p tokens: arg max of what nucleus leaves of the scaled logits
-    plus keyed Gumbel noise. `banned` (V,) marks ids that are never sampled: [PAD] and ids beyond the tokenizer."""
+    """Makes generate()'s arg max sample the top_p tokens: it returns what nucleus leaves of the scaled logits, plus
+    keyed Gumbel noise. Ids marked in `banned` (V,), which are [PAD] and ids beyond the tokenizer, are never sampled."""
 
     def __init__(self, keys: torch.Tensor, query_width: int, banned: torch.Tensor, args):
         self.keys, self.query_width, self.banned, self.args = keys, query_width, banned, args
@@ -110,9 +101,10 @@ class NucleusGumbel(LogitsProcessor):
 
 @torch.no_grad()
 def answers(model, queries: torch.Tensor, tokenizer, keys: torch.Tensor, args) -> torch.Tensor:
-    """Responses (b, R) to queries (b, Q) of one length, [PAD] after the first EOS, with the noise of keys (b, 2)."""
+    """Return responses (b, R) to queries (b, Q) of one length, with [PAD] after the first EOS and the noise of keys
+    (b, 2)."""
     pad_id = tokenizer.pad_token_id
-    model.generation_config = GenerationConfig(  # else generate() fills what ours leaves open from the checkpoint's own
+    model.generation_config = GenerationConfig(  # so that the checkpoint's own settings do not apply
         max_new_tokens=args.response_length, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=pad_id
     )
     sampler = NucleusGumbel(keys, queries.shape[1], model.banned, args)
@@ -122,94 +114,57 @@ def answers(model, queries: torch.Tensor, tokenizer, keys: torch.Tensor, args) -
 
 
 @torch.no_grad()
-def gold_scores(gold, name: str, queries, texts, responses, where: list[str], tokenizer, device) -> list[float]:
-    """Gold rewards of responses (b, R) to queries without padding (each (Q,)) and of their `texts`. An error names the
-    gold and, by `where`, the prompt of a response that it does not score or whose score is no finite number."""
-    pad_id, found = tokenizer.pad_token_id, []
-    for query, text, response, prompt in zip(queries, texts, responses, where, strict=True):
-        if isinstance(gold, RewardModel):
-            row = torch.cat([query, response[response != pad_id]])
-            found.append(gold(row[None].to(device))[0, -1].item())
-        else:
-            try:
-                found.append(float(gold(text, tokenizer.decode(response, skip_special_tokens=True))))
-            except Exception as error:
-                fail(f"{prompt}: --gold {name} does not score an answer ({one_line(error)})")
-        if not isfinite(found[-1]):
-            fail(f"{prompt}: --gold {name} scores an answer {found[-1]}")
-    return found
+def gold_score(gold, query: dict, tokens: torch.Tensor, tokenizer, device) -> float:
+    """Return the gold reward of a response without padding (R,) to a row of the prompts, without padding as well."""
+    if not isinstance(gold, RewardModel):
+        return float(gold(query["query"], tokenizer.decode(tokens, skip_special_tokens=True)))
+    return gold(torch.cat([query["tokens"], tokens])[None].to(device))[0, -1].item()
 
 
 # ---- labels ----------------------------------------------------------------------------------------------------------
 
 
 def flipped(n: int, share: float, seed: int, split: str) -> list[bool]:
-    """Which of n labels are flipped: exactly round(share x n), the first so many of an order drawn from the seed."""
+    """Return which of n labels are flipped: exactly round(share x n), the first of an order drawn from the seed."""
     order = torch.randperm(n, generator=torch.Generator().manual_seed(noise_keys(seed, 0, [split])[0, 0].item()))
     chosen = torch.zeros(n, dtype=torch.bool)
     chosen[order[: int(share * n + 0.5)]] = True
     return chosen.tolist()
 
 
-def pair_columns(row: dict, pair: list[dict], flip: bool, split: str, args, tokenizer) -> dict:
-    """The columns of one pair: `row` has id, query and query_token, `pair` two dicts of tokens (list) and gold."""
-    pad_id, width = tokenizer.pad_token_id, len(row["query_token"])
-    query = [token for token in row["query_token"] if token != pad_id]
+def pair_columns(prompt: dict, pair: list[dict], flip: bool, split: str, args, tokenizer) -> dict:
+    """Return the columns of a pair. `prompt` has id, query, query_token and `tokens` (query_token without padding), and
+    `pair` has the tokens and the gold reward of both answers."""
+    pad_id, query = tokenizer.pad_token_id, prompt["tokens"].tolist()
+    joined_width = len(prompt["query_token"]) + args.response_length
     choice = int(pair[1]["gold"] > pair[0]["gold"]) ^ flip
-    columns = {key: row[key] for key in ("id", "query", "query_token")} | {"query_token_len": len(query)}
-    columns |= {"choice": choice, "batch": "flipped" if flip else "kept", "split": split, "extra": {"confidence": None}}
-    columns |= {"chosen_policy": f"sample_{choice}", "rejected_policy": f"sample_{1 - choice}"}
-    columns["policies"] = "sample_0--sample_1"
-    for name, side in (("chosen", pair[choice]), ("rejected", pair[1 - choice])):
-        tokens, both = side["tokens"], query + side["tokens"]
-        padding = [pad_id] * (args.response_length - len(tokens))
-        after = padding + [pad_id] * (width - len(query))
+    columns = {"id": prompt["id"], "query": prompt["query"], "query_token": prompt["query_token"].tolist()}
+    columns |= {"query_token_len": len(query), "choice": choice, "batch": "flipped" if flip else "kept"}
+    columns |= {"split": split, "extra": {"confidence": None}, "policies": "sample_0--sample_1"}
+    for name, which in (("chosen", choice), ("rejected", 1 - choice)):
+        tokens = pair[which]["tokens"]
         text = tokenizer.decode(tokens)
-        columns |= {name: text, f"{name}_token": tokens + padding, f"{name}_token_len": len(tokens)}
-        columns |= {f"query_{name}": row["query"] + text, f"query_{name}_token": both + after}
-        columns[f"query_{name}_token_len"] = len(both)
-        columns[f"query_{name}_token_response_label"] = [pad_id] * len(query) + tokens + after
-        columns[f"gold_{name}"] = side["gold"]
+        columns |= {
+            name: text,
+            f"{name}_token": pad_right(tokens, pad_id, args.response_length),
+            f"{name}_token_len": len(tokens),
+            f"query_{name}": prompt["query"] + text,
+            f"query_{name}_token": pad_right(query + tokens, pad_id, joined_width),
+            f"query_{name}_token_len": len(query + tokens),
+            f"query_{name}_token_response_label": pad_right([pad_id] * len(query) + tokens, pad_id, joined_width),
+            f"{name}_policy": f"sample_{which}",
+            f"gold_{name}": pair[which]["gold"],
+        }
     return columns
 
 
-def pair_features() -> Features:
-    """Names and types of the columns."""
-    text, number, tokens = Value("string"), Value("int64"), List(Value("int64"))
-    features = {"id": text, "choice": Value("int32"), "batch": text, "split": text}
-    features |= {
-        "extra": {"confidence": Value("int32")},
-        "chosen_policy": text,
-        "rejected_policy": text,
-        "policies": text,
-    }
-    for name in ("query", "chosen", "query_chosen", "rejected", "query_rejected"):
-        features |= {name: text, f"{name}_token": tokens, f"{name}_token_len": number}
-    for name in ("chosen", "rejected"):
-        features |= {f"query_{name}_token_response_label": tokens, f"gold_{name}": Value("float64")}
-    return Features(features)
-
-
-@contextmanager
-def unfinished_folder(output_dir: Path):
-    """Yield a temporary folder, and rename its subfolder `finished` to output_dir at the end if nothing fails."""
-    target = output_dir.resolve()  # of a symlink, so that it stays one
-    if target.is_mount() or target == Path.cwd():
-        fail(f"{output_dir} cannot be replaced: choose a folder in it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{target.name}.tmp-", dir=target.parent) as folder:
-        yield Path(folder)
-        Path(folder, "finished").rename(target)  # replaces an empty folder
-
-
 def main(args: Args):
-    disable_progress_bars()  # of `datasets`; ours shows rate and time left
+    disable_progress_bars()  # of `datasets`
     # ---- input -----------------------------------------------------------------------------------
     output_dir = Path(args.output_dir).expanduser()
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         fail(f"{output_dir} already holds data: remove it, or choose another --output-dir")
-    names = {share: f"noise_{100 * share:g}" for share in args.label_noise}
-    if not names or not all(0 <= share <= 1 for share in names):
+    if not args.label_noise or not all(0 <= share <= 1 for share in args.label_noise):
         fail(f"--label-noise {args.label_noise}: shares of flipped labels, from 0 to 1")
     if not (args.temperature > 0 and 0 < args.top_p <= 1 and args.response_length > 0):
         fail("--temperature and --response-length are above 0, --top-p in (0, 1]")
@@ -227,64 +182,60 @@ def main(args: Args):
         gold = load_reward_model(path, tokenizer).to(device).eval()
     data = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
     policy = load_policy(folder, tokenizer).to(device).eval()
-    pad_id, eos_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    pad_id = tokenizer.pad_token_id
 
     # ---- two answers to each prompt --------------------------------------------------------------
-    console, made = Console(markup=False, highlight=False), {name: {} for name in names.values()}
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")]
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+    made = {share: DatasetDict() for share in args.label_noise}
+    with Progress(console=Console(stderr=True)) as bar:
         for split in ("train", "validation"):
-            rows = data[split].select(range(min(args.prompts or len(data[split]), len(data[split]))))
-            rows = rows.select_columns(COLUMNS)[:]
-            queries = [tokens[tokens != pad_id] for tokens in rows["query_token"]]
-            task = bar.add_task(split, total=len(queries), rate="")
-            pairs: list[list[dict]] = [[] for _ in queries]
-            for index in equal_lengths(torch.tensor([len(query) for query in queries]), args.micro_batch_size):
-                texts, mine = [rows["query"][i] for i in index], [queries[i] for i in index]
-                batch = torch.stack(mine).to(device)
-                where = [f"{args.dataset}, {split}, prompt {i} ({rows['id'][i]})" for i in index.tolist()]
+            rows = data[split].select_columns(COLUMNS)
+            prompts = [rows[i] for i in range(min(args.prompts or len(rows), len(rows)))]
+            for prompt in prompts:
+                prompt["tokens"] = prompt["query_token"][prompt["query_token"] != pad_id]
+            task = bar.add_task(split, total=len(prompts))
+            pairs = [[] for _ in prompts]
+            lengths = torch.tensor([len(prompt["tokens"]) for prompt in prompts])
+            for index in equal_lengths(lengths, args.micro_batch_size):
+                batch = torch.stack([prompts[i]["tokens"] for i in index]).to(device)
                 for which in (0, 1):
                     keys = noise_keys(args.seed, which, [f"{split} {i}" for i in index.tolist()]).to(device)
-                    found = answers(policy, batch, tokenizer, keys, args).cpu()
-                    golds = gold_scores(gold, args.gold, mine, texts, found, where, tokenizer, device)
-                    for i, tokens, score in zip(index.tolist(), found, golds, strict=True):
-                        pairs[i].append({"tokens": tokens[tokens != pad_id].tolist(), "gold": score})
-                bar.update(task, advance=len(index), rate=f"{bar.tasks[task].speed or 0:.1f}/s")
+                    for i, response in zip(index, answers(policy, batch, tokenizer, keys, args).cpu(), strict=True):
+                        tokens = response[response != pad_id]
+                        where = f"{split}, prompt {i} ({prompts[i]['id']}): --gold {args.gold}"
+                        with or_fail(f"{where} failed to score an answer"):
+                            score = gold_score(gold, prompts[i], tokens, tokenizer, device)
+                        if not isfinite(score):
+                            fail(f"{where} gives an answer the score {score}")
+                        pairs[i].append({"tokens": tokens.tolist(), "gold": score})
+                bar.advance(task, len(index))
 
-            # ---- labels ------------------------------------------------------------------------------
-            equal = [a["tokens"] == b["tokens"] for a, b in pairs]
-            cut = [not all(x["tokens"][-1] == eos_id for x in pair) for pair in pairs]
-            cut = [short and not same for short, same in zip(cut, equal, strict=True)]
-            tied = [a["gold"] == b["gold"] for a, b in pairs]
-            tied = [tie and not (same or short) for tie, same, short in zip(tied, equal, cut, strict=True)]
-            kept = [i for i in range(len(pairs)) if not (equal[i] or tied[i] or cut[i])]
+            # ---- labels --------------------------------------------------------------------------
+            kept, left_out = [], {"equal answers": 0, "an answer without EOS": 0, "equal rewards": 0}
+            for prompt, pair in zip(prompts, pairs, strict=True):
+                if pair[0]["tokens"] == pair[1]["tokens"]:
+                    left_out["equal answers"] += 1
+                elif not all(answer["tokens"][-1] == tokenizer.eos_token_id for answer in pair):
+                    left_out["an answer without EOS"] += 1
+                elif pair[0]["gold"] == pair[1]["gold"]:
+                    left_out["equal rewards"] += 1
+                else:
+                    kept.append((prompt, pair))
+            counts = ", ".join(f"{count} with {reason}" for reason, count in left_out.items())
+            print(f"{split}: {len(kept)} pairs of {len(pairs)} prompts; left out: {counts}")
             if not kept:
-                fail(f"{args.dataset}, {split}: not one pair of {len(pairs):,} is left; more --response-length?")
-            console.print(
-                f"{split}: {len(kept):,} pairs of {len(pairs):,} prompts; left out: {sum(equal):,} with equal answers, "
-                f"{sum(tied):,} with equal rewards, {sum(cut):,} without EOS"
-            )
-            for share, name in names.items():
+                fail(f"{args.dataset}, {split}: no pair is left; try a larger --response-length")
+            for share, splits in made.items():
                 flips = flipped(len(kept), share, args.seed, split)
-                lists = rows["query_token"].tolist()
-                found = [
-                    pair_columns(
-                        {"id": rows["id"][i], "query": rows["query"][i], "query_token": lists[i]},
-                        pairs[i],
-                        flip,
-                        split,
-                        args,
-                        tokenizer,
-                    )
-                    for i, flip in zip(kept, flips, strict=True)
-                ]
-                made[name][split] = Dataset.from_list(found, features=pair_features())
+                found = [pair_columns(*x, flip, split, args, tokenizer) for x, flip in zip(kept, flips, strict=True)]
+                types = {name: kind for name, kind in column_types("preference").items() if name in found[0]}
+                types |= dict.fromkeys(("gold_chosen", "gold_rejected"), Value("float64"))
+                splits[split] = Dataset.from_list(found, features=Features(types))
 
     # ---- save ------------------------------------------------------------------------------------
     with unfinished_folder(output_dir) as folder:
-        for name, splits in made.items():
-            DatasetDict(splits).save_to_disk(folder / "finished" / name)
-    console.print(f"wrote {', '.join(f'{output_dir}/{name}' for name in made)}")
+        for share, splits in made.items():
+            splits.save_to_disk(folder / "finished" / f"noise_{100 * share:g}")
+    print(f"wrote {', '.join(f'{output_dir}/noise_{100 * share:g}' for share in made)}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Generate small raw data in the schemas of TL;DR: posts, comparisons, and a tokenizer trained on them.
 
-Every post hides four to six facts (who, what happened, to which object; some of an age, a feeling, a question) among
-filler. The truth about any summary is known: `score(post, summary)` of `truth.py`.
+Every post states four to six facts (who, what happened, to which object; some of an age, a feeling, a question) among
+filler. The true score of any summary is known: `score(post, summary)` of `truth.py`.
 
     python quickstart/posts.py --output-dir data/quickstart/raw --seed 1
 
 writes
     posts/{train,validation,test}.jsonl       id, subreddit, title, post, summary
     comparisons/{train,validation}.jsonl      info, summaries (two), choice, worker, batch, split, extra
-    yardsticks/{validation,test}.jsonl        id, near_perfect, copied_title: what these two policies write
+    yardsticks/{validation,test}.jsonl        id, near_perfect, copied_title: the summaries of these policies
     tokenizer/                                byte-level BPE, <|endoftext|> is id 0
     pretraining.jsonl                         text: posts that restate their facts (with --num-pretraining)
 
@@ -29,6 +29,10 @@ from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 from truth import FACTS, score
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
+
+from eval_helpers import fail  # noqa: E402
 
 
 @dataclass
@@ -52,7 +56,7 @@ class Args:
     label_noise: float = 0.25
     """share of the pairs whose choice is the worse summary (people agree with each other on about 3 pairs of 4)"""
     vocab_size: int = 1536
-    """largest vocabulary of the tokenizer, <|endoftext|> included; a small corpus may give fewer tokens"""
+    """largest vocabulary of the tokenizer, bytes and <|endoftext|> included; a small corpus may give fewer tokens"""
     seed: int = 1
     """the same seed and sizes write the same bytes"""
 
@@ -164,25 +168,20 @@ CNNDM_BATCHES = ["cnndm0", "cnndm2", "batch0_cnndm"]
 # ---- helpers --------------------------------------------------------------------------------------------------------
 
 
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
-
-
 def draw_facts(rng: random.Random, extras: tuple[int, ...] = (1, 2, 2, 3, 3, 3)) -> dict[str, str]:
-    """One value for each core kind and for some of the extra ones: as many as a number drawn from `extras`."""
+    """Return a value for each core kind and for some of the extra kinds, whose number is drawn from `extras`."""
     kinds = (*CORE_KINDS, *rng.sample(EXTRA_KINDS, rng.choice(extras)))
     return {kind: rng.choice(FACTS[kind]) for kind in FACTS if kind in kinds}
 
 
 def fill(template: str, facts: dict[str, str], rng: random.Random) -> str:
-    """A template with its facts and, in every other slot, a word that is drawn anew for each."""
+    """Return a template with its facts filled in and a random word in every other slot."""
     text = re.sub(r"{(\w+)}", lambda slot: facts.get(slot[1]) or rng.choice(SLOTS[slot[1]]), template)
     return text[0].upper() + text[1:]
 
 
 def write_text(facts: dict, sentences: dict, filler: list[str], num_filler: int, rng: random.Random) -> str:
-    """Three paragraphs: the facts in any order, with sentences of filler among them."""
+    """Return three paragraphs that state the facts in random order among sentences of filler."""
     told = [rng.choice(sentences["core"])] + [rng.choice(sentences[kind]) for kind in EXTRA_KINDS if kind in facts]
     rng.shuffle(told)
     lines = [fill(line, facts, rng) for part in told for line in part]
@@ -193,7 +192,7 @@ def write_text(facts: dict, sentences: dict, filler: list[str], num_filler: int,
 
 
 def write_document(rng: random.Random) -> str:
-    """A pretraining document: a post as the stages see it, and edits and replies that restate its facts."""
+    """Return a pretraining document: a post as the stages see it, and edits and replies that restate its facts."""
     facts = draw_facts(rng, (1, 2, 2, 3))
     title = fill(rng.choice(TITLES), facts, rng)
     text = f"SUBREDDIT: r/{rng.choice(SUBREDDITS)}\n\nTITLE: {title}\n\nPOST: "
@@ -205,7 +204,7 @@ def write_document(rng: random.Random) -> str:
 
 
 def summarise(facts: dict[str, str], rng: random.Random) -> str:
-    """A one-sentence summary of the given facts in one of several wordings; kinds that are not given are left out."""
+    """Return a one-sentence summary of the given facts in one of several wordings."""
     parts = []
     if {"person", "event", "object"} & set(facts):
         who = f"my {facts['person']}" if "person" in facts else "someone"
@@ -223,8 +222,8 @@ def summarise(facts: dict[str, str], rng: random.Random) -> str:
 
 
 def reference_facts(facts: dict[str, str], rng: random.Random) -> dict[str, str]:
-    """What a reference summary tells: each core fact with a chance of 0.9, each other with one of 0.8 where its author
-    is thorough, which 1 of 4 is, and of 0.1 where not; one is wrong in 1 of 10."""
+    """Return the facts that a reference summary states: each core fact with probability 0.9, and each other fact with
+    probability 0.8 if its author is thorough (1 in 4) and otherwise 0.1. In 1 of 10 summaries, one is wrong."""
     told, extra = {}, 0.8 if rng.random() < 0.25 else 0.1
     while not told:
         told = {kind: value for kind, value in facts.items() if rng.random() < (0.9 if kind in CORE_KINDS else extra)}
@@ -235,7 +234,7 @@ def reference_facts(facts: dict[str, str], rng: random.Random) -> dict[str, str]
 
 
 def summary_of(policy: str, row: dict, rng: random.Random) -> str:
-    """What a named policy writes about a row (facts, title and reference known), without leading space."""
+    """Return a policy's summary of a row, which has facts, title and summary, without a leading space."""
     facts = row["facts"]
     if policy == "terse":  # one or two facts
         return summarise({kind: facts[kind] for kind in rng.sample(list(facts), rng.choice([1, 2]))}, rng)
@@ -263,7 +262,7 @@ def summary_of(policy: str, row: dict, rng: random.Random) -> str:
 
 
 def compare(row: dict, split: str, args: Args, rng: random.Random) -> dict:
-    """One comparison about a row in the raw schema; `split` is train, valid1 or valid2."""
+    """Return a comparison of two summaries of a row in the raw schema; `split` is train, valid1 or valid2."""
     text = row["article"] or row["post"]
     gap = 0.0
     while abs(gap) < MIN_GAP:
@@ -293,7 +292,7 @@ def compare(row: dict, split: str, args: Args, rng: random.Random) -> dict:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with the settings of the GPT-NeoX one; <|endoftext|> is id 0."""
+    """Return a byte-level BPE tokenizer with the settings of the GPT-NeoX one; <|endoftext|> is id 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -309,30 +308,25 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def write_jsonl(path: Path, rows: list[dict]):
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def main(args: Args):
     # ---- arguments --------------------------------------------------------------------------------------------------
-    for name in ("num_train", "num_validation", "num_test", "num_comparisons", "num_validation_comparisons"):
-        if getattr(args, name) < 1:
-            fail(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be 1 or more")
-    for name in ("num_cnndm_comparisons", "num_pretraining"):
-        if getattr(args, name) < 0:
-            fail(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be 0 or more")
+    for name, value in vars(args).items():
+        least = 0 if name in ("num_cnndm_comparisons", "num_pretraining") else 1
+        if name.startswith("num_") and value < least:
+            fail(f"--{name.replace('_', '-')} is {value}; it must be {least} or more")
     if not 0 <= args.label_noise <= 1:
-        fail(f"--label-noise is {args.label_noise}; it must lie between 0 and 1")
-    if args.vocab_size < 257:
-        fail(f"--vocab-size is {args.vocab_size}; it must be 257 (256 bytes and <|endoftext|>) or more")
+        fail(f"--label-noise is {args.label_noise}; it must be between 0 and 1")
     output_dir = Path(args.output_dir)
     if output_dir.exists():
         fail(f"{output_dir} exists; remove it (rm -r {output_dir}) or name another --output-dir")
-    console = Console(stderr=True)
 
     def progress(count: int, description: str):
-        return track(range(count), description, console=console, transient=True, disable=not sys.stderr.isatty())
+        return track(range(count), description, console=Console(stderr=True), disable=not sys.stderr.isatty())
 
     # ---- posts ------------------------------------------------------------------------------------------------------
     posts, seen = {}, set()
@@ -349,10 +343,6 @@ def main(args: Args):
             row |= {"title": fill(rng.choice(TITLES), facts, rng), "post": post}
             row |= {"summary": summarise(reference_facts(facts, rng), rng)}
             posts[split].append(row | {"facts": facts, "site": None, "article": None})
-    train_ids, train_texts = ({row[key] for row in posts["train"]} for key in ("id", "post"))
-    for row in posts["validation"] + posts["test"]:
-        assert row["id"] not in train_ids and row["post"] not in train_texts, f"{row['id']} is also in train"
-
     # ---- comparisons ------------------------------------------------------------------------------------------------
     comparisons = {}
     for split, count in (("train", args.num_comparisons), ("validation", args.num_validation_comparisons)):
@@ -393,7 +383,6 @@ def main(args: Args):
     texts += [f" {row['summary']}" for row in posts["train"]]
     texts += [summary["text"] for row in comparisons["train"] for summary in row["summaries"]]
     tokenizer = train_tokenizer(texts, args.vocab_size)
-    assert tokenizer.eos_token_id == 0, f"<|endoftext|> has id {tokenizer.eos_token_id}, not 0"
 
     # ---- save: beside, then renamed, so that the folder is whole or absent ------------------------------------------
     unfinished = output_dir.with_name(output_dir.name + ".tmp")

@@ -1,41 +1,40 @@
 """The paper's scaling experiment at laptop size: the whole pipeline for every size and seed, then a table.
 
     python quickstart/scaling.py                    # three sizes x four seeds -> quickstart/results/nano
-    python quickstart/scaling.py --sizes s --seeds 1 --posts-seeds 2 3 --output-dir quickstart/results/nano_posts
+    python quickstart/scaling.py --sizes s --seeds 1 --posts-seeds 2 3 --output-dir runs/scaling
     python quickstart/scaling.py --dry-run          # only print the commands that are left to run
 
 One run is `bash quickstart/run.sh --continue --size SIZE --seed SEED --posts-seed POSTS_SEED`. It is finished when its
-report has a table.csv; a finished run is not started again, so that the same command continues after an interruption.
-Order: the data of each posts seed, one at a time; then posts seed by posts seed, the largest size first (no long run is
-left to the end, alone on the machine), its seeds as given. A failing run stops no other. The table is written once all
-runs are finished; one of other runs in the same folder is replaced.
+report has a table.csv. A finished run is not started again, so the same command continues after an interruption. The
+data of all posts seeds are made first, then the runs of each posts seed, largest size first, so that no long run is
+left to the end. A failing run stops no other. The table is written once all runs are finished.
 
-OUTPUT_DIR/  runs.csv      posts_seed, size, seed, row, metric, value: the reports of all runs below one another
-             table.md      mean ± sample standard deviation over seeds, gains from size to size, each run and its checks
+OUTPUT_DIR/  runs.csv      posts_seed, size, seed, row, metric, value: the reports of all runs
+             table.md      mean ± sample standard deviation over seeds, gains from size to size, and each run
              times.csv     seconds of each stage, summed over the runs of a size
 
-The paper's figures of these runs are made by eval/figures.py, with the command that is printed last.
+eval/figures.py draws the paper's figures of these runs, with the command that is printed last.
 """
 
-import csv
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Literal
 
+import pandas
 import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "eval"))
-from eval_helpers import fail  # noqa: E402
+from eval_helpers import fail, markdown, or_fail  # noqa: E402
 from study_runs import Job, run_jobs  # noqa: E402
 
+RUNS = "runs/quickstart"  # where run.sh writes
 SIZES = ("xs", "s", "m")  # small to large
 
 # the quantities of the table: "row metric" of a run's report
@@ -43,22 +42,12 @@ MEASURES = ("rougeL", "truth", "win_rate", "words")
 POLICIES = [f"{row} {measure}" for measure in (*MEASURES, "tokens") for row in ("SFT", "PPO", "DPO")]
 REWARDS = ["reward accuracy_clean", "reward accuracy_noisy", "reward accuracy_clean_cnndm"]
 YARDSTICKS = [f"{row} {measure}" for row in ("near_perfect", "copied_title") for measure in MEASURES]
-TOLD = [
+FACT_SHARES = [
     f"{row} {kind}_{x}" for kind in ("age", "feeling", "question") for x in ("right", "wrong") for row in ("PPO", "DPO")
 ]
-QUANTITIES = [*POLICIES, *TOLD, "PPO eos_rate", "PPO share_of_near_perfect", *REWARDS, *YARDSTICKS]
+QUANTITIES = [*POLICIES, *FACT_SHARES, "PPO eos_rate", "PPO share_of_near_perfect", *REWARDS, *YARDSTICKS]
 EACH_RUN = ["SFT rougeL", *POLICIES[3:9], "PPO tokens", "PPO eos_rate", "PPO share_of_near_perfect", *REWARDS]
 RISING = ["SFT rougeL", "reward accuracy_clean", "reward accuracy_noisy", "PPO win_rate"]  # with size in the paper
-
-CHECKS = {  # what each run should show, as a function of its quantities
-    "PPO win rate ≥ 0.65": lambda run: run["PPO win_rate"] >= 0.65,
-    "≥ 10 points above SFT's": lambda run: run["PPO win_rate"] - run["SFT win_rate"] >= 0.1 - 1e-9,
-    "PPO − SFT truth: interval > 0": lambda run: run["PPO-SFT truth_difference_low"] > 0,
-    "PPO share of near-perfect ≥ 0.8": lambda run: run["PPO share_of_near_perfect"] >= 0.8,
-    "RM clean accuracy ≥ 0.85": lambda run: run["reward accuracy_clean"] >= 0.85,
-    "PPO EOS rate ≥ 0.95": lambda run: run["PPO eos_rate"] >= 0.95,
-    "DPO truth > SFT's": lambda run: run["DPO truth"] > run["SFT truth"],
-}
 
 
 @dataclass
@@ -71,45 +60,29 @@ class Args:
     """seeds of the generated posts and comparisons; each has its own section of the table"""
     jobs: int = 2
     """runs side by side, each with OMP_NUM_THREADS = cores / jobs"""
-    runs: str = "runs/quickstart"
-    """folder of the runs, below the repository; run.sh writes to the default only: another holds finished runs"""
     output_dir: str = "quickstart/results/nano"
     """folder for the table, below the repository; files from before are replaced"""
     dry_run: bool = False
     """print the commands that would run, and nothing else"""
 
 
-# ---- helpers: numbers -----------------------------------------------------------------------------------------------
-
-
-def read_report(path: Path) -> list[list[str]]:
-    """The rows of a CSV file of a report, without the header."""
-    if not path.exists():
-        fail(f"{path} is missing; remove {path.parent} and start again, which writes this report anew")
-    with path.open(newline="") as file:
-        return list(csv.reader(file))[1:]
-
-
-def write_csv(path: Path, header: list[str], rows: list[list]):
-    with path.open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([header, *rows])
-
-
-def mean_and_sd(values: Iterable[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation (n - 1); 0 for a single value."""
-    values = list(values)
-    return mean(values), stdev(values) if len(values) > 1 else 0.0
-
-
-def shown_values(name: str, values: list[float]) -> str:
-    """mean ± sample standard deviation of a quantity; the bare value where there is one."""
+def shown(name: str, values: pandas.Series) -> str:
+    """Return mean ± sample standard deviation of a quantity, without deviation for a single value."""
     digits = 1 if name.split()[1] in ("tokens", "words") else 3
-    return " ± ".join(f"{x:.{digits}f}" for x in mean_and_sd(values)[: len(values)])
+    numbers = [mean(values)] if len(values) == 1 else [mean(values), stdev(values)]
+    return " ± ".join(f"{x:.{digits}f}" for x in numbers)
 
 
-def markdown_lines(header: list[str], rows: list[list]) -> list[str]:
-    """A table in Markdown, an empty line before it."""
-    return ["", *(f"| {' | '.join(map(str, row))} |" for row in (header, ["---"] * len(header), *rows))]
+def read_reports(reports: dict, name: str) -> pandas.DataFrame:
+    """Return a file of all reports (text), with the columns posts_seed, size and seed before its own."""
+    tables = []
+    for (posts, size, seed), folder in reports.items():
+        with or_fail(f"{folder / name} cannot be read; remove {folder} and start again"):
+            table = pandas.read_csv(folder / name, dtype=str, keep_default_na=False)
+        for column, value in (("seed", seed), ("size", size), ("posts_seed", posts)):
+            table.insert(0, column, value)
+        tables.append(table)
+    return pandas.concat(tables)
 
 
 def main(args: Args):
@@ -120,7 +93,7 @@ def main(args: Args):
             fail(f"--{flag.replace('_', '-')} is {values}; it must name one or more, each once")
     if args.jobs < 1:
         fail(f"--jobs is {args.jobs}; it must be 1 or more")
-    runs_folder, output_dir = ROOT / args.runs, ROOT / args.output_dir
+    runs_folder, output_dir = ROOT / RUNS, ROOT / args.output_dir
     sizes = [size for size in SIZES if size in args.sizes]
 
     # ---- what is left to run ----------------------------------------------------------------------------------------
@@ -148,8 +121,6 @@ def main(args: Args):
             data_jobs[posts] = Job(f"posts-{posts} data", command, logs / "data.log", None)
     left = [job for of_posts in jobs.values() for job in of_posts]
     finished = len(reports) - len(left)
-    if left and runs_folder != ROOT / Args.runs:
-        fail(f"{left[0].result} is missing, and run.sh writes to {Args.runs} only; leave --runs out to run it")
     if args.dry_run:
         print(f"# {finished} of {len(reports)} runs are finished")
         print("\n".join(shlex.join(job.command) for job in [*data_jobs.values(), *left]))
@@ -163,57 +134,48 @@ def main(args: Args):
         logs = ", ".join(map(str, failures.values()))
         fail(f"{', '.join(failures)} failed, so that no table is written; read {logs}, and repeat the command")
 
-    # ---- collect ----------------------------------------------------------------------------------------------------
-    found, long, seconds = {}, [], {}  # run -> {quantity: value}; rows of runs.csv; (posts seed, size, stage) -> sum
-    for key, folder in reports.items():
-        rows = read_report(folder / "table.csv")
-        long += [[*key, *row] for row in rows]
-        found[key] = {f"{row} {metric}": float(value or "nan") for row, metric, value in rows}
-        if lacking := sorted({*QUANTITIES, "PPO-SFT truth_difference_low"} - set(found[key])):
-            fail(f"{folder / 'table.csv'} does not have {lacking[0]}; remove {folder} and start again")
-        times = [(stage, float(value)) for stage, value in read_report(folder / "times.csv")]
-        for stage, value in [*times, ("all stages", sum(value for _, value in times))]:
-            seconds[*key[:2], stage] = seconds.get((*key[:2], stage), 0) + value
-
-    def over_seeds(name: str, posts: int) -> list[list[float]]:
-        """Values of a quantity: for each size those of its seeds."""
-        return [[found[posts, size, seed][name] for seed in args.seeds] for size in sizes]
-
     # ---- tables -----------------------------------------------------------------------------------------------------
-    cpuinfo, cpu = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
-        cpu = line.partition(":")[2].strip() if line.startswith("model name") else cpu
-    lines = [f"`{shlex.join(['python', 'quickstart/scaling.py', *sys.argv[1:]])}`", ""]
-    lines += [f"{cpu}, {os.cpu_count()} cores, {args.jobs} runs side by side; torch {version('torch')}."]
-    lines += ["± is the sample standard deviation over seeds."]
+    runs, times = read_reports(reports, "table.csv"), read_reports(reports, "times.csv")
+    long = runs.assign(quantity=runs["row"] + " " + runs["metric"], value=pandas.to_numeric(runs["value"]))
+    wide = long.pivot(index=["posts_seed", "size", "seed"], columns="quantity", values="value")
+    for key, folder in reports.items():
+        if lacking := [name for name in QUANTITIES if name not in wide or pandas.isna(wide.loc[key, name])]:
+            fail(f"{folder / 'table.csv'} does not have {lacking[0]}; remove {folder} and start again")
+    text = f"`{shlex.join(['python', 'quickstart/scaling.py', *sys.argv[1:]])}`\n\n"
+    text += f"{platform.machine()}, {os.cpu_count()} cores, {args.jobs} runs side by side; torch {version('torch')}.\n"
+    text += "± is the sample standard deviation over seeds.\n"
+    steps = list(zip(sizes, sizes[1:], strict=False))
+    if len(sizes) == 3:
+        steps.append((sizes[0], sizes[2]))
     for posts in args.posts_seeds:
-        lines += ["", f"## Posts seed {posts}"]
-        rows = [[name, *(shown_values(name, values) for values in over_seeds(name, posts))] for name in QUANTITIES]
-        lines += markdown_lines(["", *(f"{size} (n = {len(args.seeds)})" for size in sizes)], rows)
-        steps = dict.fromkeys([*zip(sizes, sizes[1:], strict=False), (sizes[0], sizes[-1])] if len(sizes) > 1 else [])
+        by_size = {size: wide.loc[posts, size] for size in sizes}
+        means = {f"{size} (n = {len(args.seeds)})": by_size[size] for size in sizes}
+        gains = {f"{b} − {a}": by_size[b] - by_size[a] for a, b in steps}  # seed by seed
+        text += f"\n## Posts seed {posts}\n"
+        for first, names, tables in (("", QUANTITIES, means), ("gain, seed by seed", RISING, gains)):
+            if tables:
+                rows = [{first: name} | {x: shown(name, table[name]) for x, table in tables.items()} for name in names]
+                text += f"\n{markdown(rows)}"
         rows = []
-        for name in RISING:
-            of = dict(zip(sizes, over_seeds(name, posts), strict=True))
-            gains = [[after - before for before, after in zip(of[a], of[b], strict=True)] for a, b in steps]
-            rows.append([name, *(shown_values(name, values) for values in gains)])
-        if steps:
-            lines += markdown_lines(["gain, seed by seed", *(f"{b} − {a}" for a, b in steps)], rows)
-        keys = [key for key in reports if key[0] == posts]
-        rows = [[*key[1:], *(shown_values(name, [found[key][name]]) for name in EACH_RUN)] for key in keys]
-        lines += markdown_lines(["size", "seed", *EACH_RUN], rows)
-        checks = [[check(found[key]) for check in CHECKS.values()] for key in keys]
-        rows = [[*key[1:], *("yes" if x else "no" for x in row)] for key, row in zip(keys, checks, strict=True)]
-        rows.append(["yes", "", *(f"{sum(column)} of {len(keys)}" for column in zip(*checks, strict=True))])
-        lines += markdown_lines(["size", "seed", *CHECKS], rows)
-    print("\n".join(lines))
+        for size in sizes:
+            for seed in args.seeds:
+                values = {name: shown(name, by_size[size].loc[[seed], name]) for name in EACH_RUN}
+                rows.append({"size": size, "seed": seed} | values)
+        text += f"\n{markdown(rows)}"
+    print(text)
     output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    write_csv(output_dir / "runs.csv", ["posts_seed", "size", "seed", "row", "metric", "value"], long)
-    rows = [[*key, len(args.seeds), f"{total:.1f}"] for key, total in seconds.items()]
-    write_csv(output_dir / "times.csv", ["posts_seed", "size", "stage", "runs", "seconds"], rows)
+    (output_dir / "table.md").write_text(text, encoding="utf-8")
+    runs.to_csv(output_dir / "runs.csv", index=False)
+    rows = []
+    for (posts, size), group in times.groupby(["posts_seed", "size"], sort=False):
+        seconds = group["seconds"].astype(float).groupby(group["stage"], sort=False).sum()
+        seconds["all stages"] = seconds.sum()
+        rows += [[posts, size, stage, len(args.seeds), f"{value:.1f}"] for stage, value in seconds.items()]
+    times = pandas.DataFrame(rows, columns=["posts_seed", "size", "stage", "runs", "seconds"])
+    times.to_csv(output_dir / "times.csv", index=False)
     command = ["python", "eval/figures.py", "--models", *(f"nano-{size}" for size in sizes), "--seeds", *args.seeds]
-    command += ["--runs", f"{args.runs}/posts-{args.posts_seeds[0]}", "--judge", "quickstart/truth.py:score"]
-    print(f"\nfigures: {shlex.join(map(str, [*command, '--output-dir', args.output_dir]))}")
+    command += ["--runs", f"{RUNS}/posts-{args.posts_seeds[0]}", "--judge", "quickstart/truth.py:score"]
+    print(f"figures: {shlex.join(map(str, [*command, '--output-dir', args.output_dir]))}")
 
 
 if __name__ == "__main__":

@@ -70,18 +70,14 @@ def test_prompts_and_answers_in_the_paper_s_format(made):
     assert whole == [token for token in data[1]["query_token"] if token != pad]
 
 
-def test_a_deep_check_finds_no_damage(made, capsys):
-    """Not in the prompt that spells EOS either."""
+def test_the_checks_and_the_stages_accept_it_though_a_prompt_spells_eos(made, world, capsys):
+    tokenizer = ppo.load_tokenizer(str(made / "base"))
     for name in ("sft", "pref", "unlabeled"):
         check_data.main(check_data.Args(str(made / name), tokenizer=str(made / "base"), num_proc=1))
         assert "train: no damage; in 0 of 4 rows" in " ".join(capsys.readouterr().out.split())
-
-
-def test_the_stages_read_it_though_a_prompt_spells_eos(made, world):
-    tokenizer = ppo.load_tokenizer(str(made / "base"))
-    data = ppo.load_splits("--dataset", str(made / "sft"), ["query_token"], tokenizer)
-    assert [len(data[split]) for split in ("train", "validation")] == [4, 4]
-    with pytest.raises(SystemExit, match="train: 0 of 4 rows "):  # one without turns
+        data = ppo.load_splits("--dataset", str(made / name), ["query_token"], tokenizer)
+        assert [len(data[split]) for split in ("train", "validation")] == [4, 4]
+    with pytest.raises(SystemExit, match="train: 0 of 4 rows "):  # a tokenizer without turns
         ppo.load_splits("--dataset", str(made / "sft"), ["query_token"], ppo.load_tokenizer(str(world.model)))
 
 
@@ -118,18 +114,15 @@ def test_splits_of_rows_without_any(tmp_path):
     [
         ([{"instruction": " ", "output": "x"}], {}, r"x\.jsonl, row 2: instruction"),
         ([{"instruction": "x"}], {}, r"x\.jsonl, row 2: output"),
-        ([ROWS[0] | {"input": "a <|assistant|>b"}], {}, r"x\.jsonl, row 2: input holds <\|assistant\|>"),
-        ([ROWS[0] | {"input": 3}], {}, r"x\.jsonl, row 2: input"),
-        (['{"instr\n'], {}, r"x\.jsonl, row 2"),
+        ([ROWS[0] | {"input": "a <|assistant|>b"}], {}, r"x\.jsonl, row 2: input holds"),
         ([], {}, "no rows for the split pref"),
-        ([], {"dataset": "none.jsonl"}, "none.jsonl"),
         ([], {"base": "nowhere/x"}, "--base nowhere/x"),
         ([], {"max_query_length": 4}, "--max-query-length"),
         ([], {"output_dir": "{model}"}, "already holds data"),
     ],
 )
 def test_bad_input_is_named_and_nothing_is_written(world, tmp_path, lines, settings, named):
-    lines = [line if isinstance(line, str) else {"split": "sft"} | line for line in lines]
+    lines = [{"split": "sft"} | line for line in lines]
     splits = ("sft",) if "pref" in named else ("pref", "unlabeled", "val")
     first, *rest = [ROWS[0] | {"split": split} for split in ("sft", *splits)]
     file = write_jsonl(tmp_path / "x.jsonl", [first, *lines, *rest])

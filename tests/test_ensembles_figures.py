@@ -43,9 +43,10 @@ def make_ppo(name: str, paths, combination="mean", kl=0.0, seed=1, golds=(1.0, 2
     return folder
 
 
-def a_run(method: str, *golds: float, kl=0.0, seed=1, steps=None, procedure="PPO", variance=()):
+def a_run(method: str, *golds: float, kl=0.0, seed=1, steps=None, procedure="PPO", variance=()) -> dict:
     steps = list(steps or range(len(golds)))
-    return figures.Run(procedure, method, kl, seed, "folder", steps, [2.0 * x for x in steps], [*golds], [*variance])
+    run = {"procedure": procedure, "method": method, "kl_coef": kl, "seed": seed, "folder": "folder", "step": steps}
+    return run | {"kl": [2.0 * x for x in steps], "gold": [*golds], "variance": [*variance]}
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -63,7 +64,8 @@ def test_what_is_read(tmp_path, monkeypatch):
     make_best_of_n("warm", ["warm"], {"single_1": 5, "single": 5}, seed=2)
     write_json(Path("runs/sft/args.json"), {"stage": "sft"})
     write_json(Path("runs/no_gold/args.json"), {"stage": "ppo", "gold": None})
-    runs = {(run.procedure, run.method): run for run in figures.read_runs(("runs/ppo", "runs/best_of_n", "runs/sft"))}
+    found = figures.read_runs(("runs/ppo", "runs/best_of_n", "runs/sft")).itertuples()
+    runs = {(run.procedure, run.method): run for run in found}
     methods = ("single", "mean", "wco", "uwo", "warm")
     assert set(runs) == {("PPO", x) for x in ("single", "warm", "uwo")} | {("BoN", x) for x in methods}
     single, warm, uwo = (runs["PPO", x] for x in ("single", "warm", "uwo"))
@@ -80,9 +82,8 @@ def test_an_incomplete_run_is_left_out(tmp_path, monkeypatch, capsys):
     make_ppo("whole", ["a", "b"])
     make_ppo("killed", ["a", "b"], "wco", last=4)
     (make_ppo("empty", ["a", "b"], "uwo") / "metrics.jsonl").unlink()
-    assert [run.folder for run in figures.read_runs(("runs",))] == ["runs/ppo/whole"]
-    left_out = capsys.readouterr().out
-    assert "runs/ppo/killed" in left_out and "runs/ppo/empty" in left_out and "whole" not in left_out
+    assert figures.read_runs(("runs",))["folder"].tolist() == ["runs/ppo/whole"]
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_runs_of_two_settings_are_an_error_and_several_single_reward_models_are_not(tmp_path, monkeypatch):
@@ -97,20 +98,11 @@ def test_runs_of_two_settings_are_an_error_and_several_single_reward_models_are_
         figures.read_runs(("runs",))
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new"),
-    [
-        ("runs/ppo/a/metrics.jsonl", "kl_k2", "kl"),
-        ("runs/ppo/a/args.json", "{", ""),
-        ("runs/best_of_n/a/best_of_n.csv", "gold", "silver"),
-    ],
-)
-def test_a_damaged_file_is_named_and_nothing_is_written(tmp_path, monkeypatch, file, old, new):
+def test_a_damaged_run_is_named_and_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    make_ppo("a", ["a"])
-    make_best_of_n("a", ["a", "b"], {"mean": 1})
-    Path(file).write_text(Path(file).read_text().replace(old, new))
-    with pytest.raises(SystemExit, match=f"^error: {file} cannot be read"):
+    file = make_ppo("a", ["a"]) / "metrics.jsonl"
+    file.write_text(file.read_text().replace("kl_k2", "kl"))
+    with pytest.raises(SystemExit, match="^error: the run in runs/ppo/a cannot be read"):
         figures.main(figures.Args(runs=("runs",), output_dir="out"))
     assert not Path("out").exists()
 
@@ -118,35 +110,21 @@ def test_a_damaged_file_is_named_and_nothing_is_written(tmp_path, monkeypatch, f
 # ---- means and intervals ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("df", "quantile"), [(1, 12.7062), (2, 4.3027), (4, 2.7764), (9, 2.2622), (30, 2.0423)])
+@pytest.mark.parametrize(("df", "quantile"), [(1, 12.7062), (2, 4.3027), (4, 2.7764), (30, 2.0423)])
 def test_the_interval_against_a_printed_table_of_t(df, quantile):
-    values = [0.0] * df + [1.0]  # n = df + 1 values with mean 1 / n and sample standard deviation n ** -0.5
+    values = pandas.Series([0.0] * df + [1.0])  # mean 1 / n and sample standard deviation n ** -0.5, where n = df + 1
     center, half = 1 / (df + 1), quantile / (df + 1)
     assert figures.t_interval(values) == pytest.approx((center, center - half, center + half), abs=1e-4)
-
-
-def test_one_replicate_has_no_interval():
-    middle, low, high = figures.t_interval([2.0])
-    assert middle == 2 and math.isnan(low) and math.isnan(high)
-
-
-def test_paired_differences():
-    """Of the seeds that both have; single reward models of one seed count as their mean."""
-    single = [a_run("single", 0, 5, 1, seed=1), a_run("single", 0, 7, 3, seed=1)]
-    single += [a_run("single", 0, 4, 4, seed=2), a_run("single", 9, 9, 9, seed=3)]
-    wco = [a_run("wco", 0, 6, 2.5, seed=1), a_run("wco", 0, 1, 3, seed=2), a_run("wco", 9, 9, 9, seed=4)]
-    assert figures.differences(wco, single, figures.final) == [0.5, -1]
-    assert figures.differences(wco, single, figures.best) == [0, -1]
-    assert figures.differences(wco, single[3:], figures.final) == []
+    assert figures.t_interval(values[:1]) == pytest.approx((0, math.nan, math.nan), nan_ok=True)
 
 
 def test_curves_are_means_over_replicates_at_common_steps():
-    runs = [a_run("single", 1, 2, 3, seed=1), a_run("single", 1, 4, 5, seed=1)]  # of two members: 1, 3, 4
+    runs = [a_run("single", 1, 2, 3, seed=1), a_run("single", 1, 4, 5, seed=1)]  # two members, with mean 1, 3, 4
     runs += [a_run("single", 0, 1, 8, seed=2, steps=(0, 1, 2)), a_run("single", 5, 6, seed=3, steps=(0, 2))]
-    line = figures.line_of(runs)
-    assert (line.x, line.y) == ([0, 2], [2, 6])  # (1 + 0 + 5) / 3, (4 + 8 + 6) / 3
+    line = figures.line_of(pandas.DataFrame(runs))
+    assert (line["x"], line["y"]) == ([0, 2], [2, 6])  # (1 + 0 + 5) / 3, (4 + 8 + 6) / 3
     half = 4.302653 * statistics.stdev([4, 8, 6]) / 3**0.5
-    assert line.end == pytest.approx((6, 6 - half, 6 + half))
+    assert line["end"] == pytest.approx((6, 6 - half, 6 + half))
 
 
 def test_which_runs_each_figure_has():
@@ -154,9 +132,9 @@ def test_which_runs_each_figure_has():
     runs += [a_run("mean", 1, 5, 3, variance=[1, 7]), a_run("mean", 1, 1, 2, kl=0.1, variance=[2, 3])]
     runs += [a_run("mean", 1, 1, 2.5, kl=0.2, variance=[9, 9]), a_run("uwo", 1, 1, 2, variance=[4, 4])]
     runs += [a_run("mean", 2, 4, 3, procedure="BoN", steps=(1, 2, 4))]
-    found = {
-        name: [(x.method, x.dashed, x.x, x.y) for x in lines] for name, (*_, lines) in figures.figures(runs).items()
-    }
+    found = {}
+    for name, (*_, lines) in figures.figures(pandas.DataFrame(runs)).items():
+        found[name] = [(line["method"], line.get("dashed", False), line["x"], line["y"]) for line in lines]
     updates = [0, 1, 2]
     assert found["figure_3"] == [("mean", False, [2, 4, 8], [2, 4, 3])]  # over KL
     best = [("single", False, updates, [1, 1, 3.5]), ("mean", False, updates, [1, 5, 3])]
@@ -171,14 +149,18 @@ def test_which_runs_each_figure_has():
 
 
 def test_the_table():
-    runs = [a_run("single", 1, 3, 2, seed=i) for i in (1, 2, 3)]
+    """Differences are paired by seed; single reward models of one seed count as their mean."""
+    runs = [a_run("single", 1, 3, 2, seed=i) for i in (1, 2, 3)] + [a_run("single", 9, 9, 9, seed=4)]
     runs += [a_run("wco", 1, 3, x, seed=i) for i, x in ((1, 1.04), (2, 1.08), (3, 1.12))]
     runs += [a_run("mean", 0, 4, seed=1, procedure="BoN", steps=(1, 1024))]
+    runs += [a_run("single", 0, x, seed=1, kl=0.5) for x in (2, 3)] + [a_run("uwo", 7, 5.5, seed=1, kl=0.5)]
     # differences -0.96, -0.92, -0.88: standard deviation 0.04, 4.3027 x 0.04 / sqrt(3) = 0.0994
-    assert figures.methods_table(runs).splitlines()[2:] == [
+    assert figures.methods_table(pandas.DataFrame(runs)).splitlines()[2:] == [
         "| best of 1,024 | mean | 4.000 |  | 4.000 |  |",
-        "| PPO, KL 0 | single | 2.000 |  | 3.000 |  |",
+        "| PPO, KL 0 | single | 3.750 |  | 4.500 |  |",
         "| PPO, KL 0 | WCO | 1.080 | **−0.920 (−1.019 to −0.821)** | 3.000 | 0.000 (0.000 to 0.000) |",
+        "| PPO, KL 0.5 | single | 2.500 |  | 2.500 |  |",
+        "| PPO, KL 0.5 | UWO | 5.500 | 3.000 | 7.000 | 4.500 |",
     ]
 
 

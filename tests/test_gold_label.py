@@ -37,11 +37,8 @@ def labelled(policy, world, tmp_path_factory) -> Path:
 def test_answers_and_labels(policy, labelled, world):
     tokenizer = AutoTokenizer.from_pretrained(policy)
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    model, pad, eos = (
-        AutoModelForCausalLM.from_pretrained(policy).eval(),
-        tokenizer.pad_token_id,
-        tokenizer.eos_token_id,
-    )
+    model = AutoModelForCausalLM.from_pretrained(policy).eval()
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     data, expected = load_from_disk(str(world.dataset))["train"], {}
     for i, row in enumerate(data.select(range(14))):
         query = row["query_token"][-row["query_token_len"] :]
@@ -100,14 +97,15 @@ def test_the_batch_size_changes_nothing_and_what_is_left_out_is_counted(policy, 
     for split in ("train", "validation"):
         rows, before = (list(load_from_disk(str(folder / "noise_25"))[split]) for folder in (again, labelled))
         assert rows == before
-    said = " ".join(capsys.readouterr().out.split())
-    kept = len(load_from_disk(str(again / "noise_25"))["train"])
-    numbers = said.split("train: ")[1].split(" without EOS")[0].replace(",", "").split()
-    counts = [int(word) for word in numbers if word.isdigit()]
-    assert counts[:2] == [kept, 32] and sum(counts[2:]) == 32 - kept and counts[4] > 0
+    line = capsys.readouterr().out.splitlines()[0]
+    kept, prompts, *left_out = [int(word) for word in line.split() if word.isdigit()]
+    assert (kept, prompts) == (len(load_from_disk(str(again / "noise_25"))["train"]), 32)
+    assert sum(left_out) == 32 - kept and left_out[1] > 0
 
 
-def test_a_reward_model_as_gold(policy, world, tmp_path):
+def test_a_reward_model_as_gold(policy, world, tmp_path, monkeypatch):
+    """No attention mask hides all keys from a position: on a GPU that gives NaN, which the next layer spreads."""
+    calls = record(monkeypatch, torch.nn.functional, "scaled_dot_product_attention")
     gold = make_reward_model(world.model, tmp_path / "gold" / "model", bias=0.5)
     out = run(policy, world, tmp_path, gold=str(tmp_path / "gold"), label_noise=(0.0,), prompts=16)
     rows = list(load_from_disk(str(out / "noise_0"))["train"])
@@ -118,31 +116,18 @@ def test_a_reward_model_as_gold(policy, world, tmp_path):
             tokens = torch.tensor([row[f"query_{side}_token"][: row[f"query_{side}_token_len"]]])
             with torch.no_grad():
                 assert row[f"gold_{side}"] == pytest.approx(model(tokens).logits.item() + 0.5, rel=1e-4, abs=1e-5)
-        assert row["gold_chosen"] > row["gold_rejected"]
-
-
-def test_every_position_sees_a_key(policy, world, tmp_path, monkeypatch):
-    """On a GPU attention may give NaN at a padding position that sees no key, and a NaN at a padding position reaches
-    the real tokens in the next layer."""
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    calls = record(monkeypatch, torch.nn.functional, "scaled_dot_product_attention")
-    gold = make_reward_model(world.model, tmp_path / "gold")
-    run(policy, world, tmp_path, gold=str(gold), prompts=16)
     masks = [call.kwargs["attn_mask"] for call in calls]
     assert masks and all(mask is None or mask.dtype == torch.bool and mask.any(-1).all() for mask in masks)
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"gold": "{root}/gold.py:nan"}, "train, prompt 4 .* scores an answer nan"),
+        ({"gold": "{root}/gold.py:nan"}, "train, prompt 4 .* the score nan"),
         ({"gold": "{root}/gold.py:fails"}, "train, prompt 4 .*ZeroDivisionError"),
         ({"label_noise": (1.5,)}, "--label-noise"),
         ({"top_p": 0.0}, "--top-p"),
-        ({"gold": "nowhere.py:score"}, "--gold nowhere.py:score"),
-        ({"gold": "{root}"}, "no checkpoint there"),
-        ({"response_length": 1}, "not one pair"),
+        ({"response_length": 1}, "no pair is left"),
     ],
 )
 def test_bad_input_is_one_message(policy, world, tmp_path, settings, named):

@@ -102,15 +102,10 @@ def small_told(tmp_path_factory) -> SimpleNamespace:
         ("", THREE, -3.0),  # a wrong label                                  miss   hit
     ]
     rows = [{"query": f"POST: {POST}", "chosen": f" {a}{EOS}", "rejected": f" {b}{EOS}"} for a, b, _ in pairs]
-    policies = ["a--b", "a--b", "null", "a--b", "null", "c--d", "c--d", "null"]
-    rows = [row | {"policies": policy} for row, policy in zip(rows, policies, strict=True)]
     data = {"train": rows[:1], "validation": rows, "validation_cnndm": rows[2:5]}
     DatasetDict({split: Dataset.from_list(rows) for split, rows in data.items()}).save_to_disk(str(world.preference))
     for stage, sign in (("reward", 1), ("dpo", -1)):
-        rewards = [
-            {"policies": policy, "chosen_reward": sign * gap, "rejected_reward": 0.0}
-            for (_, _, gap), policy in zip(pairs, policies, strict=True)
-        ]
+        rewards = [{"chosen_reward": sign * gap, "rejected_reward": 0.0} for _, _, gap in pairs]
         write_csv(getattr(world, stage) / "eval/pairs_validation.csv", rewards)
         write_csv(getattr(world, stage) / "eval/pairs_validation_cnndm.csv", rewards[2:5])
     return reported(world)
@@ -217,7 +212,7 @@ def test_an_interrupted_report_has_no_table_csv(small_told, small, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(report.plt.Figure, "savefig", interrupt)
+    monkeypatch.setattr(report.Figure, "savefig", interrupt)
     with pytest.raises(KeyboardInterrupt):
         report.main(small.args)
     assert not (small.output / "table.csv").exists()
@@ -235,11 +230,10 @@ def change_csv(path: Path, change):
 @pytest.mark.parametrize(
     ("path", "change", "message"),
     [
-        ("ppo/nano-s/1/eval/samples_validation.csv", lambda f: f[::-1], "other posts than the samples of SFT"),
+        ("ppo/nano-s/1/eval/samples_validation.csv", lambda f: f[::-1], "other posts than"),
         ("dpo/nano-s/1/eval/samples_validation.csv", lambda f: f.assign(reference="else"), "p0 with that reference"),
         ("dpo/nano-s/1/eval/samples_validation.csv", lambda f: f.drop(columns="has_eos"), "without has_eos"),
         ("reward/nano-s/1/eval/pairs_validation.csv", lambda f: f[:-1], "7 rows, "),
-        ("reward/nano-s/1/eval/pairs_validation.csv", lambda f: f.assign(policies="a--b"), "other pairs than"),
     ],
 )
 def test_a_table_of_other_data_is_refused(small, path, change, message):
@@ -249,13 +243,12 @@ def test_a_table_of_other_data_is_refused(small, path, change, message):
     assert not small.output.exists()
 
 
-def test_without_implicit_rewards_without_cnndm_and_without_policies(small_told, small):
+def test_without_implicit_rewards_and_without_cnndm(small_told, small):
     for path in [*small.dpo.glob("eval/pairs_*"), small.reward / "eval/pairs_validation_cnndm.csv"]:
         path.unlink()
-    rows = DatasetDict.load_from_disk(str(small.preference))["validation"].remove_columns("policies").to_list()
+    rows = DatasetDict.load_from_disk(str(small.preference))["validation"].to_list()
     shutil.rmtree(small.preference)
     DatasetDict({"validation": Dataset.from_list(rows)}).save_to_disk(str(small.preference))
-    change_csv(small.reward / "eval/pairs_validation.csv", lambda frame: frame.drop(columns="policies"))
     report.main(small.args)
     left = {key: x for key, x in table(small_told).items() if "cnndm" not in key[1] and key[0] != "dpo_implicit"}
     assert table(small) == left

@@ -8,16 +8,6 @@ import pytest
 import scaling
 from conftest import REPOSITORY, files, read_csv
 
-POLICIES = {"rougeL": 0.3, "truth": 0.5, "win_rate": 0.5, "win_rate_low": 0.4, "win_rate_high": 0.6, "words": 20}
-FACTS = {f"{kind}_{x}": 0.4 for kind in ("age", "feeling", "question") for x in ("right", "wrong")}
-REPORT = {
-    **{row: POLICIES | FACTS | {"tokens": 24.04, "eos_rate": 0.99} for row in ("SFT", "PPO", "DPO")},
-    **{row: POLICIES for row in ("near_perfect", "copied_title", "reference")},
-    **{f"{row}-SFT": {f"truth_difference{x}": 0.1 for x in ("", "_low", "_high")} for row in ("PPO", "DPO")},
-    **{row: {f"accuracy_{x}": 0.7 for x in ("noisy", "clean", "noisy_cnndm", "clean_cnndm")}
-       for row in ("reward", "dpo_implicit")},
-}  # fmt: skip
-
 
 class Clone:
     """A folder in which a run is a copy of the report that `prepare` made, unless its name is in .failing; .calls are
@@ -43,14 +33,10 @@ class Clone:
 
     def prepare(self, size: str, seed: int, posts: int = 1, **changes: float | None):
         """What a run leaves behind; changes are PPO__win_rate=0.7 and the like, None leaves a metric out."""
-        ready = self.root / f"ready/{posts}/{size}-{seed}"
-        report = {row: dict(metrics) for row, metrics in REPORT.items()}
-        report["PPO"]["share_of_near_perfect"] = 0.9
-        for name, value in changes.items():
-            report[name.split("__")[0]][name.split("__")[1]] = value
-        values = [(row, metric, value) for row in report for metric, value in report[row].items()]
-        lines = [f"{row},{metric},{value}\n" for row, metric, value in values if value is not None]
-        folder = ready / f"report/nano-{size}/{seed}"
+        values = dict.fromkeys(scaling.QUANTITIES, 0.4)
+        values |= {name.replace("__", " "): value for name, value in changes.items()}
+        lines = [f"{name.replace(' ', ',')},{value}\n" for name, value in values.items() if value is not None]
+        folder = self.root / f"ready/{posts}/{size}-{seed}/report/nano-{size}/{seed}"
         folder.mkdir(parents=True)
         (folder / "table.csv").write_text("row,metric,value\n" + "".join(lines))
         (folder / "times.csv").write_text("stage,seconds\nsft,10.25\nreward,20\nppo,100\ndpo,5\n")
@@ -132,22 +118,17 @@ def test_a_failing_run_stops_no_other_and_there_is_no_table(clone):
     assert (clone.output / "table.md").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [({"seeds": (1, 2, 1)}, "--seeds"), ({"jobs": 0}, "--jobs 0|--jobs is 0"), ({"runs": "x"}, "runs")],
-)
+@pytest.mark.parametrize(("arguments", "named"), [({"seeds": (1, 2, 1)}, "--seeds"), ({"jobs": 0}, "--jobs")])
 def test_bad_arguments(clone, arguments, named):
-    with pytest.raises(SystemExit, match=f"^error: .*({named})"):
+    with pytest.raises(SystemExit, match=f"^error: {named} is"):
         clone.main(**arguments)
     assert clone.new_calls() == [] and not clone.output.exists()
 
 
 def test_a_report_of_another_version(clone):
-    clone.prepare_all(seeds=(1,))
-    clone.prepare("xs", 2)
-    clone.prepare("s", 2, PPO__eos_rate=None)
-    with pytest.raises(SystemExit, match="^error: .*s/2/table.csv does not have PPO eos_rate"):
-        clone.main()
+    clone.prepare("s", 1, PPO__eos_rate=None)
+    with pytest.raises(SystemExit, match="^error: .*s/1/table.csv does not have PPO eos_rate"):
+        clone.main(("s",), (1,))
     assert not clone.output.exists()
 
 
@@ -155,28 +136,21 @@ def test_a_report_of_another_version(clone):
 
 
 def test_numbers(clone):
-    """Means and deviations over seeds, gains seed by seed, checks against the thresholds, and sums of times."""
-    good = {"PPO__win_rate": 0.65, "SFT__win_rate": 0.55, "PPO__truth": 0.8, "DPO__truth": 0.51}
-    good |= {"PPO__share_of_near_perfect": 0.8, "reward__accuracy_clean": 0.85, "PPO__eos_rate": 0.95}
-    bad = {"PPO__win_rate": 0.64, "SFT__win_rate": 0.541, "PPO-SFT__truth_difference_low": 0, "DPO__truth": 0.5}
-    bad |= {"PPO__share_of_near_perfect": 0.79, "reward__accuracy_clean": 0.84, "PPO__eos_rate": 0.94}
+    """Means and deviations over seeds, gains seed by seed, and sums of times."""
     for seed, rouge in ((1, 0.1), (2, 0.2), (3, 0.6)):  # mean 0.3, sample sd 0.26458, population sd 0.21602
         clone.prepare("xs", seed, SFT__rougeL=rouge, PPO__win_rate=0.66)
-        clone.prepare("s", seed, SFT__rougeL=0.301, reward__accuracy_noisy=0.71, **(good if seed > 1 else bad))
+        clone.prepare("s", seed, SFT__rougeL=0.301, PPO__win_rate=0.65 if seed > 1 else 0.64)
         for size in ("xs", "s"):
             clone.prepare(size, seed, posts=4, SFT__rougeL=0.9)
     clone.main(("xs", "s"), (1, 2, 3), posts_seeds=(1, 4))
     first, second = (clone.output / "table.md").read_text(encoding="utf-8").split("## Posts seed ")[1:]
-    quantities, gains, runs, checks = first.strip().split("\n\n")[1:]
+    quantities, gains, runs = first.strip().split("\n\n")[1:]
     assert cells(quantities, "SFT rougeL") == ["0.300 ± 0.265", "0.301 ± 0.000"]
     assert cells(second.split("\n\n")[1], "SFT rougeL") == ["0.900 ± 0.000"] * 2
     # of 0.301 over 0.1, 0.2 and 0.6, and of 0.64, 0.65 and 0.65 over 0.66
     assert cells(gains, "SFT rougeL") == ["0.001 ± 0.265"] and cells(gains, "PPO win_rate") == ["-0.013 ± 0.006"]
     header = cells(runs, "size", "seed")
     assert dict(zip(header, cells(runs, "s", 1), strict=True))["PPO win_rate"] == "0.640"
-    assert cells(checks, "s", 1) == ["no"] * 7
-    assert cells(checks, "s", 2) == ["yes"] * 7  # each threshold itself passes, float rounding of 0.65 - 0.55 included
-
     rows = read_csv(clone.output / "runs.csv")  # the reports as they are
     of_run = [row for row in rows if (row["posts_seed"], row["size"], row["seed"]) == ("1", "s", "3")]
     table = read_csv(clone.runs / "posts-1/report/nano-s/3/table.csv")
