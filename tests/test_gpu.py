@@ -131,6 +131,6 @@ def test_all_parts_on_a_cpu(tmp_path, record_property):
         assert float(row["items/s"]) == pytest.approx(16 / float(row["seconds"]), rel=0.05)
         assert 0 < float(row["share of a matrix product in training"]) < 1.5
     decoding = read_csv(tmp_path / "decoding.csv")
-    assert [row["rows"] for row in decoding] == ["8", "16"]  # and no graph without a GPU
+    assert [row["rows"] for row in decoding] == ["8", "16"]
     page = (tmp_path / "page.md").read_text()
     assert "Failed" not in page and all(row["seconds"] in page for row in stages.values())

@@ -4,8 +4,7 @@
     device                  versions; rate of a matrix product and of copying memory -> device.csv
     correctness             a tiny model: ratios before a first step, micro-batch sizes, kill and resume, sampled tokens
                             beside the CPU's -> correctness.csv
-    decoding                one token for 32 to 512 rows, as Python launches it and as a captured CUDA graph
-                            -> decoding.csv
+    decoding                one token for 32 to 512 rows -> decoding.csv
     ppo, sft, reward, dpo   the stage scripts: speed, share of the matrix product's rate, memory -> stages.csv
     trl                     TRL's trainers but PPO's, which takes minutes, on the same rows, where
                             benchmark/speed/peers.sh has put them -> trl.csv
@@ -16,7 +15,6 @@ when a number is not finite or when a stage's run fails or is cut off at --limit
 in the table.
 """
 
-import csv
 import json
 import math
 import os
@@ -35,10 +33,12 @@ from types import SimpleNamespace
 from typing import Annotated, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # ppo.py
+import pandas
 import throughput
 import torch
 import transformers
 import tyro
+from eval_helpers import markdown  # throughput puts it on the path
 from safetensors.torch import load_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -276,7 +276,7 @@ def step_bytes(rows: int, columns: int, shape: tuple[int, int, int, int], size: 
 
 
 def decoding(args: Args):
-    """Milliseconds of a step: of generate() as Python launches it, and of the same step captured as a CUDA graph."""
+    """Measure milliseconds of a step of generate()."""
     shape = TINY if args.tiny else (2048, 16, 8, 50304)
     query = 96 if args.tiny else QUERY
     bandwidth = float(read(args, "device")[0]["GB/s of a copy"]) * 1e9
@@ -306,80 +306,16 @@ def decoding(args: Args):
                 return ppo.generate(model, queries, tokenizer, length, 0.7, keys, cache)
 
         prefill = seconds_of(lambda: generate(1), args.device, 3)
-        tokens, logprobs = generate(RESPONSE)
+        _, logprobs = generate(RESPONSE)
         if not logprobs.isfinite().all():
             report(args, f"decoding: log-probabilities of tokens sampled for {count} rows are not finite")
         whole = seconds_of(lambda: generate(RESPONSE), args.device, 1 if args.tiny else 3)
-        times = {"as launched": ((whole - prefill) / (RESPONSE - 1), None)}
-        if args.device == "cuda":
-            times["captured"] = captured(model, tokenizer, queries, keys, cache, tokens)
-        for how, (seconds, same) in times.items():
-            needed = step_bytes(count, query + RESPONSE, shape, 2 if args.device == "cuda" else 4)
-            row = {"rows": count, "step": how, "ms a step": f"{1000 * seconds:.3f}"}
-            row |= {
-                "tokens/s": f"{count / seconds:.0f}",
-                "share of the bandwidth": f"{needed / seconds / bandwidth:.2f}",
-            }
-            row |= {"asked": "0.5 or more", "prefill ms": f"{1000 * prefill:.1f}"}
-            row["same tokens as launched"] = "" if same is None else f"{same:.4f}"
-            table.append(row)
+        seconds = (whole - prefill) / (RESPONSE - 1)
+        needed = step_bytes(count, query + RESPONSE, shape, 2 if args.device == "cuda" else 4)
+        row = {"rows": count, "ms a step": f"{1000 * seconds:.3f}", "tokens/s": f"{count / seconds:.0f}"}
+        row |= {"share of the bandwidth": f"{needed / seconds / bandwidth:.2f}", "asked": "0.5 or more"}
+        table.append(row | {"prefill ms": f"{1000 * prefill:.1f}"})
         write(args, "decoding", table)
-
-
-@torch.no_grad()
-def captured(model, tokenizer, queries, keys, cache, expected) -> tuple[float, float]:
-    """Seconds of a step replayed as a CUDA graph, and the share of its tokens that are those of generate()."""
-    mask = torch.nn.functional.pad(queries != tokenizer.pad_token_id, (0, RESPONSE), value=True)
-    lengths = (queries != tokenizer.pad_token_id).sum(1, keepdim=True)
-    inputs = expected[:, :1].clone()
-    position_ids = lengths.clone()
-    position = torch.ones((), dtype=torch.int32, device=queries.device)
-
-    def step():
-        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-            states = model.base_model(
-                inputs, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True
-            ).last_hidden_state
-            tokens, _ = ppo.sample_tokens(
-                model.get_output_embeddings()(states[:, -1]), keys, position, 0.7, model.banned
-            )
-        inputs.copy_(tokens[:, None])
-        position_ids.add_(1)
-        position.add_(1)
-
-    def rewind():
-        """Prefill, and everything where it stands before the second token."""
-        cache.reset()
-        with torch.autocast("cuda", torch.bfloat16):
-            ppo.generate(model, queries, tokenizer, 1, 0.7, keys, cache)
-        inputs.copy_(expected[:, :1])
-        position_ids.copy_(lengths)
-        position.fill_(1)
-
-    rewind()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    rewind()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    rewind()
-    drawn = [expected[:, 0]]
-    for _ in range(RESPONSE - 1):
-        graph.replay()
-        drawn.append(inputs[:, 0].clone())
-    same = (torch.stack(drawn, 1) == expected).float().mean().item()
-    rewind()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(RESPONSE - 1):
-        graph.replay()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / (RESPONSE - 1), same
 
 
 # ---- stages ---------------------------------------------------------------------------------------------------------
@@ -476,18 +412,12 @@ def trl(args: Args):
 
 def read(args: Args, name: str) -> list[dict]:
     file = Path(args.output_dir, f"{name}.csv")
-    if not file.exists():
-        return []
-    with file.open(newline="") as opened:
-        return list(csv.DictReader(opened))
+    return pandas.read_csv(file, dtype=str, keep_default_na=False).to_dict("records") if file.exists() else []
 
 
 def write(args: Args, name: str, rows: list[dict]):
     partial = Path(args.output_dir, f"{name}.tmp")  # renamed when complete: a kill loses no earlier row
-    with partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    pandas.DataFrame(rows).to_csv(partial, index=False)
     os.replace(partial, partial.with_suffix(".csv"))
 
 
@@ -509,8 +439,7 @@ def page(args: Args):
     for name, title in titles.items():
         rows = read(args, name)
         if rows:
-            cells = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-            text += f"\n## {title}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in cells)
+            text += f"\n## {title}\n\n{markdown(rows)}"
     if read(args, "decoding"):
         shown = "weights, keys and values that a step reads, by its time and the copy's rate"
         text += f"\nShare of the bandwidth: {shown}.\n"
