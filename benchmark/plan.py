@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+import pandas
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 # width, layers, heads, rows of the embedding and of the head (config.json of EleutherAI/pythia-*-deduped)
 SHAPES = {"1b": (2048, 16, 8, 50304), "2.8b": (2560, 32, 32, 50304), "6.9b": (4096, 32, 32, 50432)}
@@ -79,10 +78,6 @@ class Args:
     """Adam's states in the machine's memory (zero2_offload.yaml)"""
     reserve: float = 4
     """GB for what is not counted: CUDA context, NCCL, kernels' workspaces, gaps of the allocator"""
-    flops: float | None = None
-    """TFLOP/s that a device keeps up on real tokens, for the time; default: as an H100 trained this stage at 1b"""
-    link: float = 25
-    """GB/s from page-locked memory to a device (an assumption: PCIe 5 that neighbours share)"""
     gpus_per_machine: int = 8
     """devices, and so processes, of one machine"""
     table: bool = False
@@ -253,7 +248,6 @@ def phases_of(args: Args, micro: int, sample_rows: int, offload: bool) -> dict[s
     scoring = kept | {"frozen models": one_reward_model if offload else all_frozen}
     scoring["pass"] = forward_bytes(args.model, min(FORWARD_ROWS, STAGES["ppo"][0] // args.gpus), columns, 2)
     return {
-        "start": {"weights": 4.0 * trained} | waiting,  # they come in float32
         "sampling": kept | waiting | sampling_bytes(args.model, sample_rows),
         "rollout passes": passing,
         "scoring": scoring,
@@ -317,8 +311,8 @@ def fail(message: str):
 
 def plan(args: Args) -> dict:
     """{"micro_batch_size", "micro_batches" (of a device and batch), "sample_batch_size", "terms" {phase: {term:
-    bytes}}, "peak" (bytes), "travel" (bytes of offloaded models that come to a device in an update), "travel_seconds",
-    "host" (bytes of a machine's memory), "hours"} of a stage."""
+    bytes}}, "peak" (bytes), "travel" (bytes of offloaded models that come to a device in an update), "host" (bytes of a
+    machine's memory), "hours" (without that travel)} of a stage."""
     batch, items, chosen = STAGES[args.stage]
     if batch % args.gpus:
         fail(f"a batch of {batch} does not split over {args.gpus} devices")
@@ -331,20 +325,16 @@ def plan(args: Args) -> dict:
         args.model == "6.9b" and not args.lora_r if args.offload is None else args.offload
     )
     phases = phases_of(args, micro, sample_rows, offload)
-    travel = sum(frozen_models(args)) if offload else 0.0
-    travel_seconds = travel / (args.link * 1e9)
-    flops = 1e12 * (args.flops or RATES[args.stage])
-    arithmetic = item_flop(args.stage, args.model, args.reward_models, args.lora_r) * items / (args.gpus * flops)
+    flop = item_flop(args.stage, args.model, args.reward_models, args.lora_r) * items
     return {
         "micro_batch_size": micro,
         "micro_batches": -(-batch // args.gpus // micro) or 1,
         "sample_batch_size": sample_rows,
         "terms": phases,
         "peak": max(sum(terms.values()) for terms in phases.values()) + args.reserve * 1e9,
-        "travel": travel,
-        "travel_seconds": travel_seconds,
+        "travel": sum(frozen_models(args)) if offload else 0.0,
         "host": host_bytes(args, offload),
-        "hours": (arithmetic + travel_seconds * (items // batch if batch else 0)) / 3600,
+        "hours": flop / (args.gpus * 1e12 * RATES[args.stage]) / 3600,
     }
 
 
@@ -404,29 +394,23 @@ def main(args: Args):
         fail("which stage? sft, reward, dpo, ppo or samples; or --table for all")
     found = plan(args)
     peak, memory = found["peak"] / 1e9, args.gpu_memory
+    terms = pandas.DataFrame(found["terms"]) / 1e9
+    terms.loc["reserve"] = args.reserve
+    terms.loc["sum"] = terms.sum()
     zero = f", ZeRO-{args.zero}" * (args.stage != "samples")
-    shown = Table("GB per GPU", title=f"{args.stage} {args.model}, {args.gpus} GPU(s){zero}")
-    for phase in found["terms"]:
-        shown.add_column(phase, justify="right")
-    for name in dict.fromkeys(name for terms in found["terms"].values() for name in terms):
-        sizes = [terms.get(name) for terms in found["terms"].values()]
-        shown.add_row(name, *("" if size is None else f"{size / 1e9:.2f}" for size in sizes))
-    shown.add_row("reserve", *[f"{args.reserve:.2f}"] * len(found["terms"]), end_section=True)
-    shown.add_row("sum", *(f"{sum(terms.values()) / 1e9 + args.reserve:.2f}" for terms in found["terms"].values()))
-    Console().print(shown)
+    print(f"{args.stage} {args.model}, {args.gpus} GPU(s){zero}: GB per GPU")
+    print(terms.to_string(na_rep="", float_format="%.2f"))
     batch, items, _ = STAGES[args.stage]
     if batch:
         print(f"batch of {batch} = {args.gpus} x {found['micro_batches']} micro-batches of {found['micro_batch_size']}")
     largest = largest_micro_batch(args) or "none"
     print(f"{peak:.1f} GB {'fits' if peak <= memory else 'does NOT fit'} {memory:g} GB; largest micro-batch: {largest}")
     if found["travel"]:
-        seconds = f"{found['travel_seconds']:.2f} s at {args.link:g} GB/s (an assumption)"
-        print(f"travel: {found['travel'] / 1e9:.1f} GB of offloaded models to each device in an update, {seconds}")
+        print(f"{found['travel'] / 1e9:.1f} GB of offloaded models come to each device in an update")
     print(f"a machine's memory: {found['host'] / 1e9:.0f} GB (to load the models and to save the trained ones)")
     if args.stage != "samples":  # whose time is that of reading weights, not of arithmetic
-        rate, seconds = args.flops or RATES[args.stage], 3600 * found["hours"] * batch / items
-        print(f"{found['hours']:.2f} h for {items:,} items, {seconds:.2f} s an update of {batch}", end="")
-        print(f", at {rate:g} TFLOP/s, without evaluation and saving")
+        seconds = 3600 * found["hours"] * batch / items
+        print(f"{found['hours']:.2f} h for {items:,} items, {seconds:.2f} s an update of {batch}, at the H100's rate")
 
 
 if __name__ == "__main__":

@@ -96,10 +96,9 @@ def test_travel_is_the_frozen_models_once_an_update(zero):
             numbers = sum(x.numel() for x in module.parameters(recurse=False))
             short = isinstance(module, torch.nn.Linear) or zero
             bodies += copies * numbers * (2 if short and name != "score" else 4)
-    args = plan.Args("ppo", model="2.8b", zero=zero, reward_models=2, offload=True, link=10)
+    args = plan.Args("ppo", model="2.8b", zero=zero, reward_models=2, offload=True)
     found, here = plan.plan(args), plan.plan(replace(args, offload=False))
     assert found["travel"] == bodies == here["terms"]["sampling"]["frozen models"] and here["travel"] == 0
-    assert found["hours"] - here["hours"] == pytest.approx(1953 * bodies / 1e10 / 3600)
 
 
 def test_machine_memory_by_hand():
