@@ -362,9 +362,9 @@ class Fixtures:
 def run_test(copy: Path, test: str, plugin: Fixtures) -> tuple[int, str]:
     """Exit code of pytest, run in this process, and the first line that says why."""
     os.chdir(copy)
-    here = str(copy.parent.parent)  # modules of an earlier copy go
-    sys.path[:] = [path for path in sys.path if not path.startswith(here)]
-    for name in [name for name, x in sys.modules.items() if str(getattr(x, "__file__", "")).startswith(here)]:
+    places = str(copy.parent.parent), f"{tempfile.gettempdir()}/ablations-"  # modules of an earlier copy go
+    sys.path[:] = [path for path in sys.path if not path.startswith(places)]
+    for name in [name for name, x in sys.modules.items() if str(getattr(x, "__file__", "")).startswith(places)]:
         del sys.modules[name]
     file, _, name = test.rpartition("::")
     AcceleratorState._reset_state(True)  # of an earlier test, which this one would fail on for that reason alone
