@@ -71,7 +71,7 @@ class Args:
     lora_r: int = 0
     """ppo: rank of the adapters of ppo_lora.py (ablations/lora.diff); 0: all weights are trained"""
     reward_models: int = 1
-    """reward models that score: of ensembles/ppo.py its members, and one more for a --gold that is a model"""
+    """reward models that score: several in ensembles/ppo.py"""
     offload: bool | None = None
     """as in ppo.py: frozen models wait in the machine's memory; default at 6.9b"""
     offload_optimizer: bool = False

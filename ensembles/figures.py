@@ -4,10 +4,10 @@ method with a single reward model.
     python ensembles/figures.py --runs runs/ensembles/ppo runs/ensembles/best_of_n --output-dir runs/ensembles/figures
     python ensembles/figures.py --runs ensembles/results/runs.jsonl --output-dir /tmp/figures    # the committed study
 
-The script reads every run of ensembles/ppo.py --gold (args.json, metrics.jsonl) and of ensembles/best_of_n.py
-(args.json, best_of_n.csv) below --runs. All of them should have one setting: the same data, the same label noise, and
-reward models of one size. Two runs of one method, KL penalty and seed are therefore an error. Single reward models are
-the exception: a seed may have one run for each member.
+The script reads every run of ensembles/ppo.py (args.json, metrics.jsonl, and gold.csv, which eval/gold.py writes) and
+of ensembles/best_of_n.py (args.json, best_of_n.csv) below --runs. All of them should have one setting: the same data,
+the same label noise, and reward models of one size. Two runs of one method, KL penalty and seed are therefore an error.
+Single reward models are the exception: a seed may have one run for each member.
 
 A method is `single` (one reward model), `warm` (one that average.py made), `mean`, `wco` or `uwo`. A replicate is a
 seed; several runs of one seed count as their mean. Lines are means over the replicates, at the steps that all of them
@@ -72,13 +72,12 @@ def method_of(paths: list[str], combination: str) -> str:
 
 def read_ppo(folder: Path, settings: dict) -> list[dict]:
     """Return the curve of a run of ensembles/ppo.py in a list, which is empty if the run is not complete."""
-    lines = read_metrics(folder, may_be_empty=True) if (folder / "metrics.jsonl").exists() else []
-    scored = [line for line in lines if "gold/score" in line]
-    if not scored or scored[-1]["update"] < settings["total_episodes"] // settings["batch_size"]:
-        print(f"left out, because it is not complete: {folder}")
+    gold = pandas.read_csv(folder / "gold.csv") if (folder / "gold.csv").exists() else pandas.DataFrame({"update": [0]})
+    if gold["update"].max() < settings["total_episodes"] // settings["batch_size"]:
+        print(f"left out, because it is not complete, or eval/gold.py has not scored it: {folder}")
         return []
     paths = settings["reward_model_paths"]
-    variance = [line["objective/reward_model_variance"] for line in lines if line["update"] > 0]
+    variance = [line["objective/reward_model_variance"] for line in read_metrics(folder)]
     return [
         {
             "procedure": "PPO",
@@ -86,9 +85,9 @@ def read_ppo(folder: Path, settings: dict) -> list[dict]:
             "kl_coef": settings["kl_coef"],
             "seed": settings["seed"],
             "folder": str(folder),
-            "step": [line["update"] for line in scored],
-            "kl": [line["gold/kl_k2"] for line in scored],
-            "gold": [line["gold/score"] for line in scored],
+            "step": gold["update"].tolist(),
+            "kl": gold["kl_k2"].tolist(),
+            "gold": gold["gold"].tolist(),
             "variance": variance if len(paths) > 1 else [],  # one value for each update, from 1 on
         }
     ]
@@ -116,7 +115,7 @@ def read_runs(sources: tuple[str, ...]) -> pandas.DataFrame:
         for file in sorted(source.rglob("args.json")):
             with or_fail(f"the run in {file.parent} cannot be read"):
                 settings = json.loads(file.read_text())
-                if settings.get("stage") == "ppo" and settings.get("gold"):
+                if settings.get("stage") == "ppo" and "reward_combination" in settings:
                     runs += read_ppo(file.parent, settings)
                 elif (file.parent / "best_of_n.csv").exists():
                     runs += read_best_of_n(file.parent, settings)

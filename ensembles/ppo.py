@@ -1,18 +1,18 @@
 """PPO against several reward models, a copy of ../ppo.py. The score is their mean, worst case or uncertainty-weighted
-mean (uwo) as in "Reward Model Ensembles Help Mitigate Overoptimization", or Llama 2's safety gate. An optional gold
-reward scores the policy without affecting the training.
+mean (uwo) as in "Reward Model Ensembles Help Mitigate Overoptimization", or Llama 2's safety gate.
 
 One process:    python ensembles/ppo.py --model nano-xs --reward-model-paths runs/reward/nano-xs/{1,2,3} \
-                    --reward-combination uwo --uwo-lambda 0.1 --gold quickstart/truth.py:score
+                    --reward-combination uwo --uwo-lambda 0.1 --eval-every 10
+Gold reward:    python eval/gold.py runs/ppo/nano-xs/44413 --gold quickstart/truth.py:score
 Paper scale:    bash ensembles/run.sh --dry-run
 
 Training starts from the SFT model (policy, reference and value model) with the same name and seed. The run folder
 (default runs/ppo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), value_model/,
-metrics.jsonl, args.json, members.json (mean and standard deviation of each reward model), TensorBoard files, with
---gold gold_samples.csv and, with --save-every, checkpoints/.
+metrics.jsonl, args.json, members.json (scale of each reward model), samples/ (of validation posts, for eval/gold.py),
+TensorBoard files and, with --save-every, checkpoints/.
 
-The algorithm comes first: arguments, losses and main. Helpers follow, and plumbing comes last. To see
-what differs from ppo.py, run `git diff --no-index ppo.py ensembles/ppo.py`.
+The algorithm comes first: arguments, losses and main. Helpers follow, and plumbing comes last.
+To see what differs from ppo.py, run `git diff --no-index ppo.py ensembles/ppo.py`.
 
 Shapes: B is the number of episodes of an update, b the number of rows in a function's input, Q the width of the
 queries, R the response length, W the width of a micro-batch's responses, T the width of query and response together, V
@@ -34,18 +34,15 @@ docs/details.md lists the paper's Details. The script deviates from the paper an
   with the same result as sampling to the full length and truncating. [PAD] and ids beyond the tokenizer have
   probability 0, both in sampling and in every log-probability.
 - Old log-probabilities come from a forward pass over the finished response, not from the scores of generation.
-- Validation samples are drawn at temperature 0.01, and weight decay applies to all weights, as in the authors' code.
-- For the ensemble paper's batches of 32 out of 256 rollouts (table 3), set --batch-size 256 --num-mini-batches 8.
-  --gold samples as training does, and not with table 4's top-p of 0.9.
+- Weight decay applies to all weights, as in the authors' code.
+- Validation samples are drawn as in training, and not with the top-p of 0.9 of the ensemble paper's table 4.
 - uwo's variance is over k models, as in equation 5. The ensemble paper's code divides by k - 1 in PPO.
 """
 
 import csv
 import hashlib
-import importlib.util
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -107,19 +104,13 @@ class Args:
     uwo_lambda: float | None = None
     """weight of the variance in uwo, at least 0; required with uwo, which has no default"""
     standardise_members: bool = True
-    """standardise each reward model to (score - mean) / standard deviation, measured on samples of the SFT policy
-    before the first update (as the authors of the ensemble paper say they did), so that a KL coefficient means the same
-    for any reward; not for safety_gate"""
+    """standardise each reward model to (score - mean) / standard deviation over samples of the SFT policy, as the
+    ensemble paper's authors say they did, so a KL coefficient means the same for any reward; not for safety_gate"""
     standardise_posts: int = 256
-    """number of training posts to sample for that; the first ones are used"""
+    """number of training posts (the first ones) to sample for that"""
     value_start: Literal["sft", "reward"] = "sft"
     """what the value model starts from: the SFT model with a head of zeros (the ensemble paper's code puts a new head
     on the policy's trunk), or the first reward model (Detail 22), whose blind spots it inherits"""
-    gold: str | None = None
-    """gold reward that scores samples of --eval-rows fixed validation posts without affecting the training: a reward
-    model (folder or Hub id[@revision]) or path.py:function of (post, summary)"""
-    gold_every: int = 10
-    """compute gold scores every so many updates, besides before the first and after the last; 0: only then"""
     dataset: str = "data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET
     """SFT data, whose posts are the queries: folder or Hub id[@revision]"""
     output_dir: str = "runs/ppo/{model}/{seed}"
@@ -146,8 +137,7 @@ class Args:
     temperature: float = 0.7
     """sampling temperature; all log-probabilities are computed at it (table 7)"""
     penalty_reward_value: float | None = -1.0
-    """score that replaces a response's score if it has no EOS (Detail 23); None: keep its score, as in the ensemble
-    paper"""
+    """score that replaces a response's score if it has no EOS (Detail 23); None: keep its score (ensemble paper)"""
     kl_coef: float = 0.05
     """beta, the weight of the KL penalty in the reward (table 7)"""
     whiten_rewards: bool = False
@@ -166,9 +156,10 @@ class Args:
     sample_every: int = 50
     """print a table of samples every so many updates; 0: never"""
     eval_every: int = 0
-    """score a fixed validation batch every so many updates; 0: only after the last update"""
+    """write a sample to each of --eval-rows fixed validation posts to samples/ every so many updates, before the first
+    and after the last; 0: only after the last"""
     eval_rows: int = 64
-    """number of validation posts in that batch"""
+    """number of these posts"""
     micro_batch_size: int | None = None
     """episodes per device in one forward/backward pass; affects memory, speed, rounding; default: fits 80 GB, or 8"""
     forward_batch_size: int = 32
@@ -298,7 +289,6 @@ def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
 
 def main(args: Args):
     # ---- data and models -------------------------------------------------------------------------
-    MAY_CHANGE.add("gold_every")
     check_args(args)
     accelerator = make_accelerator(args)
     device = accelerator.device
@@ -311,17 +301,16 @@ def main(args: Args):
     reward_folders = [checkpoint_folder("--reward-model-paths", path) for path in args.reward_model_paths]
     tokenizer = load_tokenizer(sft_folder)
     for path in reward_folders:
-        check_tokenizer(path, tokenizer, args)
-    data = load_splits("--dataset", args.dataset, ["query", "query_token", "reference_response_token"], tokenizer)
+        if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+            fail(f"--reward-model-paths {path}: another tokenizer than in {sft_folder}")
+    data = load_splits("--dataset", args.dataset, ["id", "query", "query_token", "reference_response_token"], tokenizer)
     train = data["train"].select_columns([key for key in ("query_token", "tag") if key in data["train"].column_names])
     validation = data["validation"].take(min(args.eval_rows, len(data["validation"])))
     width = max(len(rows[0]["query_token"]) for rows in (train, validation)) + args.response_length
 
     # Each model moves to the device before the next is loaded, so host memory holds only one (without --offload).
-    reward_models = [
-        frozen_model(accelerator, load_reward_model(path, tokenizer, width), args.offload) for path in reward_folders
-    ]
-    gold = load_gold(accelerator, validation, reward_folders, tokenizer, width, args)
+    loaded = (load_reward_model(path, tokenizer, width) for path in reward_folders)  # each when it is asked for
+    reward_models = [frozen_model(accelerator, reward_model, args.offload) for reward_model in loaded]
     ref_policy = frozen_model(accelerator, load_policy(sft_folder, tokenizer, width), args.offload)
     policy = load_policy(sft_folder, tokenizer, width).to(device)
     # Detail 22: the value model is a network of its own.
@@ -331,10 +320,10 @@ def main(args: Args):
         value_model = new_reward_model(sft_folder, tokenizer, width)
         nn.init.zeros_(value_model.model.score.weight)
     value_model.to(device)
-    scales = {}
+    kept = Path(args.output_dir, "members.json")  # measured again on another machine, they would round differently
+    scales = json.loads(kept.read_text()) if args.resume and kept.exists() else {}
     if args.standardise_members:
-        scales = kept_scales(args)
-        if scales is None:
+        if scales.keys() != set(args.reward_model_paths):
             scales = member_scales(accelerator, ref_policy, reward_models, data["train"], tokenizer, args)
         for path, reward_model in zip(args.reward_model_paths, reward_models, strict=True):
             accelerator.print(f"{path}: mean {scales[path]['mean']:.4g}, standard deviation {scales[path]['sd']:.4g}")
@@ -345,13 +334,13 @@ def main(args: Args):
     # Register state of your own here (accelerator.register_for_checkpointing). After --resume it is on the CPU.
     finished_updates = begin_run(accelerator, args)
     if scales:
-        with writing(accelerator, Path(args.output_dir, "members.json")) as partial:
+        with writing(accelerator, kept) as partial:
             if accelerator.is_main_process:
                 partial.write_text(json.dumps(scales, indent=2) + "\n")
 
-    gold_inputs = accelerator, policy, value_model, ref_policy, reward_models, gold, validation, tokenizer, args
-    if gold and finished_updates == 0:
-        write_metrics(accelerator, args, {"episode": 0} | gold_metrics(*gold_inputs, 0), 0, num_updates)
+    models = policy, value_model, ref_policy, reward_models
+    if args.eval_every and finished_updates == 0:
+        eval_samples(accelerator, *models, validation, tokenizer, args, 0)
     run_start = time.time()
     for update in updates(accelerator, args, finished_updates, num_updates):
         # ---- 1. sample: each process its share of the episodes -----------------------------------
@@ -381,7 +370,7 @@ def main(args: Args):
         batch = {key: value[by_episode] for key, value in batch.items()}
 
         # ---- 3. rewards --------------------------------------------------------------------------
-        where = [f"update {update}, episode {i} (query {j})" for i, j in zip(episodes, order.tolist(), strict=True)]
+        where = [f"update {update}, episode {i}" for i in episodes]
         check_scores(batch["member_scores"], args.reward_model_paths, where)
         has_eos = (batch["responses"] == tokenizer.eos_token_id).any(1)  # (B,)
         raw_scores = combine(batch["member_scores"].T, args.reward_combination, args.uwo_lambda, batch["safety"])
@@ -445,7 +434,6 @@ def main(args: Args):
             "objective/entropy": batch["entropy"].sum(1).mean(),
             "objective/rlhf_reward": (scores - args.kl_coef * kl.sum(1)).mean(),
             "objective/score_without_penalty": raw_scores.mean(),
-            "objective/reward_model_spread": batch["member_scores"].std(1, unbiased=False).mean(),
             "objective/reward_model_variance": batch["member_scores"].var(1, unbiased=False).mean(),
             "policy/first_ratio_deviation": accelerator.gather(torch.stack(deviations).max()).max(),
             "value/mean": batch["values"].sum() / batch["value_mask"].sum(),
@@ -469,9 +457,7 @@ def main(args: Args):
         if args.reward_combination == "safety_gate":
             metrics["objective/safety_share"] = (raw_scores == batch["member_scores"][:, 1]).float().mean()
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
-            metrics["eval/score"] = combined_score(accelerator, policy, reward_models, validation, tokenizer, args)
-        if gold and (update == num_updates or (args.gold_every and update % args.gold_every == 0)):
-            metrics |= gold_metrics(*gold_inputs, update)
+            metrics["eval/score"] = eval_samples(accelerator, *models, validation, tokenizer, args, update)
         write_metrics(accelerator, args, metrics, update, num_updates)
         if accelerator.is_main_process and args.sample_every and update % args.sample_every == 0:
             show_samples(accelerator, batch, scores, kl.sum(1), tokenizer, update)
@@ -896,71 +882,43 @@ def check_combination(args):
         fail("--reward-combination uwo needs --uwo-lambda (the paper's PPO: 0.1); nothing else takes it")
     if args.reward_combination == "safety_gate" and args.standardise_members:
         fail("--reward-combination safety_gate needs --no-standardise-members: its threshold is a probability")
-    if args.standardise_members and args.standardise_posts < 2:
-        fail(f"--standardise-posts {args.standardise_posts}: a standard deviation needs 2 or more posts")
     if not args.reward_model_paths or (args.reward_combination == "safety_gate" and len(args.reward_model_paths) != 2):
         fail("--reward-model-paths needs one or more paths; safety_gate needs two, helpfulness, then safety")
-
-
-def check_tokenizer(path: str, tokenizer, args):
-    """End with an error if a reward model has another tokenizer than the policy."""
-    if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
-        fail(f"{path}: this reward model has another tokenizer than {args.sft_model_path}")
-
-
-def load_gold(accelerator: Accelerator, posts, reward_folders: list[str], tokenizer, width: int, args):
-    """Return what --gold names: a frozen reward model, a function of (post, summary) that has scored every post once,
-    or None."""
-    if args.gold is None:
-        return None
-    if re.fullmatch(r".+\.py:\w+", args.gold):
-        function = load_function("--gold", args.gold)
-        for name, post in zip(posts["id"], posts["query"], strict=True):  # fail now, not during the run
-            with or_fail(f"--gold {args.gold}: no score for an empty summary of post {name}"):
-                float(function(post, ""))
-        return function
-    path = checkpoint_folder("--gold", args.gold)
-    check_tokenizer(path, tokenizer, args)
-    if Path(path).resolve() in [Path(folder).resolve() for folder in reward_folders]:
-        accelerator.print(f"warning: --gold {args.gold} is also one of --reward-model-paths, so it is trained against")
-    return frozen_model(accelerator, load_reward_model(path, tokenizer, width), args.offload)
-
-
-def load_function(flag: str, value: str):
-    """Return the function that a flag's value path.py:function names."""
-    path, _, name = value.rpartition(":")
-    with or_fail(f"{flag} {value}: no function there"):
-        spec = importlib.util.spec_from_file_location("named_function", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return getattr(module, name)
 
 
 # ==== evaluation ==================================================================================
 
 
 @torch.no_grad()
-def combined_score(accelerator: Accelerator, policy, reward_models, data, tokenizer, args) -> float:
-    """Return the mean combined score of one summary per post of `data`, sampled at temperature 0.01, without EOS
-    penalty. Each process computes all of it, because decoding more rows at a time takes hardly longer."""
-    posts = data[:]
-    queries = posts["query_token"].to(accelerator.device)
-    keys = noise_keys(args.seed, 0, range(len(data)))  # training never has an update 0
-    responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, 0.01)
-    batch = make_batch(queries, responses, tokenizer.pad_token_id)
-    scores = member_scores(accelerator, reward_models, batch, args).cpu()
-    return combine(scores.T, args.reward_combination, args.uwo_lambda, safety_tags(posts)).mean().item()
-
-
-def kept_scales(args) -> dict | None:
-    """Return what member_scales measured for the checkpoints that --resume continues from, or None if there are none.
-    In that case the run starts anew, and scales left by an earlier run do not apply to it."""
-    kept = Path(args.output_dir, "members.json")
-    if kept.exists() and list(kept.parent.glob("checkpoints/update_??????")):
-        scales = json.loads(kept.read_text())
-        if scales.keys() == set(args.reward_model_paths):
-            return scales
-    return None
+def eval_samples(accelerator, policy, value_model, ref_policy, reward_models, data, tokenizer, args, update) -> float:
+    """Sample a response to each post of `data` as in training, with noise that is the same at every update, and write
+    them to samples/update_{update}.csv with their KL to the reference (k2, the ensemble paper's equation 10) and their
+    combined and single scores. Returns the mean of the combined score, without EOS penalty."""
+    samples = []
+    for index, posts in shares(accelerator, data, len(data), "validation samples"):
+        queries = posts["query_token"].to(accelerator.device)
+        keys = noise_keys(args.seed, -1, index)
+        responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, args.temperature)
+        batch = make_batch(queries, responses, tokenizer.pad_token_id)
+        batch |= forward_passes(accelerator, policy, value_model, ref_policy, batch, args)
+        members = member_scores(accelerator, reward_models, batch, args).cpu()  # (b, k)
+        check_scores(members, args.reward_model_paths, [f"update {update}, validation post {i}" for i in posts["id"]])
+        columns = {
+            "id": posts["id"],
+            "query": posts["query"],
+            "response": tokenizer.batch_decode(responses, skip_special_tokens=True),
+            "has_eos": (responses == tokenizer.eos_token_id).any(1).tolist(),
+            "tokens": batch["lengths"].tolist(),
+            "kl_k2": (0.5 * (batch["logprobs"] - batch["ref_logprobs"]).square()).sum(1).tolist(),
+            "score": combine(members.T, args.reward_combination, args.uwo_lambda, safety_tags(posts)).tolist(),
+        }
+        columns |= {f"score_{k + 1}": scores.tolist() for k, scores in enumerate(members.T)}
+        samples += pandas.DataFrame(columns).to_dict("records")
+    table = pandas.DataFrame(gather_object(samples))
+    with writing(accelerator, Path(args.output_dir, "samples", f"update_{update:06d}.csv")) as partial:
+        if accelerator.is_main_process:
+            table.to_csv(partial, index=False, quoting=csv.QUOTE_NONNUMERIC)  # texts can contain \r
+    return table["score"].mean()
 
 
 @torch.no_grad()
@@ -988,63 +946,6 @@ def member_scales(accelerator: Accelerator, policy, reward_models, data, tokeniz
             fail(f"{path} scores all samples {mean:.4g}: it cannot be standardised; fix that model or leave it out")
         scales[path] = {"mean": mean, "sd": sd}
     return scales
-
-
-def gold_samples(accelerator, policy, value_model, ref_policy, reward_models, gold, posts, tokenizer, args):
-    """Sample a response to each of the first --eval-rows posts as in training, with noise that is the same at every
-    update. Returns the texts and numbers (n, 2 + k + 1): KL to the reference, length in tokens, the reward models'
-    scores, and the score of `gold`, a reward model or a function of (post, summary)."""
-    samples = []
-    for index, rows in shares(accelerator, posts, len(posts), "gold"):  # there may be more processes than posts
-        queries = rows["query_token"].to(accelerator.device)
-        keys = noise_keys(args.seed, -1, index)
-        responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, args.temperature)
-        batch = make_batch(queries, responses, tokenizer.pad_token_id)
-        batch |= forward_passes(accelerator, policy, value_model, ref_policy, batch, args)
-        kl = (0.5 * (batch["logprobs"] - batch["ref_logprobs"]).square()).sum(1)  # k2: the ensemble paper's eq. 10
-        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-        if isinstance(gold, nn.Module):
-            gold_scores = reward_scores(accelerator, gold, batch, args)
-        else:
-            values = []
-            for name, post, text in zip(rows["id"], rows["query"], texts, strict=True):
-                with or_fail(f"--gold {args.gold}: no score for the sample to post {name}"):
-                    values.append(float(gold(post, text)))
-            gold_scores = torch.tensor(values, device=accelerator.device)
-        members = member_scores(accelerator, reward_models, batch, args)
-        numbers = torch.cat([torch.stack([kl, batch["lengths"]], 1), members, gold_scores[:, None]], 1)
-        samples += zip(texts, numbers.tolist(), strict=True)
-    texts, numbers = zip(*gather_object(samples), strict=True)
-    return texts, torch.tensor(numbers)
-
-
-def gold_metrics(accelerator, policy, value_model, ref_policy, reward_models, gold, posts, tokenizer, args, update):
-    """Return the metrics gold/..., means over the posts: how far the policy is from the reference, and what it scores
-    there. Writes gold_samples to the run folder's gold_samples.csv, in place of earlier ones."""
-    samples_from = accelerator, policy, value_model, ref_policy, reward_models, gold, posts, tokenizer, args
-    texts, numbers = gold_samples(*samples_from)
-    kl = numbers[:, 0]
-    members = numbers[:, 2:-1]
-    score = numbers[:, -1]
-    where = [f"update {update}, gold samples, post {name}" for name in posts["id"]]
-    check_scores(numbers[:, 2:], [*args.reward_model_paths, args.gold], where)
-    names = ["kl_k2", "tokens", *(f"score_{i + 1}" for i in range(len(reward_models))), "gold"]
-    table = pandas.DataFrame(numbers.tolist(), columns=names)
-    table.insert(0, "id", posts["id"][:])
-    table.insert(1, "response", texts)
-    with writing(accelerator, Path(args.output_dir, "gold_samples.csv")) as partial:
-        if accelerator.is_main_process:
-            table.to_csv(partial, index=False, quoting=csv.QUOTE_NONNUMERIC)  # texts can contain \r
-    proxy = combine(members.T, args.reward_combination, args.uwo_lambda, safety_tags(posts[:]))
-    return {
-        "gold/score": score.mean(),
-        "gold/se": score.std(unbiased=len(score) > 1) / len(score) ** 0.5,
-        "gold/proxy": proxy.mean(),
-        "gold/kl_k2": kl.mean(),
-        "gold/sqrt_kl": kl.mean().sqrt(),
-        "gold/reward_model_spread": members.std(1, unbiased=False).mean(),
-        "gold/length": numbers[:, 1].mean(),
-    }
 
 
 def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, update: int):

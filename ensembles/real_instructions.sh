@@ -55,8 +55,9 @@ run python ensembles/best_of_n.py --policy "$runs/sft" --reward-model-paths "$ru
     --output-dir "$runs/best_of_n"
 run python ensembles/ppo.py --model nano-xs --seed 1 --sft-model-path "$runs/sft" --dataset "$work/alpaca/unlabeled" \
     --reward-model-paths "$runs/reward/1" "$runs/reward/2" --reward-combination uwo --uwo-lambda 0.1 \
-    --gold "$work/gold.py:score" --gold-every 5 --eval-rows 64 --learning-rate 1e-4 --total-episodes 320 \
+    --eval-every 5 --eval-rows 64 --learning-rate 1e-4 --total-episodes 320 \
     --batch-size 32 --micro-batch-size 8 --sample-every 10 "${lengths[@]}" --output-dir "$runs/ppo"
+run python eval/gold.py "$runs/ppo" --gold "$work/gold.py:score"
 run python dpo.py --model nano-xs --seed 1 --sft-model-path "$runs/sft" \
     --preference-dataset "$work/labelled/noise_25" --learning-rate 2e-5 "${batches[@]}" --run-eval --output-dir "$runs/dpo"
 run python eval/samples.py "$runs/dpo" --dataset "$work/alpaca/sft" "${lengths[@]}"

@@ -17,7 +17,7 @@
 #   they learn from AlpacaFarm's 10,000 for that purpose, which neither SFT, PPO nor best of n sees.
 # - GOLD must exist before, with the policy's tokenizer and its two turns. AlpacaFarm's of 7B is a LLaMA and does not fit.
 # - 3,000 PPO steps of 32 are 94 updates, because 256 rollouts in 4 epochs are 32 steps.
-# - --gold-every and --eval-rows are ours. All else is ensembles/ppo.py's default: the value model starts from SFT, as in the
+# - --eval-every and --eval-rows are ours. All else is ensembles/ppo.py's default: the value model starts from SFT, as in the
 #   paper's code, and members are standardised, as its authors say they did.
 # - An answer without EOS keeps its score. Detail 23's fixed -1 is not in this paper, and would be a reward wherever the
 #   worst case falls below -1.
@@ -78,7 +78,7 @@ ppo() { # folder, kl, seed, flags...: table 3
         --dataset "$data/unlabeled" --learning-rate 1e-6 --lr-schedule cosine --final-learning-rate 1e-7 --num-ppo-epochs 4 \
         --batch-size 256 --num-mini-batches 8 --total-episodes 24064 --cliprange 0.2 --cliprange-value 0.2 --lam 0.95 \
         --temperature 1.0 --response-length 256 --kl-coef "$2" --penalty-reward-value None \
-        --gold "$gold" --gold-every 3 --eval-rows 256 --resume --save-every 10 \
+        --eval-every 3 --eval-rows 256 --resume --save-every 10 \
         --output-dir "$folder" "${@:4}"
 }
 
@@ -93,3 +93,4 @@ for seed in ${SEEDS:-1}; do
         done
     done
 done
+run "" python eval/gold.py "$runs/ppo/$setting" --gold "$gold"

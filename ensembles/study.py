@@ -71,7 +71,7 @@ def steps_of() -> list[list[Job]]:
             for method, flags in METHODS.items():
                 command = f"ensembles/ppo.py --model nano-s --seed {i} --sft-model-path {RUNS}/sft/s {POSTS} --resume"
                 command += f" --reward-model-paths {' '.join(models[method])} {flags} --kl-coef {kl_coef}"
-                command += f" --standardise-posts 128 --penalty-reward-value None {GOLD} --gold-every 3 --eval-rows 64"
+                command += " --standardise-posts 128 --penalty-reward-value None --eval-every 3 --eval-rows 64"
                 command += " --sample-every 0 --total-episodes 1152 --batch-size 64 --micro-batch-size 16"
                 command += " --forward-batch-size 64 --num-ppo-epochs 2 --num-mini-batches 4 --learning-rate 1e-4"
                 command += " --final-learning-rate 1e-4 --save-every 10"
@@ -89,9 +89,10 @@ def main(args: Args):
             print("\n".join(" ".join(job.command) for job in left))
         elif failed := run_jobs(left, args.jobs, ROOT):
             fail(f"{', '.join(failed)} failed; read {', '.join(map(str, failed.values()))}, and repeat the command")
-    command = [sys.executable, "ensembles/figures.py", "--output-dir", f"{RUNS}/figures"]
-    if not args.dry_run:
-        subprocess.run([*command, "--runs", f"{RUNS}/ppo", f"{RUNS}/best_of_n"], cwd=ROOT, check=True)
+    gold = f"eval/gold.py {RUNS}/ppo {GOLD}"
+    figures = f"ensembles/figures.py --output-dir {RUNS}/figures --runs {RUNS}/ppo {RUNS}/best_of_n"
+    for command in [] if args.dry_run else [gold, figures]:
+        subprocess.run([sys.executable, *command.split()], cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ import random
 import re
 import sys
 from dataclasses import dataclass
-from math import log
+from functools import partial
+from math import isfinite, log
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Annotated
@@ -42,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from eval_helpers import fail, load_function, markdown, or_fail  # noqa: E402
 
 from ppo import checkpoint_folder, load_reward_model, load_tokenizer  # noqa: E402
-from tldr_dataset import encode  # noqa: E402
+from tldr_dataset import encode, pad_right  # noqa: E402
 
 # appendix B
 PROMPT = """Which of the following summaries does a better job of summarizing the most \\
@@ -198,41 +199,58 @@ def by_endpoint(args: Args, frame: pandas.DataFrame, file: Path) -> numpy.ndarra
 
 
 @torch.no_grad()
-def model_scores(judge: str, texts: list[tuple[str, str]], size: int = 16) -> list[float]:
-    """Return the rewards of (query, summary) pairs, each as the tokens of the query, then of the summary and EOS; on a
-    GPU under autocast in bfloat16. Equal pairs are scored once, because another batch may round them differently."""
-    folder = checkpoint_folder("--judge", judge)
+def model_scores(flag: str, path: str, tokens_of, size: int = 16) -> list[float]:
+    """Return a reward model's scores of the rows (tuples of tokens) that tokens_of(tokenizer) returns, read at their
+    last token (Detail 12); on a GPU under autocast in bfloat16. Equal rows are scored once, because another batch may
+    round them differently."""
+    folder = checkpoint_folder(flag, path)
     tokenizer = load_tokenizer(folder)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    model, scores = load_reward_model(folder, tokenizer).to(device).eval(), {}
-    # a summary begins with a space, as in training, whether its column kept it or not
-    rows = [(*encode(tokenizer, f"{q.strip()} {s.strip()}"), tokenizer.eos_token_id) for q, s in texts]
+    model = load_reward_model(folder, tokenizer).to(device).eval()
+    rows = tokens_of(tokenizer)
+    scores = {}
     distinct = sorted(dict.fromkeys(rows), key=len, reverse=True)
-    for start in track(range(0, len(distinct), size), judge, console=Console(stderr=True)):
+    for start in track(range(0, len(distinct), size), path, console=Console(stderr=True)):
         batch = distinct[start : start + size]
         ends = torch.tensor([len(row) - 1 for row in batch])
-        width = len(batch[0])
-        tokens = torch.tensor([[*row, *[tokenizer.pad_token_id] * (width - len(row))] for row in batch])
+        tokens = torch.tensor([pad_right(list(row), tokenizer.pad_token_id, len(batch[0])) for row in batch])
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             rewards = model(tokens.to(device))  # (b, T)
-        found = rewards.cpu().gather(1, ends[:, None]).squeeze(1)  # Detail 12: at EOS
-        scores |= zip(batch, found.tolist(), strict=True)
+        scores |= zip(batch, rewards.cpu().gather(1, ends[:, None]).squeeze(1).tolist(), strict=True)
     return [scores[row] for row in rows]
+
+
+def scores_of(flag: str, judge: str, texts, names: list[str], tokens_of) -> numpy.ndarray:
+    """Return the scores (n,) that `judge`, given by a flag, gives n summaries: a function of their `texts` (post,
+    summary), or a reward model of what tokens_of(tokenizer) returns. Ends with an error that has a summary's name where
+    a score is not a finite number."""
+    if is_function(judge):
+        function = load_function(flag, judge)
+        scores = []
+        for name, text in zip(names, texts, strict=True):
+            with or_fail(f"{name}: {flag} {judge} does not return a number"):
+                scores.append(float(function(*text)))
+    else:
+        scores = model_scores(flag, judge, tokens_of)
+    for name, score in zip(names, scores, strict=True):
+        if not isfinite(score):
+            fail(f"{name}: {flag} {judge} gives the score {score}")
+    return numpy.array(scores)
+
+
+def tokens_of_texts(tokenizer, texts: list[tuple[str, str]]) -> list[tuple[int, ...]]:
+    """Return the tokens of each query, its summary and EOS. A summary begins with a space, as in training, whether its
+    column kept it or not."""
+    return [(*encode(tokenizer, f"{q.strip()} {s.strip()}"), tokenizer.eos_token_id) for q, s in texts]
 
 
 def by_scores(args: Args, frame: pandas.DataFrame, file: Path) -> numpy.ndarray:
     """Return (n,): 1, 0.5 or 0 where a reward model, or a function of post and summary, scores the summary above, as or
     below the other one."""
     texts = [*zip(frame["query"], frame["summary"], strict=True), *zip(frame["query"], frame["other"], strict=True)]
-    if is_function(args.judge):
-        function = load_function("--judge", args.judge)
-        with or_fail(f"{file}: --judge {args.judge} does not return a number for every summary"):
-            scores = [float(function(query, summary)) for query, summary in texts]
-    else:
-        scores = model_scores(args.judge, texts)
-    scores = numpy.array(scores).reshape(2, -1)
-    if not (finite := numpy.isfinite(scores).all(0)).all():
-        fail(f"{file}, id {frame['id'][finite.argmin()]}: --judge {args.judge} gives a score that is not finite")
+    names = [f"{file}, id {name}" for name in frame["id"]] * 2
+    tokens_of = partial(tokens_of_texts, texts=texts)
+    scores = scores_of("--judge", args.judge, texts, names, tokens_of).reshape(2, -1)
     difference = scores[0] - scores[1]
     return numpy.where(abs(difference) <= 1e-9, 0.5, difference > 0)  # sums of equal terms tie in any order
 

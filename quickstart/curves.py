@@ -1,10 +1,10 @@
-"""Learning curves of PPO with the truth beside the reward model's score, from one run of ensembles/ppo.py --gold.
+"""Learning curves of PPO with the truth beside the reward model's score, from one run of ensembles/ppo.py.
 
     python quickstart/curves.py runs/quickstart/posts-1/ppo_gold/nano-s/1    # writes the table and the picture
     python quickstart/curves.py                                              # redraws the picture from the table
 
-The reward model's score and the truth (truth.py) are means over the same validation posts, every --gold-every updates.
-The KL is the mean over the responses of each update.
+The reward model's score and the truth, which eval/gold.py wrote to gold.csv, are means over the same validation posts,
+every --eval-every updates. The KL is the mean over the responses of each update.
 """
 
 import sys
@@ -19,13 +19,10 @@ from tyro.conf import Positional
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
 
+from eval_helpers import or_fail  # noqa: E402
 from run_metrics import read_metrics  # noqa: E402
 
-PANELS = {
-    "gold/proxy": "reward model's score",
-    "gold/score": "truth",
-    "objective/kl": "KL to the SFT model, nats",
-}
+PANELS = {"score": "reward model's score", "gold": "truth", "objective/kl": "KL to the SFT model, nats"}
 
 
 @dataclass
@@ -37,9 +34,13 @@ class Args:
 
 
 def read_curves(run: Path) -> pandas.DataFrame:
-    """Rows (metric, episode, value) of the metrics that are drawn."""
-    rows = [(key, line["episode"], line[key]) for key in PANELS for line in read_metrics(run) if key in line]
-    return pandas.DataFrame(rows, columns=["metric", "episode", "value"])
+    """Return rows (metric, episode, value) of the metrics that are drawn."""
+    metrics = pandas.DataFrame(read_metrics(run)).melt("episode", "objective/kl", var_name="metric")
+    with or_fail(f"{run}/gold.csv, which eval/gold.py writes, cannot be read"):
+        gold = pandas.read_csv(run / "gold.csv")
+    gold["episode"] = gold["update"] * metrics["episode"][0]
+    curves = pandas.concat([gold.melt("episode", ["score", "gold"], var_name="metric"), metrics])
+    return curves[["metric", "episode", "value"]]
 
 
 def draw(curves: pandas.DataFrame, path: Path):

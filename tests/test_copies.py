@@ -22,7 +22,7 @@ OURS = [
     *(f"ensembles/{name}.py" for name in ("alpaca_dataset", "average", "best_of_n", "figures", "gold_label", "study")),
     *(
         f"eval/{name}.py"
-        for name in ("check_data", "eval_helpers", "figures", "judge", "rm_report", "run_metrics", "samples")
+        for name in ("check_data", "eval_helpers", "figures", "gold", "judge", "rm_report", "run_metrics")
     ),
     *(f"eval/{name}.py" for name in ("samples", "study_runs", "visualize_tokens")),
     *(f"llama2/{name}.py" for name in ("margins", "preference_dataset")),
@@ -30,7 +30,7 @@ OURS = [
 ]
 # tools may take from the stage scripts, and from each other what is named here; no stage script imports
 IMPORTS = {"ensembles/study.py": "study_runs", "quickstart/scaling.py": "study_runs"}
-IMPORTS |= {"quickstart/posts.py": "truth", "quickstart/report.py": "truth"}
+IMPORTS |= {"eval/gold.py": "judge", "quickstart/posts.py": "truth", "quickstart/report.py": "truth"}
 FOR_TOOLS = {"eval_helpers", "ppo", "reward", "tldr_dataset", "run_metrics"}
 MARK = "# ==== plumbing"
 DIFFER = {"main", "Args"}  # what every script has of its own

@@ -1,5 +1,5 @@
-"""ensembles/ppo.py after "Reward Model Ensembles Help Mitigate Overoptimization": with one member it is ppo.py, the
-gold changes nothing and its numbers are those of plain code, and what a member, a gold or a flag gets wrong is told."""
+"""ensembles/ppo.py after "Reward Model Ensembles Help Mitigate Overoptimization", and eval/gold.py: with one member it
+is ppo.py, validation samples change nothing, and the gold reward's numbers are those of plain code."""
 
 import ast
 import json
@@ -37,10 +37,9 @@ import ppo as ppo_of_one
 import reward
 
 ppo = script("ensembles/ppo.py")
+gold = script("eval/gold.py")
 ROOT = Path(__file__).resolve().parents[1]
 SEED, BATCH, UPDATES, ROWS, LENGTH, LAMBDA = 7, 8, 3, 5, 10, 0.5
-SPREADS = {"objective/reward_model_spread", "objective/reward_model_variance"}
-GOLD_KEYS = {"score", "se", "proxy", "kl_k2", "sqrt_kl", "reward_model_spread", "length"}
 FUNCTION = """
 def score(post, summary):
     return len(post) / 100 - len(summary) / 7
@@ -107,37 +106,33 @@ def setting(world, tmp_path_factory) -> SimpleNamespace:
 
 @pytest.fixture(scope="module")
 def single(setting) -> Path:
-    """A run against the first member, a checkpoint as gold looking on."""
+    """A run against the first member, with validation samples at updates 0 and 2."""
     one = {"reward_model_paths": [str(setting.members[0])], "reward_combination": "mean", "uwo_lambda": None}
-    return run(setting.args("single", **one, gold=str(setting.gold), gold_every=2, total_episodes=2 * BATCH))
+    return run(setting.args("single", **one, eval_every=2, total_episodes=2 * BATCH))
 
 
 @pytest.fixture(scope="module")
 def golden(setting) -> SimpleNamespace:
-    """A run against both, a function as gold, the frozen models in the machine's memory: .args, .folder."""
-    args = setting.args("golden", gold=setting.function, gold_every=2, eval_every=2, offload=True)
+    """A run against both, the frozen models in the machine's memory: .args, .folder."""
+    args = setting.args("golden", eval_every=2, offload=True)
     args = replace(args, lr_schedule="cosine", final_learning_rate=1e-4, penalty_reward_value=None)
     return SimpleNamespace(args=args, folder=run(args))
 
 
-# ---- one member, and a gold that looks on ------------------------------------------------------------------------
+# ---- one member, and a gold reward -------------------------------------------------------------------------------
 
 
-def test_with_one_member_it_is_ppo_whether_a_gold_looks_on_or_not(setting, single):
+def test_with_one_member_it_is_ppo_whether_validation_posts_are_sampled_or_not(setting, single):
     args = ppo_of_one.Args(**setting.common, reward_model_path=str(setting.members[0]), output_dir=f"{single}_plain")
     plain = run(replace(args, total_episodes=2 * BATCH), ppo_of_one)
     assert weights(single) == weights(plain) and len(weights(plain)) == 2
-    lines, expected = read_metrics(single), without(read_metrics(plain), "time/")
-    own = {key for line in lines for key in line if "reward_model" in key and "gold" not in key}
-    assert own == SPREADS | {"objective/reward_model_1"}
-    assert all(line[key] == 0 for line in lines[1:] for key in SPREADS)
-    assert all(line["objective/reward_model_1"] == line["objective/score_without_penalty"] for line in lines[1:])
-    assert without(lines, "gold/", "time/", *own) == expected and 0 < expected[0]["response/eos_rate"] < 1
+    lines, expected = read_metrics(single), without(read_metrics(plain), "time/", "eval/")
+    assert all(line["objective/reward_model_variance"] == 0 for line in lines)
+    assert all(line["objective/reward_model_1"] == line["objective/score_without_penalty"] for line in lines)
+    assert without(lines, "eval/", "time/", "objective/reward_model") == expected
+    assert 0 < expected[0]["response/eos_rate"] < 1
     assert expected[0]["objective/kl"] == 0 < 0.01 < expected[1]["objective/kl"]  # else nothing could have been changed
-    assert [line["update"] for line in lines] == [0, 1, 2]
-    have = [{key for key in line if key.startswith("gold/")} for line in lines]
-    assert have == [{f"gold/{key}" for key in GOLD_KEYS}, set(), {f"gold/{key}" for key in GOLD_KEYS}]
-    assert lines[0].keys() == {"update", "episode"} | have[0] and lines[0]["episode"] == 0
+    assert sorted(file.name for file in single.glob("samples/*")) == ["update_000000.csv", "update_000002.csv"]
 
 
 @torch.no_grad()
@@ -159,14 +154,17 @@ def plain_samples(setting, world, policy_folder: Path, update: int = -1, tempera
         for model in (policy, reference):
             logits = (model(both).logits[0, before].double() / (temperature + 1e-7))[:, allowed]
             logs.append(logits.log_softmax(1).gather(1, torch.searchsorted(allowed, torch.tensor(tokens))[:, None]))
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        again = query + tokenizer(text, add_special_tokens=False).input_ids  # what the gold reward reads
+        again += [tokenizer.eos_token_id] * (tokens[-1] == tokenizer.eos_token_id)
         scores = [
-            (model(both).last_hidden_state[0, -1] @ weight[0]).item() + constant
-            for model, (weight, constant) in zip(backbones, heads, strict=True)
+            (model(torch.tensor([x])).last_hidden_state[0, -1] @ weight[0]).item() + constant
+            for model, x, (weight, constant) in zip(backbones, [query + tokens] * 2 + [again], heads, strict=True)
         ]
         kl = sum(0.5 * x**2 for x in (logs[0] - logs[1]).flatten().tolist())
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
         found.append(SimpleNamespace(query=row["query"], tokens=tokens, text=text, scores=scores[:2], kl=kl))
         found[-1].gold = scores[2]
+        found[-1].has_eos = tokens[-1] == tokenizer.eos_token_id
     return found
 
 
@@ -176,39 +174,44 @@ def worth(sample) -> float:
 
 
 @pytest.mark.parametrize("members", [1, 2])
-@pytest.mark.parametrize("end", [False, True])
-def test_gold_metrics_are_those_of_plain_code(setting, world, single, golden, members, end):
+def test_gold_of_each_update_is_that_of_plain_code(setting, world, single, golden, members):
+    """With a reward model as gold, and with a function. At update 0 the policy is the SFT model."""
     folder = single if members == 1 else golden.folder
-    samples = plain_samples(setting, world, folder / "model" if end else setting.sft)
-    assert len({len(x.tokens) for x in samples}) > 1  # of several lengths
-    for x in samples:
-        x.proxy, x.spread = (x.scores[0], 0.0) if members == 1 else (worth(x), abs(x.scores[0] - x.scores[1]) / 2)
-        x.gold = x.gold if members == 1 else len(x.query) / 100 - len(x.text) / 7  # FUNCTION
-        x.length = len(x.tokens)
-    expected = {key: statistics.fmean(getattr(x, key) for x in samples) for key in ("proxy", "length")}
-    expected |= {"score": statistics.fmean(x.gold for x in samples), "kl_k2": statistics.fmean(x.kl for x in samples)}
-    expected |= {"se": statistics.stdev(x.gold for x in samples) / math.sqrt(ROWS)}
-    expected |= {"sqrt_kl": math.sqrt(expected["kl_k2"])}
-    expected |= {"reward_model_spread": statistics.fmean(x.spread for x in samples)}
-    assert (expected["kl_k2"] > 0.01) == end and (expected["reward_model_spread"] > 0.05) == (members == 2)
-    line = read_metrics(folder)[-end]
-    assert {key: line[f"gold/{key}"] for key in GOLD_KEYS} == pytest.approx(expected, rel=2e-4, abs=1e-7)
-    if end:  # of which the samples are left
-        rows = pandas.read_csv(folder / "gold_samples.csv", keep_default_na=False)
-        assert rows["id"].tolist() == load_from_disk(str(world.dataset))["validation"][:ROWS]["id"]
-        assert rows["response"].tolist() == [x.text for x in samples]
-        scores = {f"score_{i + 1}": [x.scores[i] for x in samples] for i in range(members)}
-        columns = {"kl_k2": [x.kl for x in samples], "tokens": [x.length for x in samples]} | scores
-        columns |= {"gold": [x.gold for x in samples]}
-        assert list(rows) == ["id", "response", *columns]
-        for name, column in columns.items():
-            assert rows[name].tolist() == pytest.approx(column, rel=1e-3, abs=1e-5), name
+    gold.main(
+        gold.Args(
+            runs=(str(folder.parent / folder.name),), gold=str(setting.gold) if members == 1 else setting.function
+        )
+    )
+    table = pandas.read_csv(folder / "gold.csv").set_index("update")
+    rows = pandas.read_csv(folder / "gold_samples.csv", keep_default_na=False)
+    assert table.index.tolist() == [0, 2] + [3] * (members == 2)
+    for update, policy in ((table.index[0], setting.sft), (table.index[-1], folder / "model")):
+        samples = plain_samples(setting, world, policy)
+        assert len({len(x.tokens) for x in samples}) > 1  # of several lengths
+        for x in samples:
+            x.gold = x.gold if members == 1 else len(x.query) / 100 - len(x.text) / 7  # FUNCTION
+            x.score = x.scores[0] if members == 1 else worth(x)
+        columns = {"id": load_from_disk(str(world.dataset))["validation"][:ROWS]["id"]}
+        columns |= {"query": [x.query for x in samples], "response": [x.text for x in samples]}
+        columns |= {"has_eos": [x.has_eos for x in samples], "tokens": [len(x.tokens) for x in samples]}
+        columns |= {"kl_k2": [x.kl for x in samples], "score": [x.score for x in samples]}
+        columns |= {f"score_{i + 1}": [x.scores[i] for x in samples] for i in range(members)}
+        columns |= {"update": update, "gold": [x.gold for x in samples]}
+        found = rows[rows["update"] == update].reset_index(drop=True)
+        pandas.testing.assert_frame_equal(found, pandas.DataFrame(columns), rtol=1e-3, atol=1e-5, check_dtype=False)
+        expected = {key: statistics.fmean(columns[key]) for key in ("gold", "score", "kl_k2", "tokens")}
+        expected |= {"gold_se": statistics.stdev(columns["gold"]) / math.sqrt(ROWS)}
+        expected |= {"sqrt_kl": math.sqrt(expected["kl_k2"])}
+        assert (expected["kl_k2"] > 0.01) == (update > 0)
+        assert table.loc[update].to_dict() == pytest.approx(expected, rel=2e-4, abs=1e-7)
+        if update:
+            assert read_metrics(folder)[-1]["eval/score"] == pytest.approx(expected["score"], rel=1e-4)
 
 
-def test_a_sampled_carriage_return_breaks_no_row_of_the_gold_samples(setting, monkeypatch):
+def test_a_sampled_carriage_return_breaks_no_row_of_the_samples(setting, monkeypatch):
     monkeypatch.setattr(PreTrainedTokenizerBase, "batch_decode", lambda self, rows, **_: ["a\rb"] * len(rows))
-    folder = run(setting.args("carriage_return", gold=setting.function, total_episodes=BATCH))
-    assert pandas.read_csv(folder / "gold_samples.csv")["response"].tolist() == ["a\rb"] * ROWS
+    folder = run(setting.args("carriage_return", total_episodes=BATCH))
+    assert gold.read_samples((str(folder),))["response"].tolist() == ["a\rb"] * ROWS
 
 
 def stopped(args, monkeypatch):
@@ -226,19 +229,20 @@ def stopped(args, monkeypatch):
     return args
 
 
-def test_a_stopped_run_with_a_gold_ends_with_the_same_bytes(golden, monkeypatch):
+def test_a_stopped_run_ends_with_the_same_bytes(golden, monkeypatch):
     args = stopped(golden.args, monkeypatch)
     folder = Path(args.output_dir)
-    assert len(read_metrics(folder)) == 3 and not (folder / "model").exists()
+    assert len(read_metrics(folder)) == 2 and not (folder / "model").exists()
     run(replace(args, resume=True))
     assert weights(folder) == weights(golden.folder)
     assert without(read_metrics(folder), "time/") == without(read_metrics(golden.folder), "time/")
-    assert (folder / "gold_samples.csv").read_bytes() == (golden.folder / "gold_samples.csv").read_bytes()
+    for file in golden.folder.glob("samples/*"):
+        assert (folder / "samples" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_more_processes_than_gold_posts_find_the_same(setting):
-    """Three processes, of which one has no gold post, against one."""
-    args = setting.args("alone", gold=setting.function, gold_every=0, eval_rows=2, batch_size=12, total_episodes=12)
+def test_more_processes_than_validation_posts_find_the_same(setting):
+    """Three processes, of which one has no validation post, against one."""
+    args = setting.args("alone", eval_rows=2, batch_size=12, total_episodes=12)
     alone, args = run(args), replace(args, output_dir=str(setting.root / "shared"))
     launch, children = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}, []
     for rank in ("0", "1", "2"):
@@ -256,7 +260,7 @@ def test_more_processes_than_gold_posts_find_the_same(setting):
         without(read_metrics(shared), "time/"), without(read_metrics(alone), "time/"), strict=True
     ):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    found, expected = (pandas.read_csv(folder / "gold_samples.csv") for folder in (shared, alone))
+    found, expected = (pandas.read_csv(folder / "samples" / "update_000001.csv") for folder in (shared, alone))
     pandas.testing.assert_frame_equal(found, expected, rtol=1e-3)
     assert len(expected) == 2 and (expected["kl_k2"] > 0.01).all()
 
@@ -288,27 +292,6 @@ def test_a_resumed_run_keeps_the_scale_of_its_members(standard, monkeypatch):
     assert weights(run(replace(args, resume=True))) == weights(standard.folder)
 
 
-def test_a_run_that_begins_anew_measures_anew(standard, monkeypatch):
-    """It was killed before its first checkpoint, and members.json is of other models, posts or another seed."""
-    args = replace(standard.args, output_dir=f"{standard.folder}_anew")
-    with pytest.raises(SystemExit), monkeypatch.context() as patch:
-        patch.setattr(ppo, "write_metrics", lambda *_: ppo.fail("killed"))
-        run(args)
-    kept = Path(args.output_dir, "members.json")
-    measured = kept.read_text()
-    kept.write_text(json.dumps({path: {"mean": 1.0, "sd": 7.0} for path in args.reward_model_paths}))
-    assert weights(run(replace(args, resume=True))) == weights(standard.folder) and kept.read_text() == measured
-
-
-def test_the_validation_score_is_that_of_the_members(setting, world, golden):
-    lines, greedy = read_metrics(golden.folder), plain_samples(setting, world, golden.folder / "model", 0, 0.01)
-    assert lines[-1]["eval/score"] == pytest.approx(statistics.fmean(map(worth, greedy)), rel=1e-4)
-    assert [line["update"] for line in lines if "eval/score" in line] == [2, 3]
-    for line in [line for line in lines if line["update"]]:  # without a penalty every response keeps its score
-        assert line["objective/score"] == line["objective/score_without_penalty"]
-    assert lines[1]["response/eos_rate"] < 1
-
-
 def test_a_member_that_says_one_thing_of_all_is_named(setting, tmp_path):
     folder = make_constant(setting.members[1], tmp_path / "constant")
     paths = [str(setting.members[0]), str(folder)]
@@ -327,7 +310,7 @@ def error(args) -> str:
     return text
 
 
-def test_a_member_that_gives_no_number_in_the_rollout_is_named(setting, world, monkeypatch):
+def test_a_member_that_gives_no_number_in_the_rollout_is_named(setting, monkeypatch):
     """At the sixth episode that is sampled; an infinity does not show in the worst case, the minimum."""
     original = ppo.member_scores
 
@@ -339,15 +322,17 @@ def test_a_member_that_gives_no_number_in_the_rollout_is_named(setting, world, m
     monkeypatch.setattr(ppo, "member_scores", member_scores)
     text = error(setting.args("bad_rollout", reward_combination="wco", uwo_lambda=None))
     episode = ppo.permutation(BATCH, SEED + 1, 0)[5].item()
-    query = ppo.data_order(len(load_from_disk(str(world.dataset))["train"]), SEED, 0, BATCH)[episode].item()
-    assert f"update 1, episode {episode} (query {query}): the score of {setting.members[1]} is inf;" in text
+    assert f"update 1, episode {episode}: the score of {setting.members[1]} is inf;" in text
     assert read_metrics(setting.root / "bad_rollout") == []
 
 
-def test_a_gold_that_gives_no_number_is_named(setting, world):
-    function, post = setting.function.replace(":score", ":nan"), load_from_disk(str(world.dataset))["validation"][0]
-    text = error(setting.args("bad_gold", gold=function))
-    assert f"update 0, gold samples, post {post['id']}: the score of {function} is nan;" in text
+@pytest.mark.parametrize(
+    ("function", "part"), [("nan", "the score nan"), ("fails", "no fact"), ("nothing", "no function")]
+)
+def test_a_gold_that_gives_no_number_is_named(setting, single, function, part):
+    flag = setting.function.replace(":score", f":{function}")
+    with pytest.raises(SystemExit, match=rf"--gold {re.escape(flag)}.*{part}"):
+        gold.main(gold.Args(runs=(str(single),), gold=flag))
 
 
 # ---- bad input: nothing is written -------------------------------------------------------------------------------
@@ -357,7 +342,7 @@ def test_a_gold_that_gives_no_number_is_named(setting, world):
     ("changes", "parts"),
     [
         ({"uwo_lambda": -0.1}, ["--uwo-lambda -0.1", "between 0 and inf"]),
-        ({"standardise_members": True, "standardise_posts": 1}, ["--standardise-posts 1", "2 or more"]),
+        ({"standardise_members": True, "standardise_posts": 1}, ["cannot be standardised"]),
         ({"reward_combination": "mean"}, ["nothing else takes it"]),
         (
             {"reward_combination": "safety_gate", "uwo_lambda": None, "standardise_members": True},
@@ -365,10 +350,6 @@ def test_a_gold_that_gives_no_number_is_named(setting, world):
         ),
         ({"reward_model_paths": ["{root}/gold", "{root}/nowhere"]}, ["--reward-model-paths {root}/nowhere"]),
         ({"reward_model_paths": ["{root}/gold", "{root}/other"]}, ["{root}/other", "another tokenizer"]),
-        ({"gold": "{root}/other"}, ["{root}/other", "another tokenizer", "{root}/sft"]),
-        ({"gold": "{root}/sft"}, ["{root}/sft", "no reward model"]),
-        ({"gold": "{root}/function.py:nothing"}, ["--gold {root}/function.py:nothing", "no function there"]),
-        ({"gold": "{root}/function.py:fails"}, ["--gold {root}/function.py:fails", "no fact in the post"]),
     ],
 )
 def test_bad_input(setting, world, tmp_path, changes, parts):
@@ -426,7 +407,8 @@ def test_the_commands_are_the_papers_tables():
         "run": {"learning_rate": 1e-6, "lr_schedule": "cosine", "final_learning_rate": 1e-7, "num_ppo_epochs": 4}
         | {"batch_size": 256, "num_mini_batches": 8, "cliprange": 0.2, "cliprange_value": 0.2, "lam": 0.95}
         | {"temperature": 1.0, "response_length": 256, "penalty_reward_value": None, "value_start": "sft"}
-        | {"model": "EleutherAI/pythia-1.4b", "gold": labels.gold, "standardise_members": True},
+        | {"model": "EleutherAI/pythia-1.4b", "standardise_members": True},
+        "gold": {"gold": labels.gold, "runs": (str(Path(found["run"][0].output_dir).parents[1]),)},
     }
     for name, settings in expected.items():
         assert found[name] and all(settings.items() <= vars(x).items() for x in found[name]), name

@@ -28,18 +28,15 @@ def make_best_of_n(name: str, paths: list[str], methods: dict[str, float], seed:
 
 
 def make_ppo(name: str, paths, combination="mean", kl=0.0, seed=1, golds=(1.0, 2.0, 3.0), last: int = 5) -> Path:
-    """A run of ppo.py --gold that stops after update `last`; KL is twice, the variance three times the update."""
+    """A run of ppo.py that stops after update `last`; KL is twice, the variance three times the update."""
     folder = Path("runs/ppo", name)
-    settings = {"stage": "ppo", "gold": "g", "reward_model_paths": paths, "reward_combination": combination}
+    settings = {"stage": "ppo", "reward_model_paths": paths, "reward_combination": combination}
     settings |= {"kl_coef": kl, "seed": seed, "total_episodes": 44, "batch_size": 8}
     write_json(folder / "args.json", settings)
-    lines = [{"update": update} for update in range(last + 1)]
-    for line in lines[1:]:
-        line["objective/reward_model_variance"] = 3 * line["update"]
-    for update, gold in zip(UPDATES, golds, strict=True):
-        if update <= last:
-            lines[update] |= {"gold/score": gold, "gold/kl_k2": 2 * update}
-    write_jsonl(folder / "metrics.jsonl", lines)
+    updates = range(1, last + 1)
+    write_jsonl(folder / "metrics.jsonl", [{"update": x, "objective/reward_model_variance": 3 * x} for x in updates])
+    gold = [{"update": x, "gold": gold, "kl_k2": 2 * x} for x, gold in zip(UPDATES, golds, strict=True) if x <= last]
+    pandas.DataFrame(gold).to_csv(folder / "gold.csv", index=False)
     return folder
 
 
@@ -63,8 +60,8 @@ def test_what_is_read(tmp_path, monkeypatch):
     make_best_of_n("five", ["a", "b"], {"single_1": 7, "single": 1, "mean": 2, "wco": 3, "uwo": 4}, seed=2)
     make_best_of_n("warm", ["warm"], {"single_1": 5, "single": 5}, seed=2)
     write_json(Path("runs/sft/args.json"), {"stage": "sft"})
-    write_json(Path("runs/no_gold/args.json"), {"stage": "ppo", "gold": None})
-    found = figures.read_runs(("runs/ppo", "runs/best_of_n", "runs/sft")).itertuples()
+    write_json(Path("runs/one/args.json"), {"stage": "ppo"})
+    found = figures.read_runs(("runs/ppo", "runs/best_of_n", "runs/sft", "runs/one")).itertuples()
     runs = {(run.procedure, run.method): run for run in found}
     methods = ("single", "mean", "wco", "uwo", "warm")
     assert set(runs) == {("PPO", x) for x in ("single", "warm", "uwo")} | {("BoN", x) for x in methods}
@@ -81,7 +78,7 @@ def test_an_incomplete_run_is_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_ppo("whole", ["a", "b"])
     make_ppo("killed", ["a", "b"], "wco", last=4)
-    (make_ppo("empty", ["a", "b"], "uwo") / "metrics.jsonl").unlink()
+    (make_ppo("empty", ["a", "b"], "uwo") / "gold.csv").unlink()
     assert figures.read_runs(("runs",))["folder"].tolist() == ["runs/ppo/whole"]
     assert len(capsys.readouterr().out.splitlines()) == 2
 
@@ -100,7 +97,7 @@ def test_runs_of_two_settings_are_an_error_and_several_single_reward_models_are_
 
 def test_a_damaged_run_is_named_and_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    file = make_ppo("a", ["a"]) / "metrics.jsonl"
+    file = make_ppo("a", ["a"]) / "gold.csv"
     file.write_text(file.read_text().replace("kl_k2", "kl"))
     with pytest.raises(SystemExit, match="^error: the run in runs/ppo/a cannot be read"):
         figures.main(figures.Args(runs=("runs",), output_dir="out"))

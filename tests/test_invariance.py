@@ -119,7 +119,7 @@ def setting(world, tmp_path_factory) -> SimpleNamespace:
     }
     own["ensembles"] = {key: value for key, value in own["ppo"].items() if key != "reward_model_path"}
     own["ensembles"] |= {"reward_model_paths": [str(root / "start_reward")] * 2, "reward_combination": "uwo"}
-    own["ensembles"] |= {"uwo_lambda": 0.5, "gold": f"{ROOT / 'quickstart' / 'truth.py'}:score", "gold_every": 2}
+    own["ensembles"] |= {"uwo_lambda": 0.5, "eval_every": 2}
 
     def args(stage: str, name: str, **changes):
         return SCRIPTS[stage].Args(**(common | own[stage] | {"output_dir": str(root / name)} | changes))

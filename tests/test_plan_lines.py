@@ -46,7 +46,7 @@ def planned(line: str) -> plan.Args | None:
     if model in ("2.8b", "6.9b") and given["gpus"] > 1 and stage != "samples":
         given["zero"] = given["zero"] or 2  # which the scripts ask for
     members = where.partition("--reward-model-paths ")[2].partition(" --")[0].split()
-    given["reward_models"] = (len(members) or 1) + ("--gold " in where)
+    given["reward_models"] = len(members) or 1
     if stage == "samples":
         given["reward_models"] = int("--reward-model-path" in where)
     return plan.Args(stage, model=model, **given)

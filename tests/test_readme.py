@@ -25,7 +25,7 @@ DOCUMENTS += ["docs/details.md", "docs/kl.md", "docs/runs.md", "benchmark/pretra
 DETAILS = ROOT / "docs" / "details.md"
 LINK = re.compile(r"\[`([^`]+)`\]\(\.\./([\w/.]+)#L(\d+)\)")
 METRIC = re.compile(
-    r"(loss|eval|accuracy|rewards|logprobs|other_logits|objective|response|policy|value|gold|time|tokens)/\w+"
+    r"(loss|eval|accuracy|rewards|logprobs|other_logits|objective|response|policy|value|time|tokens)/\w+"
 )
 MADE = ["ppo_function.py", "simpo.py", "ppo_value.py", "ppo_short.py"]  # by the diffs of ablations/
 NOT_OURS = {"--nodes", "--batch", "--signal"}  # Slurm's
@@ -142,10 +142,6 @@ def written_metrics(script: str) -> set[str]:
     popped = {call.args[0].value for call in calls if ast.unparse(call.func).endswith(".pop") and call.args}
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     keys = {text for text in strings if METRIC.fullmatch(text)} | strings & {"grad_norm", "learning_rate", "episode"}
-    for function in [x for x in tree.body if getattr(x, "name", "") == "gold_metrics"]:
-        # {f"gold/{key}": …} of the dict that it calls found, before a list of that name
-        found = [x.value for x in function.body if ast.unparse(x).startswith(("found = {", "found |= {"))]
-        keys |= {f"gold/{key.value}" for value in found for key in value.keys}
     return keys - popped
 
 

@@ -15,7 +15,14 @@ ROWS = [{"update": 0, "eval/loss": 5.0}, {"update": 1, "episode": 8, "objective/
 def test_half_a_line_at_the_end_is_left_out(tmp_path):
     write_jsonl(tmp_path / "metrics.jsonl", [*ROWS, '{"update": 2, "episode": 16, "objective/kl": 0.'])
     assert read_metrics(tmp_path) == ROWS
-    assert curves.read_curves(tmp_path).to_numpy().tolist() == [["objective/kl", 8, 0.5]]
+
+
+def test_learning_curves_have_score_and_gold_at_their_episodes(tmp_path):
+    write_jsonl(tmp_path / "metrics.jsonl", [{"update": i, "episode": 8 * i, "objective/kl": i / 2} for i in (1, 2)])
+    (tmp_path / "gold.csv").write_text("update,gold,gold_se,score\n0,0.1,0,0.2\n2,0.3,0,0.4\n")
+    expected = [["score", 0, 0.2], ["score", 16, 0.4], ["gold", 0, 0.1], ["gold", 16, 0.3]]
+    expected += [["objective/kl", 8, 0.5], ["objective/kl", 16, 1.0]]
+    assert curves.read_curves(tmp_path).to_numpy().tolist() == expected
 
 
 @pytest.mark.parametrize("damaged", ['{"update": 1, "epi{"update": 2}\n', "\0\0\n", "[1]\n", '{"episode": 8}\n'])

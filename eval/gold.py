@@ -1,0 +1,82 @@
+"""The gold reward of PPO runs, which never enters their training.
+
+    python eval/gold.py runs/ensembles/ppo --gold runs/reward/6.9b/44413          # a reward model, folder or Hub id
+    python eval/gold.py runs/ensembles/ppo --gold quickstart/truth.py:score       # a function of (post, summary)
+
+Scores the validation samples that ensembles/ppo.py --eval-every writes to samples/, for each run in or below the
+folders, and writes into the run's folder:
+
+gold_samples.csv    the samples of all updates, with their gold reward
+gold.csv            a row for each update, with means over its samples: the gold reward and its standard error, the
+                    reward models' combined score, KL to the reference (k2) and its square root, and tokens
+
+A reward model reads the tokens that its own tokenizer makes of post and response, and EOS where the response ended.
+"""
+
+import csv
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import pandas
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from eval_helpers import fail, or_fail  # noqa: E402
+from judge import scores_of  # noqa: E402
+
+
+@dataclass
+class Args:
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """run folders of ensembles/ppo.py, or folders with such runs at any depth"""
+    gold: str
+    """gold reward: a reward model (run folder, checkpoint folder or Hub id[@revision]) or path.py:function"""
+
+
+def read_samples(folders: tuple[str, ...]) -> pandas.DataFrame:
+    """Return the samples of all runs in or below the folders, with the columns run and update."""
+    frames = []
+    for folder in folders:
+        for file in sorted(Path(folder).rglob("samples/update_*.csv")):
+            with or_fail(f"{file} cannot be read"):
+                text = dict.fromkeys(["id", "query", "response"], str)
+                frame = pandas.read_csv(file, keep_default_na=False, dtype=text)
+            update = int(file.stem.removeprefix("update_"))
+            frames.append(frame.assign(run=str(file.parents[1]), update=update))
+    if not frames:
+        fail(f"{' '.join(folders)}: no samples/update_*.csv there, which ensembles/ppo.py --eval-every writes")
+    return pandas.concat(frames, ignore_index=True)
+
+
+def tokens_of(tokenizer, samples: pandas.DataFrame) -> list[tuple[int, ...]]:
+    """Return the tokens that a reward model reads of each sample."""
+    rows = []
+    for sample in samples.itertuples():
+        query, response = (tokenizer(x, add_special_tokens=False).input_ids for x in (sample.query, sample.response))
+        rows.append((*query, *response, *[tokenizer.eos_token_id] * sample.has_eos))
+    return rows
+
+
+def main(args: Args):
+    samples = read_samples(args.runs)
+    texts = zip(samples["query"], samples["response"], strict=True)
+    names = [f"{x.run}, update {x.update}, post {x.id}" for x in samples.itertuples()]
+    samples["gold"] = scores_of("--gold", args.gold, texts, names, partial(tokens_of, samples=samples))
+    for run, rows in samples.groupby("run"):
+        updates = rows.groupby("update")
+        table = updates[["gold", "score", "kl_k2", "tokens"]].mean()
+        table.insert(1, "gold_se", updates["gold"].sem())
+        table["sqrt_kl"] = table["kl_k2"] ** 0.5
+        with or_fail(f"{run} could not be written"):
+            rows.drop(columns="run").to_csv(f"{run}/gold_samples.csv", index=False, quoting=csv.QUOTE_NONNUMERIC)
+            table.to_csv(f"{run}/gold.csv")
+        print(f"{run}\n{table.to_string(float_format='%.4g')}\n")
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
+    main(tyro.cli(Args))
