@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("sft", "reward", "dpo", "ppo")
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), ROOT / "benchmark" / "commands.md"]
 SCRIPTS = [*(ROOT / f"{stage}.py" for stage in STAGES), ROOT / "ensembles/ppo.py", ROOT / "llama2/reward.py"]
-SCRIPTS += [ROOT / "eval/samples.py"]
 
 
 def launch_lines() -> set[str]:
@@ -43,12 +42,10 @@ def planned(line: str) -> plan.Args | None:
         given = {"zero": deepspeed.get("zero_stage", 0), "offload_optimizer": "offload_optimizer_device" in deepspeed}
         given["gpus"] = int(flags.get("--num_processes", settings["num_processes"]))
     model = next(filter(None, size.groups()))
-    if model in ("2.8b", "6.9b") and given["gpus"] > 1 and stage != "samples":
+    if model in ("2.8b", "6.9b") and given["gpus"] > 1:
         given["zero"] = given["zero"] or 2  # which the scripts ask for
     members = where.partition("--reward-model-paths ")[2].partition(" --")[0].split()
     given["reward_models"] = len(members) or 1
-    if stage == "samples":
-        given["reward_models"] = int("--reward-model-path" in where)
     return plan.Args(stage, model=model, **given)
 
 
@@ -65,14 +62,14 @@ def test_every_launch_line_fits():
 
 def test_slurm_s_memory_is_the_plan_s_and_a_margin():
     """The plan's memory of the machine, a quarter more, and 8 GB for each of 8 processes, up to the next 50 GB; samples
-    of every size take what the largest needs."""
+    of every size take what SFT needs at the largest, to load one model a process."""
     dry = subprocess.run(["bash", "benchmark/submit.sh", "--dry-run"], cwd=ROOT, capture_output=True, text=True)
     found = dict(re.findall(r"--job-name=(\w+_[\d.]+b)\b.*--mem=(\d+)G", dry.stdout))
     for name, memory in found.items():
         stage, _, model = name.rpartition("_")
         args = plan.Args(stage.removesuffix("_whiten"), model=model)
         if stage.endswith("_samples"):
-            args = plan.Args("samples", model="6.9b")
+            args = plan.Args("sft", model="6.9b")
         assert int(memory) == 50 * math.ceil((1.25 * plan.plan(args)["host"] / 1e9 + 8 * 8) / 50), name
     assert len(found) == 9 * 3
 

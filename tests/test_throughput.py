@@ -19,7 +19,7 @@ WORDS = 40
 
 
 def args(**changes) -> throughput.Args:
-    return throughput.Args(**{"stage": "sft", "device": "cpu", "batch_size": 2, "updates": 1, "pairs": 1} | changes)
+    return throughput.Args(**{"stage": "sft", "device": "cpu", "batch_size": 2, "updates": 1} | changes)
 
 
 @pytest.fixture
@@ -146,5 +146,7 @@ def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch):
     lengths = [throughput.real_length(ids, 299) for ids in queries]
     assert 200 < sum(lengths) / len(lengths) < 512  # stretched to the length of real posts
 
+    with pytest.raises(SystemExit, match="sft: grad_norm of update 2 is nan"):
+        throughput.check_finite("sft", [{"update": 1, "grad_norm": 1.0}, {"update": 2, "grad_norm": float("nan")}])
     with pytest.raises(SystemExit, match="trl-1.16.0/bin/python is missing"):
         throughput.main(args(**common, peer="trl", peers=str(tmp_path), output_dir=str(tmp_path / "out")))

@@ -252,8 +252,8 @@ test_gradients.py::test_ensembles_ppo ensembles/ppo.py: the new head is not zero
 - nn.init.zeros_(value_model.model.score.weight)
 + pass
 test_ensembles.py::test_a_resumed_run_keeps_the_scale ensembles/ppo.py: measured anew at every start
-- if kept.exists() and list(
-+ if not kept.exists() and list(
+- if args.resume and kept.exists() else {}
++ if False else {}
 test_ensembles.py::test_a_member_that_says_one_thing ensembles/ppo.py: a standard deviation of 0 is taken
 - if sd < 1e-6 * max(1, abs(mean)):
 + if sd < 0:

@@ -10,7 +10,7 @@ it has Pythia 1B's 16 layers, at width 256, and 6,100 words, so that body and he
 the shape of the 1B. Its EOS has a chance of 1 in 70 at each position, so that responses have about 37 of at most 53
 tokens. With --runs and --data, the models and rows of benchmark/pretrained.sh are used instead.
 
-Ours and the peer's runs alternate, --pairs of each. Of the --updates updates of a run the first --warmup do not count.
+Of the --updates updates of a run the first --warmup do not count. Repeat the command to see how far runs differ.
 Seconds are wall time from the end of one update to that of the next, without our evaluation after the last. DPO is
 counted twice: with the reference's log-probabilities of a batch made on the way (ours: before training, its part of
 that time added), and with those that are there already.
@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
-from math import log
+from math import isfinite, log
 from pathlib import Path
 from typing import Literal
 
@@ -51,7 +51,7 @@ from transformers import (
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "eval")]
 
-from eval_helpers import markdown  # noqa: E402
+from eval_helpers import fail, markdown  # noqa: E402
 
 from reward import data_order  # noqa: E402
 
@@ -68,10 +68,8 @@ STRETCH = 3  # of generated posts (90 tokens) to the length of real ones
 class Args:
     stage: Literal["sft", "reward", "dpo", "ppo"]
     peer: Literal["none", "trl"] = "none"
-    """trl: runs of TRL's trainer between ours"""
+    """trl: also a run of TRL's trainer"""
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
-    pairs: int = 3
-    """runs of each"""
     updates: int = 2
     """updates of a run"""
     warmup: int = 1
@@ -82,6 +80,8 @@ class Args:
     """of a forward and backward pass, for both"""
     forward_batch_size: int = 8
     """of a pass without gradient"""
+    sample_batch_size: int = 32
+    """episodes that ppo.py samples at a time"""
     raw: str = "../shared/data"
     """folder with tldr_posts/, tldr_comparisons/ and tokenizer/"""
     peers: str = ".peers"
@@ -208,7 +208,7 @@ def stage_command(args: Args, work: Path) -> list[str]:
         command += ["--preference-dataset", work / "preference"]
     if args.stage == "ppo":
         command += ["--reward-model-path", work / "reward", "--forward-batch-size", args.forward_batch_size]
-        command += ["--eval-rows", 8]
+        command += ["--sample-batch-size", args.sample_batch_size, "--eval-rows", 8]
     return [str(word) for word in command]
 
 
@@ -225,7 +225,7 @@ def run(command: list, log: Path) -> float:
     _, status, usage = os.wait4(child.pid, 0)
     said = log.read_text()
     if status:
-        raise SystemExit(f"error: {shlex.join(map(str, command))}\n{said[-3000:]}")
+        fail(f"{shlex.join(map(str, command))}\n{said[-3000:]}")
     return peak_memory(command, said, usage)
 
 
@@ -237,6 +237,7 @@ def ours(args: Args, work: Path, *flags) -> dict:
     folder.parent.mkdir(parents=True, exist_ok=True)
     peak = run([*stage_command(args, work), *flags], folder.with_suffix(".log"))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    check_finite(args.stage, lines)
     lines = {line["update"]: line for line in lines}
     counted = [lines[update] for update in range(args.warmup + 1, args.updates + 1)]
     before = lines[args.warmup]["time/total"] if args.warmup else 0.0
@@ -248,7 +249,16 @@ def ours(args: Args, work: Path, *flags) -> dict:
         means = {key: statistics.fmean(line[key] for line in counted) for key in counted[0]}
         found |= {"sampling": means["time/sampling"], "scoring": means["time/rollout"] - means["time/sampling"]}
         found |= {"update": means["time/update"] - means["time/rollout"], "tokens": means["response/length"]}
+        found |= {"ratio": max(line["policy/first_ratio_deviation"] for line in lines.values())}
     return found
+
+
+def check_finite(name: str, lines: list[dict]):
+    """End with an error if a metric of a run is not a finite number."""
+    for line in lines:
+        for key, value in line.items():
+            if not isfinite(value):
+                fail(f"{name}: {key} of update {line['update']} is {value}")
 
 
 def peer(args: Args, work: Path, *flags, **others) -> dict:
@@ -256,7 +266,7 @@ def peer(args: Args, work: Path, *flags, **others) -> dict:
     version = "1.11.0" if args.stage == "ppo" else "1.16.0"
     python = Path(args.peers, f"trl-{version}", "bin", "python")
     if not (ROOT / python).exists():
-        raise SystemExit(f"error: {python} is missing; bash benchmark/speed/peers.sh makes it")
+        fail(f"{python} is missing; bash benchmark/speed/peers.sh makes it")
     out = work / "runs" / f"{args.stage}_trl.json"
     settings = {"stage": args.stage, "work": str(work), "batch": args.batch_size, "micro": args.micro_batch_size}
     settings |= {"forward": args.forward_batch_size, "updates": args.updates, "device": args.device, "flags": flags}
@@ -311,13 +321,9 @@ def work_done(args: Args, work: Path, response: float) -> tuple[float, float]:
         lengths = [(real_length(q, pad_id), (real_length(r, pad_id),)) for q, r in zip(query, own, strict=True)]
     else:
         data = load_from_disk(str(work / "preference"))["train"].select(index)
-        columns = [
-            data[name] for name in ("query_token", *(f"query_{x}_token_response_label" for x in ("chosen", "rejected")))
-        ]
-        lengths = [
-            (real_length(q, pad_id), (real_length(c, pad_id), real_length(r, pad_id)))
-            for q, c, r in zip(*columns, strict=True)
-        ]
+        names = ("query_token", "query_chosen_token_response_label", "query_rejected_token_response_label")
+        found = [[real_length(row, pad_id) for row in data[name]] for name in names]
+        lengths = [(query, (chosen, rejected)) for query, chosen, rejected in zip(*found, strict=True)]
     total = 0.0
     for query, responses in lengths:
         if args.stage == "ppo":  # policy and value
@@ -341,14 +347,19 @@ def matmul_rate(args: Args, work: Path, tokens: float) -> float:
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     n = int(tokens * args.micro_batch_size)
     a, b = torch.randn(n, width, device=device, dtype=dtype), torch.randn(width, inner, device=device, dtype=dtype)
-    seconds = []
-    for _ in range(35):
+    return 2 * n * width * inner / seconds_of(lambda: a @ b, args.device, 30)
+
+
+def seconds_of(function, device: str, repeats: int) -> float:
+    """Return the median seconds of a call, after three that do not count."""
+    taken = []
+    for _ in range(repeats + 3):
         start = time.perf_counter()
-        a @ b
-        if args.device == "cuda":
+        function()
+        if device == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return 2 * n * width * inner / statistics.median(seconds[5:])
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[3:])
 
 
 # ---- report ---------------------------------------------------------------------------------------------------------
@@ -392,39 +403,34 @@ def main(args: Args):
     (work / "runs").mkdir(exist_ok=True)
     kinds = [", reference kept", ""] if args.stage == "dpo" else [""]
     flags = {f"trl{kind}": ["precompute"] if kind else [] for kind in kinds if args.peer == "trl"}
-    runs = {name: [] for name in [*(f"ours{kind}" for kind in kinds), *flags]}
-    for _ in range(args.pairs):
-        own = ours(args, work)
-        tokens, operations = work_done(args, work, own.get("tokens", 0))
-        own["rate"] = matmul_rate(args, work, tokens)
-        if args.stage == "dpo":
-            runs["ours, reference kept"].append(own)
-            own = own | {"seconds": own["seconds"] + own["reference"]}
-        runs["ours"].append(own)
-        for name in flags:
-            runs[name].append(peer(args, work, *flags[name]))
-        last = {name: f"{args.batch_size / each[-1]['seconds']:.3f}" for name, each in runs.items()}
-        print(f"{args.stage}, {ITEMS[args.stage]} per second: {last}", flush=True)
-    rate, table = statistics.median(x["rate"] for x in runs["ours"]), []
-    for name, each in runs.items():
-        seconds = statistics.median(x["seconds"] for x in each)
-        ratio = [x["seconds"] / y["seconds"] for x, y in zip(each, runs[name.replace("trl", "ours")], strict=True)]
+    own = ours(args, work)
+    tokens, operations = work_done(args, work, own.get("tokens", 0))
+    rate = matmul_rate(args, work, tokens)
+    runs = {f"ours{kind}": own for kind in kinds}
+    if args.stage == "dpo":
+        runs["ours"] = own | {"seconds": own["seconds"] + own["reference"]}
+    runs |= {name: peer(args, work, *flags[name]) for name in flags}
+    table = []
+    for name, found in runs.items():
+        seconds = found["seconds"]
         row = {"stage": args.stage, "who": name, "items/s": f"{args.batch_size / seconds:.3f} {ITEMS[args.stage]}"}
         row["real tokens/s"] = f"{args.batch_size * tokens / seconds:.0f}"
-        row["ours is faster by"] = f"{statistics.median(ratio):.2f}" if name in flags else ""
-        row["least, most"] = f"{min(ratio):.2f}, {max(ratio):.2f}" if name in flags else ""
+        row["ours is faster by"] = (
+            f"{seconds / runs[name.replace('trl', 'ours')]['seconds']:.2f}" if name in flags else ""
+        )
         row["of a matrix product"] = ""
-        if name not in flags:  # the product is timed after each run: the machine is not the same all the time
+        if name not in flags:
             done = PASSES[args.stage + name.removeprefix("ours")] * operations * args.batch_size
-            shares = [done / x.get("update", x["seconds"]) / x["rate"] for x in each]
-            row["of a matrix product"] = f"{statistics.median(shares):.2f}"
-        row["peak GiB"] = f"{max(x['peak'] for x in each):.2f}"
-        phases = [f"{p} {statistics.median(x[p] for x in each):.2f} s" for p in PHASES if p in each[0]]
+            row["of a matrix product"] = f"{done / found.get('update', seconds) / rate:.2f}"
+        row["peak GiB"] = f"{found['peak']:.2f}"
+        phases = [f"{phase} {found[phase]:.2f} s" for phase in PHASES if phase in found]
         table.append(row | {"seconds of an update": ", ".join(phases) or f"{seconds:.2f} s"} | provenance(args))
     print(f"{args.stage}: {tokens:.0f} real tokens an item, a matrix product: {rate / 1e9:.0f} GFLOP/s")
+    if args.stage == "ppo":
+        print(f"largest abs(ratio - 1) before a first step: {own['ratio']:g}")
     print(pandas.DataFrame(table).drop(columns=list(provenance(args))).to_string(index=False))
     if flags:
-        print(f"TRL's arguments: {json.dumps(runs['trl'][0]['arguments'])}")
+        print(f"TRL's arguments: {json.dumps(runs['trl']['arguments'])}")
         if args.stage != "ppo":  # which samples
             print("loss of the same batch: ours {:.6f}, TRL {:.6f}".format(*same_loss(args, work)))
     write(args, table)
