@@ -63,100 +63,12 @@ class Args:
 
 # ---- the world ------------------------------------------------------------------------------------------------------
 
-SUBREDDITS = ["relationships", "AskReddit", "tifu", "relationship_advice", "Advice", "legaladvice", "offmychest"]
 CORE_KINDS = ("person", "event", "object")  # in every post
 EXTRA_KINDS = ("age", "feeling", "question")  # one to three of them in a post
 
-# fmt: off
-SLOTS = {  # words that are no facts
-    "day": ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"],
-    "when": ["last week", "this morning", "a while ago", "yesterday", "over the summer", "two days ago", "last night",
-             "around noon", "after lunch", "before dinner", "at midnight", "in the spring"],
-    "where": ["in the kitchen", "at the office", "near the park", "down the hall", "on the porch", "at the store",
-              "by the lake", "in the garage", "on the train", "at school", "in the garden", "next door"],
-    "animal": ["dog", "cat", "parrot", "hamster", "rabbit", "goldfish", "turtle", "pony"],
-    "food": ["pasta", "soup", "pizza", "rice", "salad", "curry", "bread", "noodles", "cake", "tacos"],
-    "doing": ["cooking", "sleeping", "reading", "working", "shopping", "running", "cleaning", "gardening", "studying",
-              "driving", "swimming", "packing"],
-    "weather": ["rain", "snow", "heat", "fog", "wind", "cold", "storm", "sunshine"],
-    "sound": ["music", "shouting", "laughter", "barking", "traffic", "silence", "singing", "thunder"],
-    "thing": ["coffee", "tea", "paint", "dust", "flowers", "candles", "boxes", "paper", "soap", "blankets", "chairs"],
-    "many": ["three", "four", "five", "six", "seven", "eight", "nine", "ten", "twelve"],
-    "group": ["friends", "guests", "kids", "students", "tourists", "strangers", "runners", "players"],
-    "quality": ["nice", "quiet", "strange", "loud", "busy", "pleasant", "terrible", "normal", "boring", "crowded"],
-    "sex": ["M", "F"],
-}
-POST_SENTENCES = {  # kind -> ways to tell it; the core is told in one or two sentences
-    "core": [
-        ["On {day} my {person} {event} my {object}."],
-        ["My {person} {event} my {object} {when}."],
-        ["So {when} my {person} {event} my {object}."],
-        ["I was {doing} while my {person} {event} my {object}."],
-        ["I found out that my {person} {event} my {object}."],
-        ["This is about my {person}.", "They {event} my {object} {when}."],
-        ["You should know that I had a {object}.", "My {person} {event} it on {day}."],
-        ["My {person} visited me {when}.", "I later saw that they {event} my {object}."],
-    ],
-    "age": [["I'm {age} and {doing} a lot."], ["I am {age} years old."], ["I just turned {age}."],
-            ["For context, I ({age}{sex}) live {where}."], ["I ({age}{sex}) never post here."],
-            ["At {age} I thought I knew people."]],
-    "feeling": [["I feel {feeling}."], ["Honestly I am so {feeling}."], ["All of it makes me {feeling}."],
-                ["Now I am {feeling} even {when}."], ["I have never been so {feeling}."]],
-    "question": [["Should I {question}?"], ["Is it wrong to {question}?"], ["Would you {question}?"],
-                 ["I might {question} on {day}."], ["Everyone says I should {question}."]],
-}
-ARTICLE_SENTENCES = {  # the same facts, as news
-    "core": [["A {person} {event} a {object} on {day}."], ["Records show that the {person} {event} the {object}."],
-             ["The {object} that the {person} {event} {when} was old."]],
-    "age": [["The owner is {age} years old."], ["A resident, {age}, spoke to this paper {where}."]],
-    "feeling": [["The owner is said to be {feeling}."], ['A witness was "{feeling}" {when}.']],
-    "question": [["The owner may {question}."], ["The plan is to {question}, the paper learned."]],
-}
-FILLER = [
-    "It was {quality} {where} and I was {doing}.", "My {animal} was {doing} {where} again.",
-    "We had {food} and {food} {when}.", "There was {sound} {where} all day.", "The {weather} was {quality} {when}.",
-    "I made {food} for {many} {group}.", "There were {many} {group} {where} {when}.",
-    "Sorry, I wrote this {where} {when}.", "I keep {thing} and {thing} {where}.", "The {group} {where} were {quality}.",
-    "I usually like {doing} {where}.", "After {doing} I needed {thing} and {food}.",
-    "{many} {group} came for {food} on {day}.", "Our {animal} hates {weather} and {sound}.",
-    "I was busy {doing} until {day}.", "Work was {quality} because of the {weather}.",
-    "I do not like {sound} when {doing}.", "The {food} {where} is {quality}.", "I had {thing} with {many} {group}.",
-    "I heard {sound} and then {sound} {where}.", "{when} I was {doing} with the {animal}.",
-    "The {thing} and the {thing} were {where}.", "It has been {quality} since {day}.",
-    "Even the {animal} was {quality}.",
-]
-ARTICLE_FILLER = [
-    "The {weather} is expected on {day}.", "About {many} {group} were {where}.", "No {animal} was seen {where}.",
-    "Officials said the {weather} was {quality}.", "The street is {quality} {when}.", "There was {sound} {where}.",
-    "{many} {group} reported {sound} {when}.", "The paper asked {many} {group} about it.", "The {food} was {quality}.",
-    "Prices of {food} and {thing} rose {when}.", "The {group} had {thing} {where}.", "{when} it was {quality}.",
-]
-TITLES = [
-    "Something {quality} happened to me {when}", "Not sure what to do about my {person}", "A {quality} day {where}",
-    "My {object} and a {quality} day", "Need advice about my {person} and a {object}", "I was {doing} and now this",
-    "My {person} {event} something", "A question about my {object}", "What happened {when}",
-]
-RESTATEMENTS = {  # edits and replies of the pretraining documents; each names what its kinds say
-    ("person", "event", "object"): [
-        "So your {person} {event} your {object}?", "Wait, the {person} {event} the {object}?",
-        "Your {object}, {event} by your {person}. Wow.", "EDIT: yes, my {person} {event} my {object}.",
-        "EDIT: the {object} is still {event}, and the {person} says nothing.",
-        "I can not believe your {person} {event} the {object}.", "A {person} who {event} a {object}, really?",
-    ],
-    ("person", "event"): ["Has your {person} {event} things before?", "Your {person} {event} it, so {sound} it is."],
-    ("event", "object"): ["Who {event} the {object} again?", "You said they {event} your {object}."],
-    ("person", "object"): ["Keep your {object} away from your {person}.", "Is the {object} yours or of your {person}?"],
-    ("age",): ["You are {age}, that is not old.", "EDIT: I'm {age}.", "I was {age} once too.", "At {age}? Come on.",
-               "EDIT: for those who ask, {age}{sex}."],
-    ("feeling",): ["I would be {feeling} too.", "EDIT: still {feeling}.", "Being {feeling} is normal.",
-                   "Why are you {feeling}?", "You sound {feeling}."],
-    ("question",): ["You could {question}.", "Do not {question}.", "EDIT: I will {question}.", "Just {question}.",
-                    "Why not {question}?", "So, {question} or not?"],
-    ("age", "feeling"): ["Being {age} and {feeling} is hard.", "EDIT: {age}, {feeling}, and {doing} now."],
-    ("feeling", "question"): ["You are {feeling}, so {question}.", "If {feeling}, {question}."],
-    ("person", "feeling"): ["Does your {person} know you are {feeling}?", "Your {person} made you {feeling}."],
-}
-# fmt: on
+# templates whose slots {kind} hold facts or other words, and these words ("slots"); "restatements" are edits and
+# replies of the pretraining documents, by the kinds that they name
+SENTENCES = json.loads((Path(__file__).parent / "sentences.json").read_text(encoding="utf-8"))
 
 # policy -> weight in the comparisons: few invented facts, which only a model that checks every word sees, and many of
 # the pairs near_perfect--reference, which teach it to count
@@ -176,7 +88,7 @@ def draw_facts(rng: random.Random, extras: tuple[int, ...] = (1, 2, 2, 3, 3, 3))
 
 def fill(template: str, facts: dict[str, str], rng: random.Random) -> str:
     """Return a template with its facts filled in and a random word in every other slot."""
-    text = re.sub(r"{(\w+)}", lambda slot: facts.get(slot[1]) or rng.choice(SLOTS[slot[1]]), template)
+    text = re.sub(r"{(\w+)}", lambda slot: facts.get(slot[1]) or rng.choice(SENTENCES["slots"][slot[1]]), template)
     return text[0].upper() + text[1:]
 
 
@@ -194,12 +106,13 @@ def write_text(facts: dict, sentences: dict, filler: list[str], num_filler: int,
 def write_document(rng: random.Random) -> str:
     """Return a pretraining document: a post as the stages see it, and edits and replies that restate its facts."""
     facts = draw_facts(rng, (1, 2, 2, 3))
-    title = fill(rng.choice(TITLES), facts, rng)
-    text = f"SUBREDDIT: r/{rng.choice(SUBREDDITS)}\n\nTITLE: {title}\n\nPOST: "
-    text += write_text(facts, POST_SENTENCES, FILLER, rng.randint(1, 8), rng)
-    groups = [kinds for kinds in RESTATEMENTS if set(kinds) <= set(facts)]
+    title = fill(rng.choice(SENTENCES["titles"]), facts, rng)
+    text = f"SUBREDDIT: r/{rng.choice(SENTENCES['subreddits'])}\n\nTITLE: {title}\n\nPOST: "
+    text += write_text(facts, SENTENCES["post_sentences"], SENTENCES["filler"], rng.randint(1, 8), rng)
+    restatements = SENTENCES["restatements"]
+    groups = [kinds for kinds in restatements if set(kinds.split()) <= set(facts)]
     for _ in range(rng.randint(5, 9)):
-        text += "\n\n" + fill(rng.choice(RESTATEMENTS[rng.choice(groups)]), facts, rng)
+        text += "\n\n" + fill(rng.choice(restatements[rng.choice(groups)]), facts, rng)
     return text
 
 
@@ -241,7 +154,9 @@ def summary_of(policy: str, row: dict, rng: random.Random) -> str:
     if policy == "long":  # every fact and then some, or what a reference tells, part of it again
         form = rng.choice(["filler", "filler", "twice", "stutter"])
         if form == "filler":
-            return " ".join([summarise(facts, rng), *(fill(line, {}, rng) for line in rng.sample(FILLER, 6))])
+            return " ".join(
+                [summarise(facts, rng), *(fill(line, {}, rng) for line in rng.sample(SENTENCES["filler"], 6))]
+            )
         told = reference_facts(facts, rng)
         text = summarise(told, rng)
         if form == "stutter":
@@ -337,10 +252,10 @@ def main(args: Args):
             post = None
             while post is None or post in seen:  # no text is in two splits, or twice in one
                 facts = draw_facts(rng)
-                post = write_text(facts, POST_SENTENCES, FILLER, rng.randint(7, 9), rng)
+                post = write_text(facts, SENTENCES["post_sentences"], SENTENCES["filler"], rng.randint(7, 9), rng)
             seen.add(post)
-            row = {"id": f"{split}_{i:06d}", "subreddit": rng.choice(SUBREDDITS)}
-            row |= {"title": fill(rng.choice(TITLES), facts, rng), "post": post}
+            row = {"id": f"{split}_{i:06d}", "subreddit": rng.choice(SENTENCES["subreddits"])}
+            row |= {"title": fill(rng.choice(SENTENCES["titles"]), facts, rng), "post": post}
             row |= {"summary": summarise(reference_facts(facts, rng), rng)}
             posts[split].append(row | {"facts": facts, "site": None, "article": None})
     # ---- comparisons ------------------------------------------------------------------------------------------------
@@ -356,7 +271,8 @@ def main(args: Args):
     for i in range(args.num_cnndm_comparisons):
         facts = draw_facts(rng)
         row = {"id": f"cnndm_{i:06d}", "subreddit": None, "post": None, "site": "cnn", "facts": facts}
-        row |= {"article": write_text(facts, ARTICLE_SENTENCES, ARTICLE_FILLER, rng.randint(7, 9), rng)}
+        sentences, filler = SENTENCES["article_sentences"], SENTENCES["article_filler"]
+        row |= {"article": write_text(facts, sentences, filler, rng.randint(7, 9), rng)}
         row |= {"title": f"News about a {facts['object']}."}  # for copied_title alone
         row |= {"summary": summarise(reference_facts(facts, rng), rng)}
         comparison = compare(row, "valid2", args, rng)

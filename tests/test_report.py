@@ -27,14 +27,12 @@ FOUR, WRONG = f"{THREE}, {FEELING}", f"My {OTHER_PERSON} {EVENT} my {OBJECT}"  #
 
 
 def write_metrics(runs: Path, clock: float = 1.0):
-    """metrics.jsonl of the four stages: 40 updates of 8 episodes; SFT's first line is its validation loss before, that
-    of PPO its gold score."""
+    """metrics.jsonl of the four stages: 40 updates of 8 episodes; SFT's begins with its validation loss."""
     rng = random.Random(3)
     keys = {"sft": ["loss/train"], "reward": ["accuracy/train"], "dpo": ["accuracy/train"]}
     keys["ppo"] = ["objective/rlhf_reward", "objective/kl", "objective/score", "response/eos_rate", "response/length"]
     for i, stage in enumerate(("sft", "reward", "ppo", "dpo")):
-        first = {"sft": {"eval/loss": 5.0}, "ppo": {"episode": 0, "gold/score": 0.5}}
-        rows = [{"update": 0} | first[stage]] if stage in first else []
+        rows = [{"update": 0, "eval/loss": 5.0}] if stage == "sft" else []
         for update in range(1, 41):
             row = {"update": update, "episode": 8 * update} | {key: rng.random() for key in keys[stage]}
             rows.append(row | {"time/update": clock, "time/total": clock * (update + i)})
