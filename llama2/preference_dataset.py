@@ -545,7 +545,7 @@ def table_6(frame: pd.DataFrame, names: list[str]) -> pd.DataFrame:
     return table.rename_axis("Dataset").reset_index()
 
 
-def write_statistics(frame: pd.DataFrame, counts: dict[str, Counter], mixed: dict[str, int], folder: Path):
+def write_tables(frame: pd.DataFrame, counts: dict[str, Counter], mixed: dict[str, int], folder: Path):
     """Write and print table_6, counts and grades; mixed[name] pairs of each source are in train."""
     names = list(counts)
     table = pd.DataFrame([{"source": name} | {fate: counts[name][fate] for fate in FATES} for name in names])
@@ -645,7 +645,7 @@ def main(args: Args):
         reference = {name: name.replace("chosen", "reference_response") for name in SFT_COLUMNS if "chosen" in name}
         preference.save_to_disk(finished / "preference")
         sft.rename_columns(reference).save_to_disk(finished / "sft")
-        write_statistics(frame, counts, take, statistics)
+        write_tables(frame, counts, take, statistics)
     print(f"wrote {', '.join(str(folder) for folder in sorted(output_dir.iterdir()))}")
 
 
