@@ -224,7 +224,10 @@ def read_tldr(row: dict) -> dict:
     return pair | {"post": fields["info"], "confidence": confidence, "policies": policies}
 
 
-def read_webgpt(row: dict) -> dict:
+def read_webgpt(row: dict | list) -> dict:
+    if isinstance(row, list):  # comparisons.jsonl has two records in a row, the Hub one
+        require(row[0]["question"] == row[1]["question"], "the two records are of different questions")
+        row = row[0] | {f"{name}_{i}": row[i][name] for i in range(2) for name in ("answer", "score")}
     score = number_field(row, "score_0", -1, 1)
     require(number_field(row, "score_1", -1, 1) == -score, f"score_0 and score_1 should add up to 0 ({score})")
     texts = [row["answer_0"], row["answer_1"]]

@@ -97,6 +97,7 @@ SHP = {"post_id": "1", "domain": "d", "history": "a", "human_ref_A": "b", "human
 SHP |= {"score_A": 10, "score_B": 45, "score_ratio": 4.5, "seconds_difference": 1.0}
 WEBGPT = {"question": {"dataset": "d", "id": "1", "full_text": "a ?"}, "quotes_0": {}, "quotes_1": {}}
 WEBGPT |= {"answer_0": "b", "answer_1": "c", "score_0": -0.5, "score_1": 0.5, "tokens_0": {}, "tokens_1": {}}
+RECORDS = [{"question": WEBGPT["question"], "answer": x, "score": y} for x, y in (("b", -0.5), ("c", 0.5))]
 STEER = {"split": "train", "prompt": "a", "response_1": "b", "response_2": "c", "preference_strength": 2}
 STEER |= {"preference_statement": "s", "preference_elaboration": "e"}
 LEVELS = {"id": "1", "prompt": "a", "completion_a": "b", "completion_b": "c", "preference": "b-is-slightly-better"}
@@ -111,6 +112,7 @@ STRENGTH |= {"chosen_reward": 1.0, "rejected_reward": 2.0}
         ("tldr", post(), None, " d e", " f", "better"),
         ("tldr", post(choice=0, extra={}), None, " f", " d e", "none"),
         ("webgpt", WEBGPT, chat("a ?"), "c", "b", "better"),
+        ("webgpt", RECORDS, chat("a ?"), "c", "b", "better"),
         ("webgpt", WEBGPT | {"score_0": 1, "score_1": -1}, chat("a ?"), "b", "c", "significantly"),
         ("stack_exchange", {"qid": 1, "question": "<p>q</p>", "answers": ANSWERS, "metadata": [], "date": "d"},
          chat("<p>q</p>"), "<p>b</p>", "<p>c</p>", "significantly"),
@@ -499,6 +501,7 @@ GOOD |= {"helpsteer2": STEER, "five_levels": LEVELS, "strength": STRENGTH, "pair
         ("tldr", post(choice=2), "choice"),
         ("tldr", post(extra={"confidence": 10}), "confidence"),
         ("webgpt", WEBGPT | {"score_1": 0.25}, "add up to 0"),
+        ("webgpt", [RECORDS[0], RECORDS[1] | {"question": {}}], "different questions"),
         ("shp", SHP | {"labels": 1}, "lower score"),
         ("helpsteer2", STEER | {"preference_strength": 4}, "preference_strength"),
         ("five_levels", LEVELS | {"preference": ["tie"]}, "preference"),
