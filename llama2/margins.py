@@ -1,10 +1,9 @@
-"""Accuracy and score gap per grade of reward models trained with no, small and large margins (Llama 2, table 28).
+"""Tabulate accuracy and score gap per grade of reward models with no, small and large margins (Llama 2, table 28).
 
-    python llama2/margins.py --runs runs/llama2_margins       # what llama2/margins.sh has trained
+    python llama2/margins.py --runs runs/llama2_margins       # the runs of llama2/margins.sh
 
-RUNS/{noisy,true}/{none,small,large}/{seed}/eval/accuracy.csv are llama2/reward.py's. Writes OUTPUT_DIR/margins.csv (a
-row per labels, margin and grade: runs, pairs, mean and standard deviation over seeds of accuracy and gap), margins.md
-and margins.png.
+This reads RUNS/{noisy,true}/{none,small,large}/{seed}/eval/accuracy.csv, which llama2/reward.py wrote, and writes
+OUTPUT_DIR/margins.csv (mean and sample standard deviation over seeds), margins.md and margins.png.
 """
 
 import sys
@@ -15,13 +14,14 @@ import pandas
 import tyro
 from matplotlib.figure import Figure
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "eval"))
 
-from ppo import fail  # noqa: E402
+from eval_helpers import fail, markdown  # noqa: E402
 
-MARGINS = ("none", "small", "large")
 GRADES = ("significantly", "better", "slightly", "negligibly", "all")
+COLORS = {"none": "#777777", "small": "#1f77b4", "large": "#d62728"}
 LABELS = {"noisy": "a quarter of the training labels wrong", "true": "all training labels right"}
+ORDER = {"labels": list(LABELS), "margin": list(COLORS), "grade": list(GRADES)}
 
 
 @dataclass
@@ -29,73 +29,58 @@ class Args:
     runs: str = "runs/llama2_margins"
     """folder of the runs"""
     output_dir: str = "llama2/results"
-    """folder of the table and the figure"""
+    """folder of the tables and the figure"""
 
 
-def margin_runs(runs: Path) -> pandas.DataFrame:
-    """Validation accuracy and gap of every run: labels, margin, seed, grade, pairs, accuracy, gap."""
-    rows = []
-    for labels in LABELS:
-        for margin in MARGINS:
-            for file in sorted(runs.glob(f"{labels}/{margin}/*/eval/accuracy.csv")):
-                table = pandas.read_csv(file)
-                table = table[(table["data"] == "validation") & table["group"].isin(["overall", "grade"])]
-                for row in table.to_dict("records"):
-                    found = {"labels": labels, "margin": margin, "seed": file.parts[-3], "grade": row["value"]}
-                    rows.append(found | {key: row[key] for key in ("pairs", "accuracy", "gap")})
-    if not rows:
+def margin_table(runs: Path) -> pandas.DataFrame:
+    """Return a row per labels, margin and grade: runs, pairs, and mean and standard deviation (n - 1) over seeds of
+    validation accuracy and gap."""
+    tables = []
+    for file in sorted(runs.glob("*/*/*/eval/accuracy.csv")):
+        table = pandas.read_csv(file).rename(columns={"value": "grade"})
+        table = table[(table["data"] == "validation") & table["group"].isin(["overall", "grade"])]
+        labels, margin = file.parts[-5:-3]
+        tables.append(table.assign(labels=labels, margin=margin))
+    if not tables:
         fail(f"no run in {runs}/noisy/none and its like: bash llama2/margins.sh trains them")
-    return pandas.DataFrame(rows)
+    frame = pandas.concat(tables)
+    for column, order in ORDER.items():
+        frame[column] = pandas.Categorical(frame[column], order)
+    groups = frame.groupby(list(ORDER), observed=True)
+    table = groups.agg(runs=("pairs", "size"), pairs=("pairs", "first"))
+    for key in ("accuracy", "gap"):
+        table[key] = groups[key].mean()
+        table[f"{key}_sd"] = groups[key].std()
+    return table.reset_index()
 
 
-def over_seeds(frame: pandas.DataFrame) -> pandas.DataFrame:
-    """A row per labels, margin and grade: runs, pairs, and mean and standard deviation (n - 1) over seeds."""
-    rows = []
-    for (labels, margin, grade), group in frame.groupby(["labels", "margin", "grade"]):
-        row = {"labels": labels, "margin": margin, "grade": grade, "runs": len(group), "pairs": group["pairs"].iloc[0]}
-        for key in ("accuracy", "gap"):
-            row |= {key: group[key].mean(), f"{key}_sd": group[key].std()}
-        rows.append(row)
-    keys = {"labels": list(LABELS), "margin": MARGINS, "grade": GRADES}
-    order = [[list(keys[column]).index(row[column]) for column in keys] for row in rows]
-    return pandas.DataFrame([row for _, row in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])])
-
-
-def margin_tables(table: pandas.DataFrame) -> str:
-    """One Markdown table per labels: a row per margin, a column per grade, mean ± sd of accuracy, then of the gap."""
+def margin_text(table: pandas.DataFrame) -> str:
+    """Return Markdown tables of mean ± sd per labels, of accuracy and gap: a row per margin, a column per grade."""
     text = ""
-    for labels, title in LABELS.items():
-        own = table[table["labels"] == labels]
+    for labels, own in table.groupby("labels", observed=True):
         for key, what in (("accuracy", "accuracy"), ("gap", "score gap")):
-            if own.empty:
-                continue
-            columns = [grade for grade in GRADES if grade in set(own["grade"])]
-            pairs = own.drop_duplicates("grade").set_index("grade")["pairs"]
-            text += f"{what}, {title}\n\n| margin | {' | '.join(f'{g} ({pairs[g]})' for g in columns)} |\n"
-            text += "|---" * (len(columns) + 1) + "|\n"
-            for margin, group in own.groupby("margin", sort=False):
-                group = group.set_index("grade")
-                cells = [f"{group[key][g]:.3f} ± {group[f'{key}_sd'][g]:.3f}" for g in columns]
-                text += f"| {margin} ({group['runs'].iloc[0]} seeds) | {' | '.join(cells)} |\n"
-            text += "\n"
+            rows = []
+            for margin, group in own.groupby("margin", observed=True):
+                row = {"margin": f"{margin} ({group['runs'].iloc[0]} seeds)"}
+                for cell in group.to_dict("records"):
+                    row[f"{cell['grade']} ({cell['pairs']})"] = f"{cell[key]:.3f} ± {cell[f'{key}_sd']:.3f}"
+                rows.append(row)
+            text += f"{what}, {LABELS[labels]}\n\n{markdown(rows)}\n"
     return text
 
 
 def draw_margins(table: pandas.DataFrame, path: Path):
-    """Accuracy (above) and score gap (below) by grade, a line with error bars per margin, a column per labels."""
-    there = [labels for labels in LABELS if labels in set(table["labels"])]
-    figure = Figure(figsize=(1.5 + 4.3 * len(there), 6.5), layout="constrained")
-    axes = figure.subplots(2, len(there), squeeze=False, sharex=True, sharey="row")
-    for column, labels in enumerate(there):
-        for row, key in enumerate(("accuracy", "gap")):
-            axis = axes[row][column]
-            for shift, (margin, color) in enumerate(zip(MARGINS, ("#777777", "#1f77b4", "#d62728"), strict=True)):
-                own = table[(table["labels"] == labels) & (table["margin"] == margin)].set_index("grade")
-                found = [grade for grade in GRADES if grade in own.index]
-                place = [GRADES.index(grade) + 0.12 * (shift - 1) for grade in found]
-                values = [own[key][grade] for grade in found]
-                error = [own[f"{key}_sd"][grade] for grade in found]
-                axis.errorbar(place, values, error, marker="o", capsize=3, linestyle="", color=color, label=margin)
+    """Draw accuracy (above) and score gap (below) by grade: error bars per margin, a column of axes per labels."""
+    columns = [labels for labels in LABELS if labels in set(table["labels"])]
+    figure = Figure(figsize=(1.5 + 4.3 * len(columns), 6.5), layout="constrained")
+    axes = figure.subplots(2, len(columns), squeeze=False, sharex=True, sharey="row")
+    for column, labels in enumerate(columns):
+        for axis, key in zip(axes[:, column], ("accuracy", "gap"), strict=True):
+            for shift, (margin, color) in enumerate(COLORS.items()):
+                own = table[(table["labels"] == labels) & (table["margin"] == margin)]
+                place = own["grade"].cat.codes + 0.12 * (shift - 1)
+                style = {"marker": "o", "capsize": 3, "linestyle": "", "color": color, "label": margin}
+                axis.errorbar(place, own[key], own[f"{key}_sd"], **style)
             axis.set_xticks(range(len(GRADES)), GRADES)
             axis.set_ylabel({"accuracy": "accuracy", "gap": "chosen − rejected reward"}[key])
             axis.grid(alpha=0.3)
@@ -106,10 +91,11 @@ def draw_margins(table: pandas.DataFrame, path: Path):
 
 
 def main(args: Args):
-    table, output = over_seeds(margin_runs(Path(args.runs))), Path(args.output_dir)
+    table = margin_table(Path(args.runs))
+    output = Path(args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     table.round(4).to_csv(output / "margins.csv", index=False)
-    text = margin_tables(table)
+    text = margin_text(table)
     (output / "margins.md").write_text(text, encoding="utf-8")
     draw_margins(table, output / "margins.png")
     print(text)

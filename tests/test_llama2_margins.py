@@ -49,7 +49,7 @@ def test_each_command_reads_what_those_before_it_wrote(name, tmp_path):
     runs = {args.output_dir: (args.margin, args.seed) for path, args in found if path == "llama2/reward.py"}
     if name == "margins.sh":
         assert all(folder.endswith(f"/{margin}/{seed}") for folder, (margin, seed) in runs.items())
-        assert len(runs) == len(margins.LABELS) * len(margins.MARGINS) * 4
+        assert len(runs) == len(margins.LABELS) * len(margins.COLORS) * 4
     else:
         assert [margin for margin, _ in runs.values()] == ["small", "none"]
         assert found[-1][1].reward_combination == "safety_gate" and found[-1][1].reward_model_paths == [*runs]
