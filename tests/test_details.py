@@ -14,7 +14,7 @@ import random
 import re
 import statistics
 import struct
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -35,13 +35,12 @@ from conftest import (
     read_jsonl,
     record,
     sample_by_hand,
-    script,
     write_jsonl,
 )
 from datasets import Dataset, load_from_disk
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from undo_details import PATCHES, ROOT, read_patches
 
 import dpo
@@ -334,10 +333,8 @@ def test_detail_03_space_eos_and_pad(hand_made):
     tokenizer = hand_made.tokenizer
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     assert pad != eos and pad == len(tokenizer) - 1
-    texts = [
-        (row, "reference_response", raw["summary"])
-        for row, raw in zip(hand_made.sft["train"], hand_made.posts, strict=True)
-    ]
+    raw_rows = zip(hand_made.sft["train"], hand_made.posts, strict=True)
+    texts = [(row, "reference_response", raw["summary"]) for row, raw in raw_rows]
     for split, pairs in hand_made.pairs.items():
         for row, raw in zip(hand_made.preference[split], pairs, strict=True):
             texts += [(row, "chosen", raw["summaries"][raw["choice"]]["text"])]
@@ -394,21 +391,18 @@ def test_detail_04_length_limits(hand_made):
 
 def test_detail_05_shapes_and_padding_sides(world):
     pad = padded_tokenizer(world.model).pad_token_id
-    for name, split_widths in (
-        ("sft", dict.fromkeys(("train", "validation", "test"), (512, 53, 562))),
-        (
-            "preference",
-            dict.fromkeys(("train", "validation"), (512, 169, 638)) | {"validation_cnndm": (1919, 155, 2021)},
-        ),
-    ):
+    tldr, news = (512, 169, 638), (1919, 155, 2021)
+    widths = {"sft": dict.fromkeys(("train", "validation", "test"), (512, 53, 562))}
+    widths["preference"] = {"train": tldr, "validation": tldr, "validation_cnndm": news}
+    for name, split_widths in widths.items():
         data = load_from_disk(str(world.dataset.parent / name))
         assert set(data) == set(split_widths)
         for split, (query, response, both) in split_widths.items():
-            widths = {"query_token": query}
+            expected = {"query_token": query}
             for column in ("reference_response",) if name == "sft" else ("chosen", "rejected"):
-                widths |= {f"{column}_token": response, f"query_{column}_token": both}
-                widths[f"query_{column}_token_response_label"] = both
-            for column, width in widths.items():
+                expected |= {f"{column}_token": response, f"query_{column}_token": both}
+                expected[f"query_{column}_token_response_label"] = both
+            for column, width in expected.items():
                 rows = torch.tensor(data[split][column][:])
                 assert rows.shape == (len(data[split]), width), (split, column)
                 real = (rows != pad).int()
@@ -419,25 +413,15 @@ def test_detail_05_shapes_and_padding_sides(world):
 
 
 def test_detail_06_policy_pairs(world):
-    def by_hand(rows: list[dict]) -> Counter:
-        return Counter(", ".join(sorted(s["policy"] or "null" for s in row["summaries"])) for row in rows)
-
-    raw = {split: read_jsonl(world.raw / "comparisons" / f"{split}.jsonl") for split in ("train", "validation")}
-    news = ("batch0_cnndm", "cnndm0", "cnndm2")
-    rows_of = {
-        "train": raw["train"],
-        "validation": [row for row in raw["validation"] if row["batch"] not in news],
-        "validation_cnndm": [row for row in raw["validation"] if row["batch"] in news],
-    }
-    expected = {split: by_hand(rows) for split, rows in rows_of.items()}
+    expected, groups = defaultdict(Counter), Counter()
+    for file in ("train", "validation"):
+        for row in read_jsonl(world.raw / "comparisons" / f"{file}.jsonl"):
+            split = "validation_cnndm" if row["batch"] in ("batch0_cnndm", "cnndm0", "cnndm2") else file
+            expected[split][", ".join(sorted(s["policy"] or "null" for s in row["summaries"]))] += 1
+            values = {"batch": row["batch"], "split": row["split"], "extra.confidence": row["extra"]["confidence"]}
+            for column, value in values.items():
+                groups[split, column, "null" if value is None else str(value)] += 1
     folder = world.dataset.parent / "statistics"
-    groups = Counter()  # Detail 1
-    for split, rows in rows_of.items():
-        for row in rows:
-            confidence = row["extra"]["confidence"]
-            groups[split, "batch", row["batch"]] += 1
-            groups[split, "split", row["split"]] += 1
-            groups[split, "extra.confidence", "null" if confidence is None else str(confidence)] += 1
     table = read_csv(folder / "groups.csv")
     found = [((row["split"], row["column"], row["value"]), int(row["pairs"])) for row in table]
     assert dict(found) == groups and len(found) == len(groups)
@@ -452,41 +436,32 @@ def test_detail_06_policy_pairs(world):
 # ---- Detail 7: every stage's models ------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def gpt2(world, tmp_path_factory) -> Path:
-    """A nano GPT-2, whose positions are absolute, with room for [PAD]."""
-    import nano
-
-    root = tmp_path_factory.mktemp("gpt2")
-    nano.main(nano.Args(tokenizer=str(world.tokenizer), architecture="gpt2", size="xs", output_dir=str(root / "raw")))
-    sft.load_policy(str(root / "raw"), padded_tokenizer(world.model)).save_pretrained(root / "model")
-    padded_tokenizer(world.model).save_pretrained(root / "model")
-    return root / "model"
+def make_gpt2(tokenizer, folder: Path):
+    """A nano GPT-2, which has absolute positions that matter, and dropout in its config."""
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, vocab_size=len(tokenizer))
+    model = AutoModelForCausalLM.from_config(config)
+    model.transformer.wpe.weight.data *= 20
+    model.save_pretrained(folder)
 
 
-DROPOUT = {
-    "gpt2": {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1},
-    "gpt_neox": {"attention_dropout": 0.1, "hidden_dropout": 0.1},
-}
-
-
-def test_detail_07_no_dropout(world, gpt2, tmp_path):
+def test_detail_07_no_dropout(world, tmp_path):
     """As models are loaded. The models that test_gradients.py trains have dropout in their configs, too."""
     tokenizer = padded_tokenizer(world.model)
     tokens = torch.randint(0, len(tokenizer) - 1, (2, 40), generator=torch.Generator().manual_seed(0))
-    for architecture, source in (("gpt_neox", world.model), ("gpt2", gpt2)):
-        folder, trained = tmp_path / architecture, tmp_path / f"{architecture}_reward"
-        AutoModelForCausalLM.from_pretrained(source).save_pretrained(folder)
-        edit_config(folder, **DROPOUT[architecture])
+    make_gpt2(tokenizer, tmp_path / "gpt2")
+    AutoModelForCausalLM.from_pretrained(world.model).save_pretrained(tmp_path / "gpt_neox")
+    edit_config(tmp_path / "gpt_neox", attention_dropout=0.1, hidden_dropout=0.1)
+    for name in ("gpt2", "gpt_neox"):
+        folder, trained = tmp_path / name, tmp_path / f"{name}_reward"
         plain = AutoModelForCausalLM.from_pretrained(folder).train()
         assert not torch.equal(plain(tokens).logits, plain(tokens).logits)  # there is something to switch off
         for stage in (sft, dpo, ppo):
             policy = stage.load_policy(str(folder), tokenizer)
-            assert torch.equal(policy(tokens).logits, policy(tokens).logits), (architecture, stage)
+            assert torch.equal(policy(tokens).logits, policy(tokens).logits), (name, stage)
         new = reward.new_reward_model(str(folder), tokenizer)
         reward.new_reward_model(str(folder), tokenizer).finished().save_pretrained(trained)
         for model in (new, ppo.load_reward_model(str(trained), tokenizer)):
-            assert torch.equal(model(tokens), model(tokens)), architecture
+            assert torch.equal(model(tokens), model(tokens)), name
 
 
 # ---- Details 9 to 16: SFT and reward model -----------------------------------------------------------------
@@ -566,12 +541,11 @@ def test_detail_13_other_positions_are_only_logged(world, reward_run):
     assert not others.requires_grad and all(reward.requires_grad for reward in rewards)
 
 
-def test_detail_14_padding_does_not_change_a_reward(world, gpt2, reward_run, tmp_path):
+def test_detail_14_padding_does_not_change_a_reward(world, reward_run, tmp_path):
     tokenizer = padded_tokenizer(world.model)
     pad = tokenizer.pad_token_id
-    absolute = reward.new_reward_model(str(gpt2), tokenizer)
-    absolute.model.transformer.wpe.weight.data *= 20  # positions that matter
-    absolute.finished().save_pretrained(tmp_path / "gpt2")
+    make_gpt2(tokenizer, tmp_path / "start")
+    reward.new_reward_model(str(tmp_path / "start"), tokenizer).finished().save_pretrained(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "gpt2")
     queries, responses = [[5, 6, 7, 8, 9], [10, 11, 12]], [[13, 14, 0], [15, 16, 17, 18, 0]]
     rows = [q + r for q, r in zip(queries, responses, strict=True)]
@@ -622,25 +596,6 @@ def test_detail_16_a_tie_is_no_hit():
     assert found == {("overall", "all"): (3, 1 / 3)} | batches | confidences
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("path", ["reward.py", "dpo.py", "llama2/reward.py", "simpo.py"])
-def test_detail_16_equal_responses_are_equal(short, path, bf16, size):
-    """Whatever the micro-batch, and where the responses of other pairs are longer."""
-    module, tokenizer = script(path), padded_tokenizer(short.model)
-    batch = load_from_disk(str(short.preference_dataset))["train"].with_format("torch")[:5]
-    for key in ("token", "token_response_label"):
-        batch[f"query_rejected_{key}"][1:4] = batch[f"query_chosen_{key}"][1:4]
-    is_reward = hasattr(module, "new_reward_model")
-    model = (module.new_reward_model if is_reward else module.load_policy)(str(short.model), tokenizer).eval()
-    batch, differ = {key: batch[key] for key in module.PAIR_COLUMNS}, {}
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        for mb in module.pair_micro_batches(batch, size, tokenizer.pad_token_id, "cpu"):
-            scores = (module.pair_rewards if is_reward else module.pair_logprobs)(model, mb)
-            differ |= zip(mb["index"].tolist(), (scores[0] != scores[1]).tolist(), strict=True)
-    assert differ == {0: True, 1: False, 2: False, 3: False, 4: True}
-
-
 @pytest.mark.parametrize(("precision", "beta", "micro_batch"), [("no", 0.05, 8), ("no", 1e-6, 1), ("bf16", 0.05, 2)])
 def test_detail_16_the_first_batch_of_dpo_has_no_preference(short, tmp_path, precision, beta, micro_batch):
     """Policy and reference are equal except for the rounding in different micro-batches."""
@@ -656,52 +611,39 @@ def test_detail_16_the_first_batch_of_dpo_has_no_preference(short, tmp_path, pre
 
 def test_detail_16_accuracy_by_group(short, reward_run):
     assert reward_run.evaluated == ["validation", "validation_cnndm"]  # once each
-    model, expected = PlainReward(reward_run.folder / "model"), {}
-    data = load_from_disk(str(short.preference_dataset))
-    assert {row["batch"] for row in data["validation_cnndm"]} <= {"batch0_cnndm", "cnndm0", "cnndm2"}
+    model, expected = PlainReward(reward_run.folder / "model"), defaultdict(list)
+    data, sides = load_from_disk(str(short.preference_dataset)), ("chosen", "rejected")
     for split in ("validation", "validation_cnndm"):
-        found = []
-        for row in data[split]:
-            tokens = [row[f"query_{side}_token"][: row[f"query_{side}_token_len"]] for side in ("chosen", "rejected")]
-            with torch.no_grad():
-                found.append(model.last(tokens).tolist())
         pairs = read_csv(reward_run.folder / "eval" / f"pairs_{split}.csv")
-        assert close([[float(row[f"{side}_reward"]) for side in ("chosen", "rejected")] for row in pairs], found)
-        for row, (chosen, rejected) in zip(data[split], found, strict=True):
+        for row, pair in zip(data[split], pairs, strict=True):
+            with torch.no_grad():
+                found = model.last([row[f"query_{side}_token"][: row[f"query_{side}_token_len"]] for side in sides])
+            assert close([float(pair[f"{side}_reward"]) for side in sides], found)
             first, second = sorted((row["chosen_policy"], row["rejected_policy"]))
-            groups = [("overall", "all"), ("batch", row["batch"]), ("split", row["split"])]
-            groups += [("policies", f"{first}--{second}"), ("confidence", str(row["extra"]["confidence"]))]
-            for group in groups:
-                expected.setdefault((split, *group), []).append(chosen > rejected)
+            groups = {"overall": "all", "batch": row["batch"], "split": row["split"]}
+            groups |= {"policies": f"{first}--{second}", "confidence": str(row["extra"]["confidence"])}
+            for group in groups.items():
+                expected[split, *group].append((found[0] > found[1]).item())
     table = read_csv(reward_run.folder / "eval/accuracy.csv")
-    table = {(row["data"], row["group"], row["value"]): row for row in table}
-    assert table.keys() == expected.keys()
+    found = {(row["data"], row["group"], row["value"]): row for row in table}
+    assert found.keys() == expected.keys()
     for key, hits in expected.items():
-        assert int(table[key]["pairs"]) == len(hits), key
-        assert close(float(table[key]["accuracy"]), sum(hits) / len(hits)), key
+        assert int(found[key]["pairs"]) == len(hits), key
+        assert close(float(found[key]["accuracy"]), sum(hits) / len(hits)), key
 
 
 # ---- Details 17 and 18: the reward model beside a judge, calibration -------------------------------------------
 
 
-def report_of(reward_run, root: Path, **settings):
-    """rm_report.py's files of that run, in root/report_…"""
-    folder = root / "runs" / "reward" / "nano" / "1"
-    folder.parent.mkdir(parents=True)
-    folder.symlink_to(reward_run.folder)
-    rm_report.main(rm_report.Args(("nano",), (1,), str(root / "runs"), output=str(root / "report"), **settings))
-
-
 def test_detail_17_agreement_with_a_judge(short, reward_run, tmp_path, monkeypatch):
-    """A judge that reads the paper's prompt and prefers the summary that comes first in the alphabet, whichever of A
-    and B it is; the reward model agrees where it gives that one more."""
+    """The judge reads the paper's prompt and prefers the summary that comes first in the alphabet. Which summary is A:
+    test_judge.py."""
     data = load_from_disk(str(short.preference_dataset))["validation"]
     texts = [[row[side].removesuffix(EOS).strip() for side in ("chosen", "rejected")] for row in data]
-    firsts = []
 
     def ask(args, prompts, file, known):
         for prompt in prompts:
-            post, a, b = re.fullmatch(
+            query, a, b = re.fullmatch(
                 r"Which of the following summaries does a better job of summarizing the most important points in the "
                 r"given forum post, without including unimportant or irrelevant details\? Judge based on accuracy, "
                 r"coverage, and coherence\.\n\nPost:\n(.*)\n\nSummary A:\n(.*)\n\nSummary B:\n(.*)\n\nFIRST provide a "
@@ -709,18 +651,18 @@ def test_detail_17_agreement_with_a_judge(short, reward_run, tmp_path, monkeypat
                 prompt,
                 re.DOTALL,
             ).groups()
-            row = next(i for i, query in enumerate(data["query"]) if query == post and {a, b} == set(texts[i]))
-            firsts.append(a == texts[row][0])
+            assert sorted((a, b)) in [sorted(x) for x, q in zip(texts, data["query"], strict=True) if q == query]
             known[judge.key(args, prompt)] = f"Comparison: x.\nPreferred: {'A' if a < b else 'B'}"
         return []
 
     monkeypatch.setattr(judge, "ask", ask)
-    rm_report.main(
-        rm_report.Args(preference_dataset=str(short.preference_dataset), write_pairs=str(tmp_path / "p.csv"))
-    )
-    judge.main(judge.Args((str(tmp_path / "p.csv"),), "m", base_url="http://localhost:1"))
-    assert 4 <= sum(firsts) <= len(data) - 4  # the order is drawn, against a liking for the first place
-    report_of(reward_run, tmp_path, judged=str(tmp_path / "judge_m_of_p.csv"))
+    pairs, folder = tmp_path / "p.csv", tmp_path / "runs" / "reward" / "nano" / "1"
+    rm_report.main(rm_report.Args(preference_dataset=str(short.preference_dataset), write_pairs=str(pairs)))
+    judge.main(judge.Args((str(pairs),), "m", base_url="http://localhost:1"))
+    folder.parent.mkdir(parents=True)
+    folder.symlink_to(reward_run.folder)
+    paths = {"judged": str(tmp_path / "judge_m_of_p.csv"), "output": str(tmp_path / "report")}
+    rm_report.main(rm_report.Args(("nano",), (1,), str(tmp_path / "runs"), **paths))
     rewards = read_csv(reward_run.folder / "eval" / "pairs_validation.csv")
     prefers = [float(row["chosen_reward"]) > float(row["rejected_reward"]) for row in rewards]
     alike = [(chosen < rejected) == hit for (chosen, rejected), hit in zip(texts, prefers, strict=True)]

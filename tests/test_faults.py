@@ -13,7 +13,6 @@ import resource
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -26,7 +25,7 @@ import torch
 import tyro
 import wandb
 from accelerate.state import AcceleratorState
-from conftest import free_port, make_reward_model, read_jsonl
+from conftest import make_reward_model, read_jsonl
 from datasets import DatasetDict, load_from_disk
 from kill_runs import left_behind
 from safetensors.torch import load_file, save_file
@@ -219,12 +218,6 @@ def test_a_damaged_checkpoint_is_named_and_nothing_changes(halfway, whole, damag
     assert toy(toy_args(halfway, resume=True)) == [3, 4, 5, 6] and end_of(halfway) == whole
 
 
-def test_the_two_newest_checkpoints_are_kept(tmp_path):
-    toy(toy_args(tmp_path / "run", save_every=1))
-    found = sorted(x.name for x in (tmp_path / "run" / "checkpoints").iterdir())
-    assert found == ["update_000005", "update_000006"]
-
-
 @pytest.mark.parametrize("left", ["args.json", "checkpoints", "model"])
 def test_no_run_is_overwritten(halfway, left):
     (halfway / "model").mkdir()
@@ -374,11 +367,12 @@ def test_damaged_weights_and_code_in_place_of_them(models, tmp_path, name):
 
 def test_a_gradient_that_is_no_number_stops_before_the_step(tmp_path):
     with pytest.raises(SystemExit) as end:
-        toy(toy_args(tmp_path / "run", save_every=1), lambda update: float("inf") if update == 3 else None)
-    assert str(end.value).startswith("error: update 3: the gradient norm is ")
-    assert newest(tmp_path / "run").name == "update_000002"
+        toy(toy_args(tmp_path / "run", save_every=1), lambda update: float("inf") if update == 5 else None)
+    assert str(end.value).startswith("error: update 5: the gradient norm is ")
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2  # only the two newest are kept
+    assert newest(tmp_path / "run").name == "update_000004"
     assert all(x.isfinite().all() for x in load_file(newest(tmp_path / "run") / "model.safetensors").values())
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 5
 
 
 def test_a_score_that_is_no_number_names_its_model_and_episode(world, tmp_path):
@@ -393,50 +387,6 @@ def test_a_score_that_is_no_number_names_its_model_and_episode(world, tmp_path):
         ppo.main(ppo.Args(**arguments, batch_size=8, total_episodes=8, eval_rows=2))
     assert str(end.value).startswith(f"error: update 1, episode 0: the score of {folder} is nan;")
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl") == []
-
-
-# ---- a rank that dies -------------------------------------------------------------------------------------------
-
-
-def test_a_signal_to_one_rank_stops_both_and_a_dead_one_ends_the_other(tmp_path):
-    """Two processes started by hand: no launcher that would end the one when the other ends."""
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    ranks = []
-    for rank in (0, 1):
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, __file__, str(tmp_path / "run")],
-                env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=(tmp_path / f"rank{rank}.log").open("w"),
-                stderr=subprocess.STDOUT,
-            )
-        )
-    codes, folder = [rank.wait(120) for rank in ranks], tmp_path / "run"
-    logs = [(tmp_path / f"rank{rank}.log").read_text() for rank in (0, 1)]
-    assert codes[0] not in (0, 75) and codes[1] == -signal.SIGKILL, logs[0][-2000:] + logs[1][-2000:]
-    assert "ended with 75" in logs[0] and "ended with 75" in logs[1]
-    assert "stopped by a signal after update 2;" in logs[0] and f"{folder} continues after update 2" in logs[0]
-    assert [x.name for x in sorted((folder / "checkpoints").iterdir())] == ["update_000002", "update_000004"]
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["update"] for line in lines] == [0, 1, 2, 3, 4]
-    assert toy(toy_args(folder, resume=True)) == [5, 6]  # one process ends what two began
-
-
-def one_of_two_ranks(folder: Path):
-    """Rank 1 gets a signal in the second update, and SIGKILL in the fifth, of the run that goes on from there."""
-    destroy, torch.distributed.destroy_process_group = torch.distributed.destroy_process_group, lambda group=None: None
-    rank, events = int(os.environ["RANK"]), {2: signal.SIGUSR1, 5: signal.SIGKILL}
-    for resume in (False, True):
-        try:
-            toy(
-                toy_args(folder, resume=resume),
-                lambda update: os.kill(os.getpid(), events[update]) if rank and update in events else None,
-            )
-        except SystemExit as end:
-            print("ended with", end.code, flush=True)
-            AcceleratorState._reset_state(True)
-    destroy()
 
 
 # ---- trackers ---------------------------------------------------------------------------------------------------
@@ -503,7 +453,3 @@ def test_no_code_runs_from_a_config(models, tmp_path):
             read(str(folder), tokenizer)
     sft.load_tokenizer(str(folder))  # needs no code
     assert not (tmp_path / "ran").exists()
-
-
-if __name__ == "__main__":
-    one_of_two_ranks(Path(sys.argv[1]))
