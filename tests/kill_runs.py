@@ -94,7 +94,7 @@ def finish(child: int) -> int:
 
 
 def wandb_history(path: Path) -> dict[int, dict]:
-    """Return {step: metrics} of an offline W&B file. This is a LevelDB log: seven bytes, then blocks of 32 KiB of records
+    """Return {step: metrics} of an offline W&B file. It is a LevelDB log: 7 bytes, then blocks of 32 KiB of records
     with a header of checksum, length and type (1 whole, 2 first, 3 middle, 4 last)."""
     data, place, text, found = path.read_bytes(), 7, b"", {}
     while place + 7 <= len(data):
