@@ -1,16 +1,15 @@
-"""kill -9 at random instants, then --resume: does every run end as if nothing had happened?
+"""Kill runs with SIGKILL at random instants, resume them, and compare them with a run that was not killed.
 
     python tests/kill_runs.py                              # 20 kills per stage -> benchmark/results/faults.md
     python tests/kill_runs.py --kills 2 --stages ppo --output /tmp/faults.md
 
-Each stage trains a nano model for six updates with a checkpoint every second one, TensorBoard, W&B (offline) and the
-evaluation, once to its end and then once per kill. The first half of the kills aims at the writing of a checkpoint, the
-others at any moment. The resumed run has to leave the same weights, metrics.jsonl (but for the times), tables and
-TensorBoard events as the run that nobody killed, and the same in W&B from its checkpoint on.
+Each stage trains a nano model for six updates with a checkpoint after every second one, TensorBoard, W&B (offline) and
+the evaluation: once to its end, and then once per kill. The first half of the kills aims at the writing of a
+checkpoint, the others at any moment. The resumed run must leave the same weights, metrics.jsonl (except for times),
+tables and TensorBoard events as the complete run, and the same in W&B from its checkpoint on.
 """
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -32,6 +31,7 @@ from accelerate.state import AcceleratorState  # noqa: E402
 from eval_helpers import markdown  # noqa: E402
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader  # noqa: E402
 from tensorboard.compat.proto.event_pb2 import SessionLog  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 from wandb.proto import wandb_internal_pb2  # noqa: E402
 
 import dpo  # noqa: E402
@@ -50,8 +50,6 @@ class Args:
     """kills per stage"""
     seed: int = 1
     """seed of the instants"""
-    jobs: int = 2
-    """stages side by side"""
     output: str = "benchmark/results/faults.md"
     """Markdown file for the table of kills"""
 
@@ -96,8 +94,8 @@ def finish(child: int) -> int:
 
 
 def wandb_history(path: Path) -> dict[int, dict]:
-    """{step: metrics} of an offline W&B file: a LevelDB log of 32 KiB blocks behind seven bytes, records with a header
-    of checksum, length and type (1 whole, 2 first, 3 middle, 4 last). An error where a step is there twice."""
+    """Return {step: metrics} of an offline W&B file. It is a LevelDB log: 7 bytes, then blocks of 32 KiB of records
+    with a header of checksum, length and type (1 whole, 2 first, 3 middle, 4 last)."""
     data, place, text, found = path.read_bytes(), 7, b"", {}
     while place + 7 <= len(data):
         left = 32768 - place % 32768
@@ -120,8 +118,8 @@ def wandb_history(path: Path) -> dict[int, dict]:
 
 
 def tensorboard_events(folder: Path) -> list[tuple[int, str, float]]:
-    """(step, key, value) of all scalars of a run as TensorBoard shows them, sorted: a resumed run's file says from
-    which step on it replaces those before."""
+    """Return the sorted (step, key, value) of all scalars that TensorBoard shows. The file of a resumed run names the
+    step from which it replaces earlier files."""
     files = [list(EventFileLoader(str(path)).Load()) for path in folder.glob("events.*")]
     found = []
     for event in chain.from_iterable(sorted(files, key=lambda x: [e.wall_time for e in x[:1]])):  # names: whole seconds
@@ -146,8 +144,8 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 
 def left_behind(folder: Path) -> dict:
-    """What a run left, without its clock: weights (bytes), metrics, tables (text), TensorBoard, W&B, stray files. Of
-    W&B what its server makes of the offline files, synced one after another: the first word on a step counts."""
+    """Return what a run left, without times: weights (bytes), metrics, tables (text), TensorBoard, W&B, stray files. If
+    several W&B files have a step, the first one counts, as on W&B's server."""
     history = {}
     for path in sorted((folder / "wandb").glob("*run-*/*.wandb")):
         history = {step: without_times(row) for step, row in wandb_history(path).items()} | history
@@ -162,8 +160,8 @@ def left_behind(folder: Path) -> dict:
 
 
 def complete(found: dict) -> str:
-    """What is wrong with what an uninterrupted run left: each line of metrics.jsonl is once in TensorBoard and, if it
-    was used, in W&B."""
+    """Return what is wrong with what a complete run left, or "". Each line of metrics.jsonl must be in TensorBoard and,
+    if it was used, in W&B exactly once."""
     expected = {
         line["update"]: {key: value for key, value in line.items() if key != "update"} for line in found["metrics"]
     }
@@ -204,7 +202,7 @@ def settings(root: Path) -> dict:
 
 
 def kill_stage(stage: str, whole, root: Path, args: Args) -> list[dict]:
-    """A row per kill: what was half-written, what --resume continued from, and whether all ended the same."""
+    """Return a row per kill: what was half-written, where the resumed run began, and what differs at its end."""
     chance = random.Random(f"{args.seed} {stage}")
     whole = replace(whole, output_dir=str(root / f"{stage}.whole"))
     if finish(start(stage, whole)):
@@ -214,7 +212,7 @@ def kill_stage(stage: str, whole, root: Path, args: Args) -> list[dict]:
     if wrong:
         raise SystemExit(f"error: {stage}, not killed: {wrong}")
     duration = conftest.read_metrics(Path(whole.output_dir))[-1]["time/total"]
-    for kill in range(args.kills):
+    for kill in tqdm(range(args.kills), desc=stage):
         run = replace(whole, output_dir=str(root / f"{stage}.{kill}"))
         folder, wait = Path(run.output_dir), chance.random() * duration
         events = [folder / "args.json"]
@@ -229,18 +227,16 @@ def kill_stage(stage: str, whole, root: Path, args: Args) -> list[dict]:
         finish(child)
         partial = [x.name for x in folder.glob("checkpoints/*.tmp")]
         ended = (folder / "model").exists()  # then --resume does nothing
-        again = finish(start(stage, replace(run, resume=True)))
-        said = [line for line in Path(f"{folder}.log").read_text().splitlines() if "continues after update" in line]
-        found = left_behind(folder) if again == 0 else {}
-        came_from = int(said[-1].split()[-1]) if said else 0
+        code = finish(start(stage, replace(run, resume=True)))
+        log = [line for line in Path(f"{folder}.log").read_text().splitlines() if "continues after update" in line]
+        found, came_from = left_behind(folder) if code == 0 else {}, int(log[-1].split()[-1]) if log else 0
         different = [key for key in expected if key != "W&B" and found.get(key) != expected[key]]
-        history = found.get("W&B", {})  # what W&B's service had not written when its run was killed is not in its file
-        again_said = {step for step in expected["W&B"] if not ended and step > came_from}
-        if {step: expected["W&B"].get(step) for step in history} != history or not again_said <= history.keys():
+        history = found.get("W&B", {})  # the file lacks what W&B's service had not yet written at the kill
+        later = {step for step in expected["W&B"] if not ended and step > came_from}
+        if {step: expected["W&B"].get(step) for step in history} != history or not later <= history.keys():
             different.append("W&B")
-        row = {"stage": stage, "kill": kill + 1, "half-written": ", ".join(partial) or "-"}
-        row["continued from"] = "nothing: it had ended" if ended else f"update {came_from}"
-        row["exit code"] = again
+        row = {"stage": stage, "kill": kill + 1, "half-written": ", ".join(partial) or "-", "exit code": code}
+        row["continued from"] = "nothing: the run was complete" if ended else f"update {came_from}"
         row["different"] = ", ".join(different) or "nothing"
         rows.append(row)
         if not different:
@@ -252,25 +248,24 @@ def main(args: Args):
     torch.set_num_threads(1)
     root = Path(tempfile.mkdtemp(prefix="kill_runs_"))
     runs = settings(root)
-    jobs = [(stage, runs[stage], root, args) for stage in args.stages]
-    with multiprocessing.get_context("fork").Pool(args.jobs) as pool:
-        rows = sum(pool.starmap(kill_stage, jobs, chunksize=1), [])
+    rows = []
+    for stage in args.stages:
+        rows += kill_stage(stage, runs[stage], root, args)
     summary = []
     for stage in args.stages:
         own = [row for row in rows if row["stage"] == stage]
-        inside = sum(row["half-written"] != "-" for row in own)
-        fine = sum(row["exit code"] == 0 for row in own)
-        identical = sum(row["different"] == "nothing" for row in own)
-        summary.append(
-            {"stage": stage, "kills": len(own), "inside a save": inside, "survived": fine, "identical": identical}
-        )
+        counts = {"stage": stage, "kills": len(own)}
+        counts["inside a save"] = sum(row["half-written"] != "-" for row in own)
+        counts["survived"] = sum(row["exit code"] == 0 for row in own)
+        counts["identical"] = sum(row["different"] == "nothing" for row in own)
+        summary.append(counts)
     text = f"# kill -9, then --resume\n\n`python tests/kill_runs.py --kills {args.kills} --seed {args.seed}`\n\n"
     text += markdown(summary)
     print(text)
     Path(args.output).write_text(text)
     if any(row["different"] != "nothing" for row in rows):
         print(markdown(rows))
-        raise SystemExit(f"error: a resumed run ended elsewhere; the folders are in {root}")
+        raise SystemExit(f"error: a resumed run left other files. See the folders in {root}")
     shutil.rmtree(root)
 
 

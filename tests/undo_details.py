@@ -28,7 +28,7 @@ from accelerate.state import AcceleratorState
 ROOT = Path(__file__).resolve().parents[1]
 # fixtures whose work is done once, and the script that does it
 MADE_BY = {"world": "tldr_dataset.py", "hand_made": "tldr_dataset.py", "short": "tldr_dataset.py", "talker": ""}
-MADE_BY |= {"gpt2": "sft.py", "sft_run": "sft.py", "reward_run": "reward.py", "dpo_run": "dpo.py", "ppo_run": "ppo.py"}
+MADE_BY |= {"reward_run": "reward.py", "dpo_run": "dpo.py", "ppo_run": "ppo.py"}
 
 # one block per patch: detail or test, files (one after the other), what is undone; "- " the text, "+ " what replaces it
 PATCHES = r"""
@@ -126,7 +126,7 @@ PATCHES = r"""
 16 reward.py: rounding decides a tie
 - & ~tie).tolist()
 + ).tolist()
-17 eval/judge.py: A is B in the prompt
+test_judge.py::test_the_places eval/judge.py: A is B in the prompt
 - a=s if first else o, b=o if first else s
 + a=o if first else s, b=s if first else o
 17 eval/rm_report.py: ties count
