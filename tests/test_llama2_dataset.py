@@ -4,13 +4,12 @@ most tests, each word is one token, so that tokens can be counted by hand."""
 import collections
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import check_data
 import pandas
 import pytest
-from conftest import read_csv, write_jsonl
+from conftest import read_csv, script, write_jsonl
 from datasets import load_from_disk
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -18,10 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import tldr_dataset
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "llama2"))
-
-import preference_dataset  # noqa: E402
-from preference_dataset import READERS, Args  # noqa: E402
+preference_dataset = script("llama2/preference_dataset.py")
+READERS, Args = preference_dataset.READERS, preference_dataset.Args
 
 WORDS = "a b c d e f g h i j k l m n o p q r s t u v w x y z".split()
 WORDS += "SUBREDDIT: TITLE: POST: TL;DR: r/ r/x Article:".split()
