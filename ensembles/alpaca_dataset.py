@@ -24,22 +24,20 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import tyro
 from datasets import Dataset, DatasetDict, Features, Value, disable_progress_bars, load_dataset
 from rich.console import Console
 from rich.progress import track
-from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer
 
-sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval", "llama2")]
 
 from eval_helpers import fail, or_fail  # noqa: E402
+from preference_dataset import TURNS, load_base  # noqa: E402
 
 from tldr_dataset import column_types, encode, pad_right, read_file, text_field, unfinished_folder  # noqa: E402
 
 SPLITS = {"sft": 10_000, "pref": 10_000, "unlabeled": 20_000, "val": 2_000, "unused": 10_000}  # AlpacaFarm's rows
 INSTRUCTION_FIELDS = ("instruction", "input", "output")
-TURNS = "<|prompter|>", "<|assistant|>"
 
 
 @dataclass
@@ -130,24 +128,6 @@ def instruction_columns(row: dict, tokenizer, max_query_length: int, max_respons
     }
 
 
-def extended_base(path: str):
-    """Return model and tokenizer of --base with a token for each turn, and more embeddings if it has none for them. The
-    turns are no special tokens, so that decoding keeps them, as it does a prompt's text."""
-    name, _, revision = path.partition("@")
-    name = path if Path(path).exists() else name  # a local path may contain an @
-    settings = {"revision": revision or "main", "trust_remote_code": False}
-    with or_fail(f"--base {path} cannot be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(name, **settings)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **settings)
-    if tokenizer.eos_token is None:
-        fail(f"--base {path}: its tokenizer has no EOS token, which ends every turn")
-    tokenizer.add_tokens([AddedToken(turn, normalized=False) for turn in TURNS])
-    if model.get_input_embeddings().num_embeddings < len(tokenizer) + 1:  # and [PAD], which the stages add
-        torch.manual_seed(1)
-        model.resize_token_embeddings(len(tokenizer) + 1, pad_to_multiple_of=64, mean_resizing=False)
-    return model, tokenizer
-
-
 def main(args: Args):
     disable_progress_bars()  # of `datasets`
     output_dir = Path(args.output_dir).expanduser()
@@ -156,11 +136,14 @@ def main(args: Args):
     splits = deal_out(instruction_rows(args.dataset), args.seed)
     if empty := [split for split in ("sft", "pref", "unlabeled", "val") if not splits[split]]:
         fail(f"--dataset {args.dataset}: no rows for the split {empty[0]}; rows are too few, or their `split` says so")
-    model, tokenizer = extended_base(args.base)
+    model, tokenizer = load_base(args.base, turns=True)
     with unfinished_folder(output_dir) as folder:
         finished = folder / "finished"
-        model.save_pretrained(finished / "base")
-        tokenizer.save_pretrained(finished / "base")
+        if model is None:
+            print(f"--base {args.base} already has the turns: start sft.py from it, as no {output_dir}/base is written")
+        else:
+            model.save_pretrained(finished / "base")
+            tokenizer.save_pretrained(finished / "base")
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # as the stages do, after the turns
         made = {}
         for split in ("sft", "pref", "unlabeled", "val"):
@@ -185,7 +168,7 @@ def main(args: Args):
             made[split] = Dataset.from_list(found, features=Features(types))
         for name in ("sft", "pref", "unlabeled"):
             DatasetDict({"train": made[name], "validation": made["val"]}).save_to_disk(finished / name)
-    print(f"wrote {output_dir}/base, {output_dir}/sft, {output_dir}/pref and {output_dir}/unlabeled")
+    print(f"wrote {', '.join(str(folder) for folder in sorted(output_dir.iterdir()))}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,12 @@ OURS = [
 ]
 # tools may take from the stage scripts, and from each other what is named here; no stage script imports
 IMPORTS = {"ensembles/study.py": "study_runs", "quickstart/scaling.py": "study_runs"}
-IMPORTS |= {"eval/gold.py": "judge", "quickstart/posts.py": "truth", "quickstart/report.py": "truth"}
+IMPORTS |= {
+    "ensembles/alpaca_dataset.py": "preference_dataset",
+    "eval/gold.py": "judge",
+    "quickstart/posts.py": "truth",
+    "quickstart/report.py": "truth",
+}
 FOR_TOOLS = {"eval_helpers", "ppo", "reward", "tldr_dataset", "run_metrics"}
 MARK = "# ==== plumbing"
 DIFFER = {"main", "Args"}  # what every script has of its own
