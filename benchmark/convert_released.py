@@ -51,7 +51,7 @@ def or_fail(message: str):
 
 
 def released(model: str, seed: int) -> str:
-    """id@revision of the paper's reward model of a size and seed."""
+    """Return id@revision of the paper's reward model of a size and seed."""
     base = f"EleutherAI/pythia-{model}-deduped"
     with (Path(__file__).parent / "released_checkpoints.csv").open() as file:
         for row in csv.DictReader(file):

@@ -63,19 +63,19 @@ class Args:
 
 
 def wilson(hits: float, n: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of `hits` in n independent trials."""
+    """Return Wilson's 95 % interval of a share of `hits` in n independent trials."""
     z, share = 1.96, hits / n
     centre, width = share + z * z / (2 * n), z * sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return (centre - width) / (1 + z * z / n), (centre + width) / (1 + z * z / n)
 
 
 def words_of(text: str) -> list[str]:
-    """Words of a text in lower case, without punctuation."""
+    """Return the words of a text in lower case, without punctuation."""
     return re.findall(r"\w+", text.lower())
 
 
 def copied(summary: str, source: str, n: int) -> float | None:
-    """Share of the summary's n-grams of words that the source has too; None if it has none."""
+    """Return the share of the summary's n-grams of words that the source has too; None if it has none."""
     grams, known = (
         [tuple(text[i : i + n]) for i in range(len(text) - n + 1)] for text in map(words_of, (summary, source))
     )
@@ -83,7 +83,7 @@ def copied(summary: str, source: str, n: int) -> float | None:
 
 
 def source_of(query: str) -> str:
-    """What a query keeps of its post."""
+    """Return the part of its post that a query keeps."""
     return query.split("\nPOST: ", 1)[1].removesuffix("\n\nTL;DR:")
 
 
@@ -91,7 +91,7 @@ def source_of(query: str) -> str:
 
 
 def policy_row(args: Args, stage: str, accelerator, sft, tokenizer, posts) -> dict:
-    """Means over the validation posts of one policy's samples, and what its training took."""
+    """Return means over the validation posts of one policy's samples, and the time of its training."""
     rows = pandas.read_csv(
         args.runs / "samples" / "tldr" / stage / "eval" / "samples_validation.csv", keep_default_na=False
     )
@@ -120,8 +120,8 @@ def policy_row(args: Args, stage: str, accelerator, sft, tokenizer, posts) -> di
 
 
 def agreement_rows(args: Args) -> tuple[list[dict], list[dict]]:
-    """Agreement of reward model and DPO with the validation pairs by who judged them, beside two rules of thumb, and
-    the reward model's calibration."""
+    """Return the agreement of reward model and DPO with the validation pairs by who judged them, beside two rules of
+    thumb, and the reward model's calibration."""
     pairs = load_from_disk(args.data / "preference")["validation"]
     longer = [len(words_of(a)) - len(words_of(b)) for a, b in zip(pairs["chosen"], pairs["rejected"], strict=True)]
     hits = {"the longer summary": [0.5 if gap == 0 else float(gap > 0) for gap in longer]}
@@ -192,7 +192,7 @@ def with_interval(row, name: str, digits: int = 3) -> str:
 
 
 def print_page(folder: Path):
-    """The page's tables in Markdown."""
+    """Print the page's tables in Markdown."""
     policies = pandas.read_csv(folder / "policies.csv")
     kept, whole = policies["kept_median"][0], policies["kept_whole"][0]
     print(f"Of a post's text {kept:.2f} is kept in the median; {whole:.2f} of the posts are whole.\n")
@@ -233,7 +233,8 @@ def print_page(folder: Path):
 
 
 def draw_runs(folder: Path):
-    """curves.png: the loss of SFT, the reward model's accuracy in training, and PPO and RLOO over their episodes."""
+    """Draw curves.png: the loss of SFT, the reward model's accuracy in training, and PPO and RLOO over their
+    episodes."""
     curves = pandas.read_csv(folder / "curves.csv")
     figure = Figure(figsize=(13, 6.5))
     axes = figure.subplots(2, 3).flat

@@ -29,8 +29,8 @@ def fail(message: str):
 
 
 def read_gguf(file: Path):
-    """Model in float32 and tokenizer of a GGUF file. The model is made anew from its sizes, because the one that
-    transformers returns is marked as quantised and cannot be saved."""
+    """Return the model in float32 and tokenizer of a GGUF file. The model is made anew from its sizes, because the one
+    that transformers returns is marked as quantised and cannot be saved."""
     settings = {"gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(file.parent, **settings)
     quantised = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **settings)

@@ -52,7 +52,7 @@ class Args:
 
 
 def last_rewards(model, tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Rewards (b,) of right-padded rows (b, T), read at their last token (Detail 12)."""
+    """Return the rewards (b,) of right-padded rows (b, T), read at their last token (Detail 12)."""
     lengths = (tokens != pad_id).sum(1)
     return model(tokens[:, : rounded_width(lengths)]).gather(1, lengths[:, None] - 1).squeeze(1)
 
@@ -61,12 +61,12 @@ def last_rewards(model, tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
 
 
 def mean_weights(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The mean of k models' weights, summed in float64: {name: float32 tensor}."""
+    """Return the mean of k models' weights, summed in float64: {name: float32 tensor}."""
     return {name: torch.stack([state[name].double() for state in states]).mean(0).float() for name in states[0]}
 
 
 def same_base(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Cosine of two models' weight matrices, all as one vector, without the head."""
+    """Return the cosine of two models' weight matrices, all as one vector, without the head."""
     names = [name for name, tensor in one.items() if tensor.dim() > 1 and not name.startswith("score.")]
     flat = [torch.cat([state[name].flatten().double() for name in names]) for state in (one, other)]
     return F.cosine_similarity(*flat, dim=0).item()
@@ -74,7 +74,8 @@ def same_base(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> f
 
 @torch.no_grad()
 def accuracies(model, pairs, pad_id: int, size: int, name: str) -> dict[str, float]:
-    """{"all" or a value of the column `batch`: share of the pairs whose chosen response scores higher, ties half}."""
+    """Return {"all" or a value of the column `batch`: share of the pairs whose chosen response scores higher, ties
+    half}."""
     wins, device = defaultdict(list), next(model.parameters()).device
     for start in track(range(0, len(pairs), size), name, console=Console(stderr=True), transient=True):
         batch = pairs[start : start + size]

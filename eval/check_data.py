@@ -88,8 +88,8 @@ def check_split(path: str, split: str, rows: Dataset, args: Args, tokenizer):
 
 
 def find_damage(row: dict, tokenizer, widths: dict[str, int]) -> dict:
-    """{"damage": what is wrong with a row of a finished data set, "" if nothing}; QUERY_DIFFERS if nothing else is.
-    widths: {column of tokens: its width in the first row}."""
+    """Return {"damage": what is wrong with a row of a finished data set, "" if nothing}; QUERY_DIFFERS if nothing else
+    is. widths: {column of tokens: its width in the first row}."""
     pad_id = tokenizer.pad_token_id
     query_ids = row["query_token"] or []
     query = query_ids[query_ids.count(pad_id) :]
@@ -120,8 +120,8 @@ def find_damage(row: dict, tokenizer, widths: dict[str, int]) -> dict:
 
 
 def id_damage(column: str, ids: list, tokens: list, width: int, tokenizer) -> str:
-    """What is wrong with ids that should be (width,); tokens: without as many ids as there are [PAD], on the side for
-    it."""
+    """Return what is wrong with ids that should be (width,); tokens: without as many ids as there are [PAD], on the
+    side for it."""
     pad_id = tokenizer.pad_token_id
     largest = len(tokenizer) - 1
     wrong = [token for token in tokens if token is None or token == pad_id or not 0 <= token <= largest]
@@ -137,8 +137,8 @@ def id_damage(column: str, ids: list, tokens: list, width: int, tokenizer) -> st
 
 
 def is_tokens_of(text: str, tokens: list[int], has_eos: bool, tokenizer) -> bool:
-    """Are these what the tokenizer makes of a text, or do they decode to it? The latter have special tokens in them, or
-    were sampled (alpaca_dataset.py and gold_label.py in ensembles/)."""
+    """Return whether these are the tokens of a text, or decode to it. The latter have special tokens in them, or were
+    sampled (alpaca_dataset.py and gold_label.py in ensembles/)."""
     end = [tokenizer.eos_token_id] if has_eos else []
     if encode(tokenizer, text.removesuffix(tokenizer.eos_token)) + end == tokens:
         return True
@@ -146,7 +146,7 @@ def is_tokens_of(text: str, tokens: list[int], has_eos: bool, tokenizer) -> bool
 
 
 def joined_damage(row: dict, name: str, query: list[int], ids: list[int], tokens: list[int], pad_id: int) -> str:
-    """What is wrong with label and text of query + response. ids, tokens: with and without [PAD]."""
+    """Return what is wrong with label and text of query + response. ids, tokens: with and without [PAD]."""
     column = f"{name}_token"
     response = name.removeprefix("query_")
     shared = len(os.path.commonprefix([query, tokens]))

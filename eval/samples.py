@@ -81,9 +81,10 @@ class Args:
 
 @torch.no_grad()
 def sampled(accelerator: Accelerator, policy, reward_model, data, tokenizer, args, split: str) -> list[dict]:
-    """Sampled summaries of every row of a split, in order: dicts of id, query, response, reference, response_tokens
-    (EOS counted), has_eos, with a reward model score (whether there is an EOS or not) and reference_score, and the
-    F-measures rouge1, rouge2, rougeL (no stemming, as the authors). A score that is not finite is an error."""
+    """Return a sampled summary of every row of a split, in order: dicts of id, query, response, reference,
+    response_tokens (EOS counted), has_eos, with a reward model score (whether there is an EOS or not) and
+    reference_score, and the F-measures rouge1, rouge2, rougeL (no stemming, as the authors). A score that is not finite
+    is an error."""
     pad_id = tokenizer.pad_token_id
     rouge = RougeScorer(["rouge1", "rouge2", "rougeL"])
     samples = []
@@ -117,7 +118,7 @@ def sampled(accelerator: Accelerator, policy, reward_model, data, tokenizer, arg
 
 
 def end_rewards(accelerator: Accelerator, reward_model, queries, responses, pad_id: int) -> list[float]:
-    """The rewards of responses (b, R) to left-padded queries (b, Q), read at their last token (Detail 12)."""
+    """Return the rewards of responses (b, R) to left-padded queries (b, Q), read at their last token (Detail 12)."""
     batch = make_batch(queries, responses, pad_id)
     with accelerator.autocast():
         rewards = reward_model(batch["tokens"][:, : rounded_width(batch["row_lengths"])])  # (b, T)
@@ -125,7 +126,8 @@ def end_rewards(accelerator: Accelerator, reward_model, queries, responses, pad_
 
 
 def sample_summary(split: str, rows: list[dict]) -> dict:
-    """Means over the rows of a split: ROUGE, length in tokens (EOS counted), share that ended with EOS, and scores."""
+    """Return means over the rows of a split: ROUGE, length in tokens (EOS counted), share that ended with EOS, and
+    scores."""
     keys = ("rouge1", "rouge2", "rougeL", "response_tokens", "has_eos", "score", "reference_score")
     means = {key: sum(float(row[key]) for row in rows) / len(rows) for key in keys if key in rows[0]}
     if "score" in means:
@@ -134,15 +136,15 @@ def sample_summary(split: str, rows: list[dict]) -> dict:
 
 
 def settings_of(folder: Path) -> dict:
-    """The arguments of a run, from its args.json; {} for a folder that is no run."""
+    """Return the arguments of a run, from its args.json; {} for a folder that is no run."""
     file = folder / "args.json"
     with or_fail(f"{file} cannot be read"):
         return json.loads(file.read_text()) if file.exists() else {}
 
 
 def dataset_of(checkpoint: str, known: dict) -> str:
-    """The data set of a run with the arguments `known`: its own or, because DPO and SimPO have only pairs, its SFT
-    model's. A checkpoint that is no run ({}) has the default one; a run whose data set is not known is an error."""
+    """Return the data set of a run with the arguments `known`: its own or, because DPO and SimPO have only pairs, its
+    SFT model's. A checkpoint that is no run ({}) has the default one; a run whose data set is not known is an error."""
     if not known:
         return "data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET
     found, sft_model = known.get("dataset"), known.get("sft_model_path")

@@ -44,7 +44,7 @@ def read_curves(run: Path) -> pandas.DataFrame:
 
 
 def draw(curves: pandas.DataFrame, path: Path):
-    """One panel per metric over the episodes."""
+    """Draw one panel per metric over the episodes."""
     figure = Figure(figsize=(10.5, 3), layout="constrained")
     for i, (axis, (metric, title)) in enumerate(zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True)):
         own = curves[curves["metric"] == metric]

@@ -43,12 +43,13 @@ def fail(message: str):
 
 
 def padded_vocab_size(num_tokens: int) -> int:
-    """num_tokens and a [PAD], rounded up to a multiple of 64: 50,277 tokens of Pythia's tokenizer give its 50,304."""
+    """Return num_tokens and a [PAD], rounded up to a multiple of 64: 50,277 tokens of Pythia's tokenizer give its
+    50,304."""
     return -(-(num_tokens + 1) // 64) * 64
 
 
 def nano_config(architecture: str, size: str, num_tokens: int, bos_id: int | None, eos_id: int):
-    """The configuration of a nano model for a tokenizer of num_tokens tokens."""
+    """Return the configuration of a nano model for a tokenizer of num_tokens tokens."""
     hidden, layers, heads = SIZES[size]
     vocab_size = padded_vocab_size(num_tokens)
     common = {"bos_token_id": bos_id, "eos_token_id": eos_id, "max_position_embeddings": 2048}
@@ -80,7 +81,8 @@ def nano_config(architecture: str, size: str, num_tokens: int, bos_id: int | Non
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
-    """Parameters without and with embeddings (token and position tables and the output layer); tied ones count once."""
+    """Return the number of parameters without and with embeddings (token and position tables and the output layer);
+    tied ones count once."""
     total = sum(p.numel() for p in model.parameters())
     embeddings = {id(m.weight): m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     embeddings[id(model.get_output_embeddings().weight)] = model.get_output_embeddings().weight

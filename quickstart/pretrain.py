@@ -62,7 +62,7 @@ def fail(message: str):
 
 
 def batches_of(documents: list[torch.Tensor], batch_size: int, seed: int) -> list[list[torch.Tensor]]:
-    """Whole batches of documents of similar length (each pool of 50 batches is sorted), in a random order."""
+    """Return whole batches of documents of similar length (each pool of 50 batches is sorted), in a random order."""
     generator = torch.Generator().manual_seed(seed)
     order, batches = torch.randperm(len(documents), generator=generator).tolist(), []
     for start in range(0, len(order), 50 * batch_size):
@@ -72,7 +72,8 @@ def batches_of(documents: list[torch.Tensor], batch_size: int, seed: int) -> lis
 
 
 def document_loss(model, documents: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean loss in nats per token, whether each next token (b, T - 1) is guessed right, and the next tokens."""
+    """Return the mean loss in nats per token, whether each next token (b, T - 1) is guessed right, and the next
+    tokens."""
     tokens = pad_sequence(documents, batch_first=True)
     targets = pad_sequence(documents, batch_first=True, padding_value=-100)[:, 1:]
     logits = model(tokens[:, :-1]).logits  # (b, T - 1, V)
@@ -82,7 +83,8 @@ def document_loss(model, documents: list[torch.Tensor]) -> tuple[torch.Tensor, t
 
 @torch.no_grad()
 def evaluate(model, documents: list[torch.Tensor], restated: list[torch.Tensor]) -> dict[str, float]:
-    """Held-out loss per token, and the share of repeated words (a mask per document) that are guessed right."""
+    """Return the held-out loss per token, and the share of repeated words (a mask per document) that are guessed
+    right."""
     loss, count, right, words = 0.0, 0, 0, 0
     for start in range(0, len(documents), 32):
         part = documents[start : start + 32]
@@ -95,7 +97,7 @@ def evaluate(model, documents: list[torch.Tensor], restated: list[torch.Tensor])
 
 
 def restated_words(tokenizer, text: str, tokens: torch.Tensor) -> torch.Tensor:
-    """Mask (T,) of the tokens behind the post that are a word of the post, of four letters or more."""
+    """Return a mask (T,) of the tokens behind the post that are a word of the post, of four letters or more."""
     post, _, rest = text.partition("\n\nPOST: ")[2].partition("\n\n")
     start = len(tokens) - 1 - len(tokenizer(rest)["input_ids"])
     known = set(re.findall(r"\w{4,}", post))

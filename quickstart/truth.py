@@ -38,7 +38,7 @@ REPEAT_PENALTY = 0.1  # for each run of three words that the summary already had
 
 
 def find_facts(text: str) -> dict[str, set[str]]:
-    """The values of each kind of fact that a text mentions."""
+    """Return the values of each kind of fact that a text mentions."""
     text = text.lower()
     found = {kind: set(re.findall(rf"\b(?:{'|'.join(values)})\b", text)) for kind, values in FACTS.items()}
     found["age"] = set(re.findall(r"\b\d\d(?!\d)", text)) & set(FACTS["age"])  # also 24F and 24yo
@@ -46,12 +46,11 @@ def find_facts(text: str) -> dict[str, set[str]]:
 
 
 def score(post: str, summary: str) -> float:
-    """The true score of a summary, any text, with n facts in the post (an error where there are none):
+    """Return the true score of a summary, any text, with n facts in the post (an error where there are none):
 
     (covered - wrong) / n - WORD_PENALTY for each word beyond FREE_WORDS - REPEAT_PENALTY for each repeated three words
 
-    A fact is covered when post and summary name the same value, and wrong when only the summary names it.
-    """
+    A fact is covered when post and summary name the same value, and wrong when only the summary names it."""
     truth, said = find_facts(post), find_facts(summary)
     n = sum(len(values) for values in truth.values())
     if n == 0:
@@ -65,6 +64,7 @@ def score(post: str, summary: str) -> float:
 
 
 def judge(post: str, summary: str, other: str) -> float:
-    """1 where the truth prefers `summary` to `other`, 0 where it prefers `other`, 0.5 where they score the same."""
+    """Return 1 where the truth prefers `summary` to `other`, 0 where it prefers `other`, 0.5 where they score the
+    same."""
     gap = score(post, summary) - score(post, other)
     return 0.5 if abs(gap) < 1e-9 else float(gap > 0)

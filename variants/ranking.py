@@ -35,7 +35,8 @@ class Args:
 
 
 def paired(rows: pandas.DataFrame, policy: str, other: str = "ppo") -> dict[str, float]:
-    """Mean over seeds of a policy's truth less the other's on the same seed, its 95 % t interval and p (two-sided)."""
+    """Return the mean over seeds of a policy's truth less the other's on the same seed, its 95 % t interval and p
+    (two-sided)."""
     truth = rows.pivot(index="seed", columns="policy", values="truth")
     differences = (truth[policy] - truth[other]).dropna()
     n, mean, error = len(differences), differences.mean(), differences.std() / sqrt(len(differences))
@@ -44,7 +45,8 @@ def paired(rows: pandas.DataFrame, policy: str, other: str = "ppo") -> dict[str,
 
 
 def holm(p: dict[str, float]) -> dict[str, float]:
-    """Holm's corrected p values: the i-th smallest of m times m - i (i from 0), and never below one before it."""
+    """Return Holm's corrected p values: the i-th smallest of m times m - i (i from 0), and never below one before
+    it."""
     corrected, last = {}, 0.0
     for i, (name, value) in enumerate(sorted(p.items(), key=lambda item: item[1])):
         last = corrected[name] = max(last, min(1.0, value * (len(p) - i)))
@@ -52,8 +54,8 @@ def holm(p: dict[str, float]) -> dict[str, float]:
 
 
 def draw(rows: pandas.DataFrame, path: Path):
-    """Truth over KL: a point a seed, and a larger one for the median of each policy. The axis ends a little below SFT;
-    a seed below that is a triangle at its end, with its truth."""
+    """Draw truth over KL: a point a seed, and a larger one for the median of each policy. The axis ends a little below
+    SFT; a seed below that is a triangle at its end, with its truth."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axis = figure.subplots()
     sft = rows[rows["policy"] == "sft"]["truth"].mean()

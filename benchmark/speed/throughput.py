@@ -100,7 +100,7 @@ class Args:
 
 
 def word_tokenizer(words: int):
-    """A tokenizer of `words` - 1 words, `<|endoftext|>` (id 0) among them; [PAD] becomes the last id."""
+    """Return a tokenizer of `words` - 1 words, `<|endoftext|>` (id 0) among them; [PAD] becomes the last id."""
     vocabulary = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, words - 1)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|endoftext|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -108,14 +108,14 @@ def word_tokenizer(words: int):
 
 
 def with_pad(folder: Path):
-    """A tokenizer with `[PAD]`, as the stages add it."""
+    """Return a tokenizer with `[PAD]`, as the stages add it."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
 
 
 def in_words(data: DatasetDict, tokenizer, words: int, stretch: int) -> DatasetDict:
-    """The same rows in numbered words, every token `stretch` times: EOS becomes 0, [PAD] the last id."""
+    """Return the same rows in numbered words, every token `stretch` times: EOS becomes 0, [PAD] the last id."""
     columns = [name for name in data["train"].column_names if name.endswith(("_token", "_label"))]
 
     def convert(token: int) -> list[int]:
@@ -132,7 +132,7 @@ def in_words(data: DatasetDict, tokenizer, words: int, stretch: int) -> DatasetD
 
 
 def make_work(args: Args, work: Path):
-    """work/sft, work/preference, work/few (data), work/model, work/reward (random models, or those of --runs)."""
+    """Make work/sft, work/preference, work/few (data), work/model, work/reward (random models, or those of --runs)."""
     if args.runs:
         write_data({name: load_from_disk(str(Path(args.data, name))) for name in ("sft", "preference")}, work)
         shutil.copytree(Path(args.runs, "sft", "model"), work / "model")
@@ -170,7 +170,7 @@ def make_work(args: Args, work: Path):
 
 
 def write_data(data: dict[str, DatasetDict], work: Path):
-    """work/sft and work/preference with 8 rows of validation, and work/few with 8 rows of train."""
+    """Write work/sft and work/preference with 8 rows of validation, and work/few with 8 rows of train."""
     for name, rows in data.items():
         few = rows["validation"].select(range(8))  # what is made of it does not count
         DatasetDict(train=rows["train"], validation=few).save_to_disk(str(work / name))
@@ -195,7 +195,8 @@ print(f"peak of the GPU's memory: {torch.cuda.max_memory_allocated() / 2**30:.3f
 
 
 def stage_command(args: Args, work: Path) -> list[str]:
-    """The stage script on the rows and models in `work`; on a GPU it ends with its peak memory there."""
+    """Return the command of the stage script on the rows and models in `work`; on a GPU it ends with its peak memory
+    there."""
     command = [sys.executable, *["-c", WITH_PEAK] * (args.device == "cuda"), f"{args.stage}.py"]
     command += ["--model", work / "model", "--output-dir", work / "runs" / args.stage]
     command += ["--batch-size", args.batch_size, "--micro-batch-size", args.micro_batch_size]
@@ -213,13 +214,14 @@ def stage_command(args: Args, work: Path) -> list[str]:
 
 
 def peak_memory(command: list, said: str, usage) -> float:
-    """GiB of a command that has ended: of the GPU under WITH_PEAK (nan if it died before), else its process's."""
+    """Return the peak memory in GiB of a command that has ended: of the GPU under WITH_PEAK (nan if it died before),
+    else its process's."""
     on_gpu = re.search(r"peak of the GPU's memory: (.*) GiB", said)
     return float(on_gpu[1] if on_gpu else "nan") if WITH_PEAK in command else usage.ru_maxrss / 2**20
 
 
 def run(command: list, log: Path) -> float:
-    """A command to its end, its output in a file; returns its peak memory in GiB."""
+    """Run a command to its end, with its output in a file. Returns its peak memory in GiB."""
     with log.open("w") as output:
         child = subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     _, status, usage = os.wait4(child.pid, 0)
@@ -230,8 +232,8 @@ def run(command: list, log: Path) -> float:
 
 
 def ours(args: Args, work: Path, *flags) -> dict:
-    """Seconds per counted update, peak GiB, the last update's loss and, of ppo, seconds of its phases, of one run of
-    the stage script with further flags."""
+    """Run the stage script with further flags. Returns seconds per counted update, peak GiB, the last update's loss
+    and, of ppo, seconds of its phases."""
     folder = work / "runs" / args.stage
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -262,7 +264,8 @@ def check_finite(name: str, lines: list[dict]):
 
 
 def peer(args: Args, work: Path, *flags, **others) -> dict:
-    """The same of one run of TRL's trainer in its own environment, and its arguments; `others`: of trl_peer.py's."""
+    """Run TRL's trainer in its own environment. Returns the same numbers, and the trainer's arguments. `others` are
+    further settings of trl_peer.py."""
     version = "1.11.0" if args.stage == "ppo" else "1.16.0"
     python = Path(args.peers, f"trl-{version}", "bin", "python")
     if not (ROOT / python).exists():
@@ -281,8 +284,8 @@ def peer(args: Args, work: Path, *flags, **others) -> dict:
 
 
 def same_loss(args: Args, work: Path) -> tuple[float, float]:
-    """Ours and TRL's loss of the same small batch from the same weights: sft's first; reward's first under the head
-    that ours drew; dpo's second after a long step, since its first is log 2 whatever the model says."""
+    """Return our loss and TRL's of the same small batch from the same weights: sft's first; reward's first under the
+    head that ours drew; dpo's second after a long step, since its first is log 2 whatever the model says."""
     rate = {"sft": 3e-6, "reward": 0.0, "dpo": 1e-3}[args.stage]
     changed = {"updates": 2 if args.stage == "dpo" else 1, "warmup": 0, "batch_size": 2 * args.micro_batch_size}
     small = replace(args, **changed)
@@ -292,7 +295,7 @@ def same_loss(args: Args, work: Path) -> tuple[float, float]:
 
 
 def rows(args: Args, work: Path) -> torch.Tensor:
-    """The rows that ours sees, in order; its seed is the default."""
+    """Return the indices of the rows that the stage script sees, in order, at its default seed."""
     data = load_from_disk(str(work / ("preference" if args.stage in ("reward", "dpo") else "sft")))["train"]
     return data_order(len(data), 44413, 0, args.batch_size * args.updates)
 
@@ -301,8 +304,9 @@ def rows(args: Args, work: Path) -> torch.Tensor:
 
 
 def work_done(args: Args, work: Path, response: float) -> tuple[float, float]:
-    """Mean real tokens of an item, and the floating-point operations of one pass forward over them: 2 x parameters x
-    tokens, the head where a loss reads it, and attention (4 x width x keys for each token). `response`: of PPO's."""
+    """Return the mean real tokens of an item, and the floating-point operations of one pass forward over them: 2 x
+    parameters x tokens, the head where a loss reads it, and attention (4 x width x keys for each token). `response`: of
+    PPO's."""
     config, pad_id = AutoConfig.from_pretrained(work / "model"), with_pad(work / "model").pad_token_id
     width, layers = config.hidden_size, config.num_hidden_layers
     with torch.device("meta"):
@@ -340,8 +344,8 @@ def real_length(ids: list[int], pad_id: int) -> int:
 
 
 def matmul_rate(args: Args, work: Path, tokens: float) -> float:
-    """Floating-point operations per second of (tokens of a micro-batch, width) x (width, inner width of the MLP), the
-    largest product of a layer; the median of 30."""
+    """Return the floating-point operations per second of (tokens of a micro-batch, width) x (width, inner width of the
+    MLP), the largest product of a layer; the median of 30."""
     config, device = AutoConfig.from_pretrained(work / "model"), torch.device(args.device)
     width, inner = config.hidden_size, config.intermediate_size
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
