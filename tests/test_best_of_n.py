@@ -201,6 +201,16 @@ def test_the_grid_of_n():
 # ---- sampling ----------------------------------------------------------------------------------------------------
 
 
+def test_top_p_by_hand():
+    for probs, top_p, kept in (
+        ([0.05, 0.5, 0.15, 0.3], 0.9, [1, 2, 3]),  # 0.8 is not enough
+        ([0.125, 0.5, 0.125, 0.25], 0.75, [1, 3]),  # exactly enough
+        ([0.25] * 4, 0.5, [0, 1]),  # the first of equals
+    ):
+        found = best_of_n.nucleus(torch.tensor([probs]).log(), top_p)[0]
+        assert found.isfinite().nonzero().flatten().tolist() == kept
+
+
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 0.8), (1.4, 1.0)])
 @torch.no_grad()
 def test_samples_are_those_of_full_forward_passes(made, temperature, top_p):
