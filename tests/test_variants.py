@@ -209,7 +209,7 @@ def start(world, tmp_path_factory) -> SimpleNamespace:
     """.args of a run of the copies of ppo.py with a reward model; .root"""
     root = tmp_path_factory.mktemp("variants")
     policy = make_talker(world, root / "policy", eos=0.1)
-    paths = {"sft_model_path": str(policy), "reward_model_path": str(make_reward_model(policy, root / "reward"))}
+    paths = {"sft_model_path": str(policy), "reward_model_path": str(make_reward_model(policy, root / "reward", 0.3))}
     paths |= {"dataset": str(world.dataset), "model": "nano", "seed": SEED}
     sizes = {"batch_size": BATCH, "total_episodes": 3 * BATCH, "micro_batch_size": 5, "response_length": LENGTH}
     return SimpleNamespace(
