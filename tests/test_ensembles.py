@@ -1,5 +1,5 @@
 """ensembles/ppo.py after "Reward Model Ensembles Help Mitigate Overoptimization", and eval/gold.py: with one member it
-is ppo.py, validation samples change nothing, and the gold reward's numbers are those of plain code."""
+equals ppo.py, validation samples change nothing, and plain code gives the same gold rewards."""
 
 import ast
 import json
@@ -21,7 +21,6 @@ import tyro
 from accelerate.state import AcceleratorState
 from conftest import (
     free_port,
-    give_other_tokenizer,
     head_of,
     make_constant,
     make_talker,
@@ -43,9 +42,6 @@ SEED, BATCH, UPDATES, ROWS, LENGTH, LAMBDA = 7, 8, 3, 5, 10, 0.5
 FUNCTION = """
 def score(post, summary):
     return len(post) / 100 - len(summary) / 7
-
-def fails(post, summary):
-    raise ValueError("no fact in the post")
 
 def nan(post, summary):
     return float("nan") if summary else 0.0
@@ -112,11 +108,11 @@ def single(setting) -> Path:
 
 
 @pytest.fixture(scope="module")
-def golden(setting) -> SimpleNamespace:
-    """A run against both, the frozen models in the machine's memory: .args, .folder."""
+def golden(setting) -> Path:
+    """A run against both members, with the frozen models in the machine's memory."""
     args = setting.args("golden", eval_every=2, offload=True)
     args = replace(args, lr_schedule="cosine", final_learning_rate=1e-4, penalty_reward_value=None)
-    return SimpleNamespace(args=args, folder=run(args))
+    return run(args)
 
 
 # ---- one member, and a gold reward -------------------------------------------------------------------------------
@@ -176,7 +172,7 @@ def worth(sample) -> float:
 @pytest.mark.parametrize("members", [1, 2])
 def test_gold_of_each_update_is_that_of_plain_code(setting, world, single, golden, members):
     """With a reward model as gold, and with a function. At update 0 the policy is the SFT model."""
-    folder = single if members == 1 else golden.folder
+    folder = single if members == 1 else golden
     gold.main(
         gold.Args(
             runs=(str(folder.parent / folder.name),), gold=str(setting.gold) if members == 1 else setting.function
@@ -214,38 +210,12 @@ def test_a_sampled_carriage_return_breaks_no_row_of_the_samples(setting, monkeyp
     assert gold.read_samples((str(folder),))["response"].tolist() == ["a\rb"] * ROWS
 
 
-def stopped(args, monkeypatch):
-    """Arguments of a run that ended after the second update's metrics, with the first's checkpoint."""
-    args = replace(args, output_dir=f"{args.output_dir}_stopped", save_every=1)
-
-    def write_and_end(accelerator, args, metrics, update, last, write=ppo.write_metrics):
-        write(accelerator, args, metrics, update, last)
-        if update == 2:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ppo, "write_metrics", write_and_end)
-        run(args)
-    return args
-
-
-def test_a_stopped_run_ends_with_the_same_bytes(golden, monkeypatch):
-    args = stopped(golden.args, monkeypatch)
-    folder = Path(args.output_dir)
-    assert len(read_metrics(folder)) == 2 and not (folder / "model").exists()
-    run(replace(args, resume=True))
-    assert weights(folder) == weights(golden.folder)
-    assert without(read_metrics(folder), "time/") == without(read_metrics(golden.folder), "time/")
-    for file in golden.folder.glob("samples/*"):
-        assert (folder / "samples" / file.name).read_bytes() == file.read_bytes()
-
-
 def test_more_processes_than_validation_posts_find_the_same(setting):
-    """Three processes, of which one has no validation post, against one."""
-    args = setting.args("alone", eval_rows=2, batch_size=12, total_episodes=12)
+    """Two processes, one of which has no validation post, against one process."""
+    args = setting.args("alone", eval_rows=1, total_episodes=BATCH)
     alone, args = run(args), replace(args, output_dir=str(setting.root / "shared"))
-    launch, children = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}, []
-    for rank in ("0", "1", "2"):
+    launch, children = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}, []
+    for rank in ("0", "1"):
         children.append(os.fork())
         if children[-1] == 0:
             try:
@@ -254,15 +224,13 @@ def test_more_processes_than_validation_posts_find_the_same(setting):
                 os._exit(0)
             finally:
                 os._exit(1)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 3
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
     shared = Path(args.output_dir)
-    for found, expected in zip(
-        without(read_metrics(shared), "time/"), without(read_metrics(alone), "time/"), strict=True
-    ):
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    found, expected = (without(read_metrics(folder), "time/") for folder in (shared, alone))
+    assert found == [pytest.approx(line, rel=1e-4, abs=1e-5) for line in expected]
     found, expected = (pandas.read_csv(folder / "samples" / "update_000001.csv") for folder in (shared, alone))
     pandas.testing.assert_frame_equal(found, expected, rtol=1e-3)
-    assert len(expected) == 2 and (expected["kl_k2"] > 0.01).all()
+    assert len(expected) == 1 and (expected["kl_k2"] > 0.01).all()
 
 
 # ---- members -----------------------------------------------------------------------------------------------------
@@ -279,7 +247,7 @@ def standard(setting) -> SimpleNamespace:
 def test_members_are_standardised_by_their_scores_of_the_sft_policys_samples(setting, world, standard, golden):
     samples = plain_samples(setting, world, setting.sft, -2, split="train")
     scales = json.loads((standard.folder / "members.json").read_text())
-    assert list(scales) == [str(x) for x in setting.members] and not (golden.folder / "members.json").exists()
+    assert list(scales) == [str(x) for x in setting.members] and not (golden / "members.json").exists()
     columns = list(zip(*(x.scores for x in samples), strict=True))
     for (mean, sd), column in zip((x.values() for x in scales.values()), columns, strict=True):
         assert mean == pytest.approx(statistics.fmean(column), rel=1e-4)
@@ -287,9 +255,22 @@ def test_members_are_standardised_by_their_scores_of_the_sft_policys_samples(set
 
 
 def test_a_resumed_run_keeps_the_scale_of_its_members(standard, monkeypatch):
-    args = stopped(standard.args, monkeypatch)
+    """It continues from the first update's checkpoint, after it was stopped in the second update."""
+    args = replace(standard.args, output_dir=f"{standard.folder}_stopped", save_every=1)
+
+    def write_and_end(accelerator, args, metrics, update, last, write=ppo.write_metrics):
+        write(accelerator, args, metrics, update, last)
+        if update == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ppo, "write_metrics", write_and_end)
+        run(args)
+    assert not Path(args.output_dir, "model").exists()
     monkeypatch.setattr(ppo, "member_scales", lambda *_: ppo.fail("measured again"))
-    assert weights(run(replace(args, resume=True))) == weights(standard.folder)
+    resumed = run(replace(args, resume=True))
+    assert weights(resumed) == weights(standard.folder)
+    assert without(read_metrics(resumed), "time/") == without(read_metrics(standard.folder), "time/")
 
 
 def test_a_member_that_says_one_thing_of_all_is_named(setting, tmp_path):
@@ -326,12 +307,9 @@ def test_a_member_that_gives_no_number_in_the_rollout_is_named(setting, monkeypa
     assert read_metrics(setting.root / "bad_rollout") == []
 
 
-@pytest.mark.parametrize(
-    ("function", "part"), [("nan", "the score nan"), ("fails", "no fact"), ("nothing", "no function")]
-)
-def test_a_gold_that_gives_no_number_is_named(setting, single, function, part):
-    flag = setting.function.replace(":score", f":{function}")
-    with pytest.raises(SystemExit, match=rf"--gold {re.escape(flag)}.*{part}"):
+def test_a_gold_that_gives_no_number_is_named(setting, single):
+    flag = setting.function.replace(":score", ":nan")
+    with pytest.raises(SystemExit, match=rf"--gold {re.escape(flag)}.*the score nan"):
         gold.main(gold.Args(runs=(str(single),), gold=flag))
 
 
@@ -348,18 +326,11 @@ def test_a_gold_that_gives_no_number_is_named(setting, single, function, part):
             {"reward_combination": "safety_gate", "uwo_lambda": None, "standardise_members": True},
             ["safety_gate needs --no-standardise-members"],
         ),
-        ({"reward_model_paths": ["{root}/gold", "{root}/nowhere"]}, ["--reward-model-paths {root}/nowhere"]),
-        ({"reward_model_paths": ["{root}/gold", "{root}/other"]}, ["{root}/other", "another tokenizer"]),
     ],
 )
-def test_bad_input(setting, world, tmp_path, changes, parts):
-    if not (setting.root / "other").exists():  # a model with room for both tokenizers
-        give_other_tokenizer(world, save_reward(setting.root / "other", setting.sft, 5))
-    changes = json.loads(json.dumps(changes).replace("{root}", str(setting.root)))
+def test_bad_input(setting, tmp_path, changes, parts):
     text = error(setting.args("", output_dir=str(tmp_path / "runs" / "out"), **changes))
-    for part in parts:
-        assert part.format(root=setting.root) in text
-    assert not (tmp_path / "runs").exists()
+    assert all(part in text for part in parts) and not (tmp_path / "runs").exists()
 
 
 # ---- commands ----------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ import truth
 import tyro
 from accelerate.state import AcceleratorState
 from conftest import ablations, files, read_csv, read_jsonl
-from datasets import load_from_disk
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,7 +40,7 @@ SMALL |= {"num_validation_comparisons": 30, "num_cnndm_comparisons": 30, "num_pr
 
 
 def close(values: list[float], mean: float) -> bool:
-    """Whether the mean of values is within four of its standard errors of the expected one."""
+    """Is the mean of the values within four standard errors of the expected mean?"""
     return abs(fmean(values) - mean) < 4 * stdev(values) / len(values) ** 0.5
 
 
@@ -81,7 +80,6 @@ WORDS = "the of it a and so then they we you he she who what when where why how 
         ("I'm 24, my sister broke my laptop, feeling sad, should I move out?", 1),
         ("24yo: SISTER Broke lapTOP", 4 / 6),  # upper or lower case, and letters behind the age
         ("I am 24, or 25?", (1 - 1) / 6),  # a contradiction: one right, one wrong
-        ("sad, angry, tired, move out, stay quiet", (2 - 3) / 6),
         ("carpets this morning: sisterly, broken laptops, sadly 240, 1243, a24, moved out, bring a cart", 0),
         ("aged 17, 60, 05 and 99", 0),  # no ages of this world
         (" ".join(["sister", *WORDS[:23]]), 1 / 6),  # 24 words
@@ -115,6 +113,8 @@ def test_each_value_names_itself_only():
 
 
 def test_bytes_depend_on_the_seed_and_not_on_the_process(tmp_path):
+    (tmp_path / "here.tmp/posts").mkdir(parents=True)  # as a killed run leaves it
+    (tmp_path / "here.tmp/posts/stray").write_text("broken")
     for name, seed in (("here", 1), ("other", 2)):
         posts.main(posts.Args(output_dir=str(tmp_path / name), seed=seed, **SMALL))
     # set order and string hashes differ between processes
@@ -124,14 +124,13 @@ def test_bytes_depend_on_the_seed_and_not_on_the_process(tmp_path):
     subprocess.run(command, check=True, env=environment, capture_output=True)
     here, there, other = (files(tmp_path / name) for name in ("here", "there", "other"))
     assert here == there and here.keys() == other.keys()
-    same = {name for name in here if here[name] == other[name]}
-    assert not {name for name in same if name.endswith((".jsonl", "tokenizer.json"))}
+    assert not [name for name in here if here[name] == other[name] and name.endswith((".jsonl", "tokenizer.json"))]
 
 
 def test_no_post_is_in_two_splits(all_posts, tmp_path, monkeypatch):
     assert len(all_posts) == 2600 == len({row["post"] for row in all_posts}) == len({row["id"] for row in all_posts})
     assert not any("{" in row["title"] + row["post"] + row["summary"] for row in all_posts)  # templates are filled
-    # in a world of 40 texts, of which the splits need 30
+    # a world of 40 texts, of which the splits need 30
     facts = {"person": "boss", "age": "30", "event": "hid", "object": "tent"}
     monkeypatch.setattr(posts, "draw_facts", lambda *_: facts)
     monkeypatch.setattr(posts, "write_text", lambda *args: "At 30, my boss hid my tent" + "!" * args[-1].randrange(40))
@@ -162,18 +161,13 @@ def test_every_post_holds_one_value_of_four_to_six_kinds(all_posts, pairs):
 # ---- comparisons ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def tables(raw) -> dict[str, list[dict]]:
-    """The comparisons of posts for training and validation, and those of articles."""
+def test_pairs_are_about_posts_of_their_split(raw):
     validation = read_jsonl(raw / "comparisons/validation.jsonl")
-    return {
+    tables = {
         "train": read_jsonl(raw / "comparisons/train.jsonl"),
         "validation": [row for row in validation if row["info"]["article"] is None],
         "cnndm": [row for row in validation if row["info"]["article"] is not None],
     }
-
-
-def test_pairs_are_about_posts_of_their_split(raw, tables):
     assert {name: len(rows) for name, rows in tables.items()} == {"train": 2000, "validation": 400, "cnndm": 300}
     for split in ("train", "validation"):
         sources = {row["id"]: row for row in read_jsonl(raw / f"posts/{split}.jsonl")}
@@ -194,13 +188,10 @@ def test_choice_follows_the_truth_with_the_noise_share(pairs, tmp_path):
     for about_articles in (False, True):
         rows = [pair for pair in pairs if bool(pair[0]["info"]["article"]) == about_articles]
         assert close([row["choice"] != (scores[1] > scores[0]) for row, _, scores in rows], 0.25)
-    for share in (0, 1):
-        posts.main(posts.Args(output_dir=str(tmp_path / str(share)), label_noise=share, **SMALL))
-        for split in ("train", "validation"):
-            for row in read_jsonl(tmp_path / f"{share}/comparisons/{split}.jsonl"):
-                text = row["info"]["article"] or row["info"]["post"]
-                first, second = (truth.score(text, summary["text"]) for summary in row["summaries"])
-                assert (row["choice"] == (second > first)) == (share == 0)
+    posts.main(posts.Args(output_dir=str(tmp_path / "raw"), label_noise=0, **SMALL))
+    for row in read_jsonl(tmp_path / "raw/comparisons/train.jsonl"):
+        first, second = (truth.score(row["info"]["post"], summary["text"]) for summary in row["summaries"])
+        assert row["choice"] == (second > first)
 
 
 def test_confidence_is_on_the_side_of_the_choice_and_follows_the_gap(pairs):
@@ -258,10 +249,6 @@ def make_nano(folder: Path, tokenizer: Path, **kwargs) -> Path:
     return folder
 
 
-# 12 h^2 + 13 h a layer and 2 h for the last norm: h = 64, 96, 128 and 2, 4, 4 layers
-PARAMETERS = {"xs": 100_096, "s": 447_552, "m": 793_344}
-
-
 def test_weights_follow_the_seed(raw, tmp_path):
     weights = []
     for name, seed in (("first", 1), ("again", 1), ("other", 2)):
@@ -279,18 +266,8 @@ def base(raw, tmp_path_factory) -> Path:
     return make_nano(tmp_path_factory.mktemp("base") / "nano-xs", raw / "tokenizer")
 
 
-def random_documents(lengths: list[int], seed: int = 0) -> list[torch.Tensor]:
-    """Documents of random tokens that end with EOS, id 0; the first token numbers the document."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = [torch.randint(1, 1000, (length,), generator=generator) for length in lengths]
-    for i, row in enumerate(rows):
-        row[0], row[-1] = i, 0
-    return rows
-
-
 def test_batches_are_whole_and_hold_every_document_once():
-    rng = random.Random(1)
-    documents = random_documents([rng.randint(2, 300) for _ in range(50 * 4 + 30)])  # a whole pool, and 7 batches and 2
+    documents = [torch.tensor([i] * random.Random(i).randint(2, 300)) for i in range(230)]  # a pool of 200, and 30
     batches = pretrain.batches_of(documents, 4, seed=3)
     assert [len(batch) for batch in batches] == [4] * 57
     numbers = [document[0].item() for batch in batches for document in batch]
@@ -300,19 +277,6 @@ def test_batches_are_whole_and_hold_every_document_once():
     assert [d[0].item() for batch in again for d in batch] == numbers
     assert sorted(d[0].item() for batch in other for d in batch) != sorted(numbers)  # others are left over
     assert sum(map(len, pretrain.batches_of(documents[:200], 4, seed=3))) == 200
-
-
-def own_loss(model, documents: list[torch.Tensor]) -> tuple[float, int, list[torch.Tensor]]:
-    """Summed loss, number of predicted tokens and hits (T - 1,) of each document, one by one and without padding."""
-    total, count, hits = 0.0, 0, []
-    for document in documents:
-        with torch.no_grad():
-            logprobs = model(document[None, :]).logits[0, :-1].log_softmax(-1)
-        nexts = document[1:]
-        total -= sum(logprobs[t, token].item() for t, token in enumerate(nexts.tolist()))
-        count += len(nexts)
-        hits.append(logprobs.argmax(-1) == nexts)
-    return total, count, hits
 
 
 def test_pretraining_is_the_documented_loop(raw, base, tmp_path):
@@ -342,29 +306,31 @@ def test_pretraining_is_the_documented_loop(raw, base, tmp_path):
     assert all(written[name].equal(weight.to(torch.bfloat16)) for name, weight in model.state_dict().items())
 
 
-@pytest.mark.parametrize("size", PARAMETERS)
-def test_the_bases_of_the_repository_can_copy(raw, size):
-    """And what they are measured by is an own loop over documents without padding."""
+# 12 h^2 + 13 h a layer and 2 h for the last norm: h = 64, 96, 128 and 2, 4, 4 layers
+@pytest.mark.parametrize(("size", "parameters"), [("xs", 100_096), ("s", 447_552), ("m", 793_344)])
+def test_the_bases_of_the_repository_can_copy(raw, size, parameters):
+    """pretrain.evaluate gives the loss and the accuracy of a loop over single documents without padding."""
     folder = ROOT / "quickstart/bases" / f"nano-{size}"
     with safe_open(folder / "model.safetensors", "pt") as weights:
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert nano.count_parameters(base)[0] == PARAMETERS[size]
+    assert nano.count_parameters(base)[0] == parameters
     tokenizer = AutoTokenizer.from_pretrained(folder)
     other = AutoTokenizer.from_pretrained(ROOT / "quickstart/bases/nano-xs")  # they share their tokenised data
     assert tokenizer.get_vocab() == other.get_vocab() and tokenizer.pad_token is None and tokenizer.eos_token_id == 0
     assert len(tokenizer) < base.config.vocab_size  # room for [PAD]
-    for values in truth.FACTS.values():
-        assert all(len(tokenizer(f" {value}")["input_ids"]) == len(value.split()) for value in values)
     # of another seed than what it has read; two batches, of 32 and 8
     texts = [row["text"] for row in read_jsonl(raw / "pretraining.jsonl")[:40]]
     documents = [torch.tensor([*ids, 0]) for ids in tokenizer(texts)["input_ids"]]
     masks = [pretrain.restated_words(tokenizer, *pair) for pair in zip(texts, documents, strict=True)]
     found = pretrain.evaluate(base, documents, masks)
-    total, count, hits = own_loss(base, documents)
-    right = sum((hit & mask[1:]).sum().item() for hit, mask in zip(hits, masks, strict=True))
-    words = sum(mask[1:].sum().item() for mask in masks)
-    assert found == pytest.approx({"held_out_loss": total / count, "copying_accuracy": right / words}, rel=1e-5)
+    losses, hits = [], []
+    for document, mask in zip(documents, masks, strict=True):
+        with torch.no_grad():
+            logprobs = base(document[None, :]).logits[0, :-1].log_softmax(-1)
+        losses += [-logprobs[t, token].item() for t, token in enumerate(document[1:].tolist())]
+        hits += (logprobs.argmax(-1) == document[1:])[mask[1:]].tolist()
+    assert found == pytest.approx({"held_out_loss": fmean(losses), "copying_accuracy": fmean(hits)}, rel=1e-5)
     assert found["copying_accuracy"] > 0.9
 
 
@@ -374,15 +340,10 @@ def test_the_bases_of_the_repository_can_copy(raw, size):
 @pytest.mark.parametrize(
     ("module", "change", "named"),
     [
-        (posts, {"num_test": 0}, "--num-test"),
         (posts, {"label_noise": 1.5}, "--label-noise"),
-        (posts, {"output_dir": "{there}"}, "exists"),
         (nano, {"tokenizer": "/nowhere"}, "--tokenizer /nowhere"),
-        (nano, {"output_dir": "{there}"}, "exists"),
-        (pretrain, {"steps": 0}, "--steps"),
         (pretrain, {"held_out": 393}, "--held-out"),
         (pretrain, {"documents": "/nowhere"}, "/nowhere/pretraining.jsonl"),
-        (pretrain, {"model": "/nowhere"}, "--model /nowhere"),
         (pretrain, {"output_dir": "{there}"}, "exists"),
     ],
 )
@@ -399,25 +360,16 @@ def test_bad_input_is_one_message_and_leaves_nothing_behind(raw, base, tmp_path,
     assert files(tmp_path) == {"mine/note": b"keep"}
 
 
-def test_leftovers_of_a_killed_run_do_not_get_in(raw, tmp_path):
-    for name in ("raw", "nano"):
-        (tmp_path / f"{name}.tmp/posts").mkdir(parents=True)
-        (tmp_path / f"{name}.tmp/posts/stray").write_text("broken")
-    posts.main(posts.Args(output_dir=str(tmp_path / "raw"), **SMALL))
-    make_nano(tmp_path / "nano", raw / "tokenizer")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["nano", "raw"] and not list(tmp_path.rglob("stray"))
-
-
 # ---- run.sh: the commands that it gives, recorded by a stand-in for python -------------------------------------------
 
-STAND_IN = """#!{python}
-import json, pathlib, sys
+STAND_IN = """
+import json, os, pathlib, sys
 args = sys.argv[1:]
-with open("{log}", "a") as log:
-    log.write(json.dumps(args) + "\\n")
-if "{dies}" in args:
+with open(os.environ["CALLS"], "a") as calls:
+    calls.write(json.dumps(args) + "\\n")
+if args[0] == os.environ["DIES"]:
     sys.exit(3)
-made = {{"reward.py": "accuracy", "dpo.py": "accuracy", "eval/samples.py": "rouge"}}
+made = {"reward.py": "accuracy", "dpo.py": "accuracy", "eval/samples.py": "rouge"}
 if args[0] == "eval/samples.py" or "--output-dir" in args:  # what a finished command leaves, stages in a new folder
     folder = pathlib.Path(args[args.index("--output-dir") + 1] if "--output-dir" in args else args[1])
     if args[0] != "eval/samples.py":
@@ -428,37 +380,27 @@ if args[0] == "eval/samples.py" or "--output-dir" in args:  # what a finished co
 """
 
 
-class Clone:
+def make_clone(folder: Path) -> Path:
     """A copy of run.sh with a virtual environment whose python only records how it is called."""
+    for name in ("quickstart/run.sh", "quickstart/setup.sh", "requirements.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    python = folder / "venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!{sys.executable}{STAND_IN}")
+    python.chmod(0o755)
+    return folder
 
-    def __init__(self, folder: Path):
-        self.root, self.log = folder / "clone", folder / "log"
-        (self.root / "quickstart").mkdir(parents=True)
-        for name in ("quickstart/run.sh", "quickstart/setup.sh", "requirements.txt"):
-            shutil.copy(ROOT / name, self.root / name)
-        self.venv = folder / "venv"
-        (self.venv / "bin").mkdir(parents=True)
-        self.stand_in()
 
-    def stand_in(self, dies: str = "nothing"):
-        """Python records how it is called and fails at the command that has `dies` in it."""
-        path = self.venv / "bin" / "python"
-        path.write_text(STAND_IN.format(python=sys.executable, log=self.log, dies=dies))
-        path.chmod(0o755)
-
-    def run(self, *args: str):
-        """(finished process, the argument lists that python got), started from another folder."""
-        self.log.write_text("")
-        environment = os.environ | {"VIRTUAL_ENV": str(self.venv)}
-        command = ["bash", str(self.root / "quickstart/run.sh"), *args]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=self.root.parent)
-        return done, [json.loads(line) for line in self.log.read_text().splitlines()]
-
-    def quickstart(self, *args: str) -> list[list[str]]:
-        """The calls of a run that has to succeed, without the installation."""
-        done, calls = self.run(*args)
-        assert done.returncode == 0, done.stderr
-        return [call for call in calls if call[:2] != ["-m", "pip"]]
+def quickstart(clone: Path, *args: str, dies: str = "", code: int = 0) -> list[list[str]]:
+    """The argument lists that python gets, without the installation, in a run that ends with an exit code. The script
+    `dies` fails."""
+    (clone / "calls").write_text("")
+    environment = os.environ | {"VIRTUAL_ENV": str(clone / "venv"), "CALLS": str(clone / "calls"), "DIES": dies}
+    command = ["bash", str(clone / "quickstart/run.sh"), *args]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=clone.parent)
+    assert done.returncode == code, done.stderr
+    return [call for call in read_jsonl(clone / "calls") if call[:2] != ["-m", "pip"]]
 
 
 DATA, SAMPLES, REPORT = ["quickstart/posts.py", "tldr_dataset.py"], "eval/samples.py", "quickstart/report.py"
@@ -471,9 +413,8 @@ def names(calls: list[list[str]]) -> list[str]:
 
 
 def test_a_runs_folders_and_seeds(tmp_path):
-    """All commands work in the folders of their world (posts-N), size and seed, and posts.py alone has the world's
-    seed. (That each finds what the one before has made: fast_work, below.)"""
-    calls = Clone(tmp_path).quickstart("--size", "m", "--seed", "3", "--posts-seed", "2")
+    """Every command uses the folders of its posts seed, size and seed; posts.py alone gets the posts seed."""
+    calls = quickstart(make_clone(tmp_path), "--size", "m", "--seed", "3", "--posts-seed", "2")
     text = " ".join(sum(calls, []))
     assert names(calls) == SCRIPTS
     assert set(re.findall(r"(?:data|runs)/quickstart/([\w-]+)", text)) == {"posts-2"}
@@ -484,29 +425,24 @@ def test_a_runs_folders_and_seeds(tmp_path):
 
 def test_continue_runs_what_is_not_finished_and_what_was_made_from_it(tmp_path):
     """A command that fails ends the run, and --continue goes on there; the data are made once."""
-    clone = Clone(tmp_path)
-    runs = clone.root / "runs/quickstart/posts-1"
-    clone.stand_in(dies="dpo.py")
-    done, calls = clone.run("--continue")
-    assert done.returncode == 3 and names(calls)[-1] == "dpo.py"
-    clone.stand_in()
-    assert names(clone.quickstart("--continue")) == ["dpo.py", SAMPLES, REPORT]
-    assert names(clone.quickstart("--continue")) == [REPORT]
+    clone = make_clone(tmp_path)
+    runs = clone / "runs/quickstart/posts-1"
+    assert names(quickstart(clone, "--continue", dies="dpo.py", code=3))[-1] == "dpo.py"
+    assert names(quickstart(clone, "--continue")) == ["dpo.py", SAMPLES, REPORT]
+    assert names(quickstart(clone, "--continue")) == [REPORT]
     for stage in ("ppo", "dpo"):  # killed before the evaluation
         (runs / stage / "nano-s/1/eval/rouge.csv").unlink()
-    assert names(clone.quickstart("--continue")) == ["ppo.py", SAMPLES, "dpo.py", SAMPLES, REPORT]
+    assert names(quickstart(clone, "--continue")) == ["ppo.py", SAMPLES, "dpo.py", SAMPLES, REPORT]
     (runs / "reward/nano-s/1/eval/accuracy.csv").unlink()
-    assert names(clone.quickstart("--continue")) == SCRIPTS[SCRIPTS.index("reward.py") :]
-    assert names(clone.quickstart("--continue", "--seed", "2")) == SCRIPTS[2:]  # another run is not finished
-    assert names(clone.quickstart()) == SCRIPTS[2:]  # without the flag everything runs again
+    assert names(quickstart(clone, "--continue")) == SCRIPTS[SCRIPTS.index("reward.py") :]
+    assert names(quickstart(clone, "--continue", "--seed", "2")) == SCRIPTS[2:]  # another run is not finished
+    assert names(quickstart(clone)) == SCRIPTS[2:]  # without the flag everything runs again
 
 
-@pytest.mark.parametrize("arguments", ["--size xl", "--seed 1 --posts-seed", "--seed ../..", "--fast xs"])
+@pytest.mark.parametrize("arguments", ["--size xl", "--seed 1 --posts-seed", "--seed ../.."])
 def test_run_refuses_bad_arguments(tmp_path, arguments):
-    clone = Clone(tmp_path)
-    done, calls = clone.run(*arguments.split())
-    assert done.returncode == 1 and calls == [] and done.stderr.startswith("error: ")
-    assert arguments.split()[-1] in done.stderr and not (clone.root / "runs").exists()
+    clone = make_clone(tmp_path)
+    assert quickstart(clone, *arguments.split(), code=1) == [] and not (clone / "runs").exists()
 
 
 # ---- the quickstart itself ------------------------------------------------------------------------------------------
@@ -520,19 +456,16 @@ def run_here(command: list[str], **changes):
     sys.modules[spec.name] = module  # tyro looks for the types of Args there
     spec.loader.exec_module(module)
     AcceleratorState._reset_state(True)  # accelerate keeps one state a process
-    args = tyro.cli(module.Args, args=words)
-    if "updates" in changes:
-        changes = {"total_episodes": changes["updates"] * args.batch_size}
-    args = replace(args, **changes)
+    args = replace(tyro.cli(module.Args, args=words), **changes)
     module.main(args)
     return args
 
 
 @pytest.fixture(scope="module")
 def fast_work(tmp_path_factory):
-    """The folder in which the commands of `bash quickstart/run.sh --fast` have run, one after another, with fewer posts
-    to judge by and a short DPO. The tests that ask for it run in it."""
-    calls = Clone(tmp_path_factory.mktemp("clone")).quickstart("--fast")
+    """The folder in which the commands of `bash quickstart/run.sh --fast` have run, one after another, with fewer
+    posts to judge by and a shorter DPO run. The tests that ask for it run in it."""
+    calls = quickstart(make_clone(tmp_path_factory.mktemp("clone")), "--fast")
     assert names(calls) == SCRIPTS
     work = tmp_path_factory.mktemp("work")
     for path in ("quickstart", "eval", "variants", *(f"{stage}.py" for stage in ("tldr_dataset", *STAGES))):
@@ -592,35 +525,6 @@ def test_the_comparison_of_variants(fast_work):
         assert float(row["wrong_facts"]) == pytest.approx(wrong / len(samples)) and wrong > 0
 
 
-@pytest.mark.long
-def test_the_first_commands_of_the_scripts_run(fast_work):
-    """As they stand in the docstrings, in this order, for two updates each."""
-    variants = [f"variants/{name}.py" for name in ("rloo", "grpo", "online_dpo")]
-    for script in ["sft.py", "reward.py", "ppo.py", "dpo.py", *variants]:
-        source = (ROOT / script).read_text()
-        first = source[source.index("    python ") :].partition("\n\n")[0].replace("\\\n", " ").splitlines()[0]
-        [python, *command] = shlex.split(first, comments=True)
-        assert (python, command[0]) == ("python", script)
-        args = run_here(command, updates=2)
-        assert args.output_dir == f"runs/{Path(script).stem}/nano-xs/44413"
-        assert read_jsonl(Path(args.output_dir, "metrics.jsonl"))[-1]["update"] == 2
-        assert Path(args.output_dir, "model/config.json").exists()
-
-
-def test_the_commands_for_your_own_data_run(fast_work):
-    """Those of docs/runs.md: what tldr_dataset.py makes of folders of posts and comparisons passes the check."""
-    page = (ROOT / "docs/runs.md").read_text()
-    section = page[page.index("## Your own data") :].partition("\n## ")[0]
-    make, check = (shlex.split(command) for command in re.findall(r"`python ([^`]+)`", section))
-    Path("raw").symlink_to("data/quickstart/posts-1-fast/raw")
-    run_here(make, tokenizer="quickstart/bases/nano-xs")
-    run_here(check, tokenizer="quickstart/bases/nano-xs")
-    for kind, split, rows in (("sft", "train", 2000), ("sft", "test", 4), ("preference", "validation_cnndm", 20)):
-        found = load_from_disk(f"data/tldr/{kind}")[split]
-        same = load_from_disk(f"data/quickstart/posts-1-fast/tldr/{kind}")[split]
-        assert len(found) == rows and found[:] == same[:]
-
-
 def test_the_hunks_of_the_readme_are_those_of_its_diff():
     """And its command is that of the diff's header."""
     readme = (ROOT / "README.md").read_text()
@@ -633,27 +537,26 @@ def test_the_hunks_of_the_readme_are_those_of_its_diff():
     assert words[0][words[0].index("python ppo_short.py") :] in words[1]
 
 
-LONG = {"compile": pytest.mark.long}  # for a minute
+LONG = {"compile": pytest.mark.long}  # takes a minute
+DIFFS = [pytest.param(path.stem, marks=LONG.get(path.stem, ())) for path in sorted((ROOT / "ablations").glob("*.diff"))]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(p.stem, marks=LONG.get(p.stem, ())) for p in sorted((ROOT / "ablations").glob("*.diff"))],
-)
+@pytest.mark.parametrize("name", DIFFS)
 def test_the_command_of_an_ablation_runs(fast_work, name):
-    """That of its header, for two updates, with the script that the diff makes of today's ppo.py or dpo.py."""
+    """The command in its header, for two updates of eight episodes, with the script that the diff makes."""
     head = (ROOT / "ablations" / f"{name}.diff").read_text().partition("\ndiff --git")[0]
     command = head[head.index("    python ") :].partition("\n\n")[0].replace("\\\n", " ")
     [_, script, *flags] = shlex.split(command)
     if not Path(script).exists():
         Path(script).symlink_to(ablations() / script)
     assert f"git apply ablations/{name}.diff" in head
-    args = run_here([script, *flags], updates=2)
+    sizes = {"batch_size": 8, "total_episodes": 16}
+    args = run_here([script, *flags], **sizes)
     lines = read_jsonl(Path(args.output_dir, "metrics.jsonl"))
     assert lines[-1]["update"] == 2 and Path(args.output_dir, "model/config.json").exists()
     if name == "short":  # what the edit does
-        plain = run_here(["ppo.py", *flags[:-1], "runs/plain"], updates=1)
-        [without] = read_jsonl(Path(plain.output_dir, "metrics.jsonl"))
+        plain = run_here(["ppo.py", *flags[:-1], "runs/plain"], **sizes)
+        without = read_jsonl(Path(plain.output_dir, "metrics.jsonl"))[0]
         shorter = without["objective/score"] - 0.01 * without["response/length"]  # the first samples are the same
         assert lines[0]["objective/score"] == pytest.approx(shorter, abs=1e-5)
         assert json.loads(Path(args.output_dir, "args.json").read_text())["stage"] == "ppo_short"

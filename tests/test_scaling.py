@@ -1,5 +1,6 @@
-"""quickstart/scaling.py: what it runs and in which order, what it does when a run fails, its table."""
+"""quickstart/scaling.py: which commands it runs in which order, what it does when a run fails, and its table."""
 
+import itertools
 import re
 import shutil
 from pathlib import Path
@@ -10,8 +11,8 @@ from conftest import REPOSITORY, files, read_csv
 
 
 class Clone:
-    """A folder in which a run is a copy of the report that `prepare` made, unless its name is in .failing; .calls are
-    the names of what ran: 1/data, 1/xs-7."""
+    """A folder in which a run copies the report that `prepare` made, unless its name is in .failing; .calls are the
+    names of the jobs that ran: 1/data, 1/xs-7."""
 
     def __init__(self, folder: Path):
         self.root, self.calls, self.failing = folder, [], set()
@@ -31,29 +32,18 @@ class Clone:
                 shutil.copytree(self.root / "ready" / name, self.runs / f"posts-{posts[0]}", dirs_exist_ok=True)
         return failures
 
-    def prepare(self, size: str, seed: int, posts: int = 1, **changes: float | None):
-        """What a run leaves behind; changes are PPO__win_rate=0.7 and the like, None leaves a metric out."""
+    def prepare(self, size: str, seed: int, posts: int = 1, **changes: float):
+        """The files that a run leaves behind; PPO__win_rate=0.7 sets a metric."""
         values = dict.fromkeys(scaling.QUANTITIES, 0.4)
         values |= {name.replace("__", " "): value for name, value in changes.items()}
-        lines = [f"{name.replace(' ', ',')},{value}\n" for name, value in values.items() if value is not None]
+        lines = [f"{name.replace(' ', ',')},{value}\n" for name, value in values.items()]
         folder = self.root / f"ready/{posts}/{size}-{seed}/report/nano-{size}/{seed}"
         folder.mkdir(parents=True)
         (folder / "table.csv").write_text("row,metric,value\n" + "".join(lines))
         (folder / "times.csv").write_text("stage,seconds\nsft,10.25\nreward,20\nppo,100\ndpo,5\n")
 
-    def prepare_all(self, sizes=("xs", "s"), seeds=(1, 2), posts_seeds=(1,)):
-        for posts in posts_seeds:
-            for size in sizes:
-                for seed in seeds:
-                    self.prepare(size, seed, posts)
-
     def main(self, sizes=("xs", "s"), seeds=(1, 2), **arguments):
         scaling.main(scaling.Args(sizes=sizes, seeds=seeds, **arguments))
-
-    def new_calls(self) -> list[str]:
-        """.calls since this was asked last."""
-        calls, self.calls = self.calls, []
-        return calls
 
 
 @pytest.fixture
@@ -65,78 +55,53 @@ def clone(tmp_path, monkeypatch) -> Clone:
 
 
 def cells(text: str, *names) -> list[str]:
-    """The cells behind the first ones, given by name, of a table's one row that begins with them."""
+    """The remaining cells of the one row whose first cells have these names."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     found = [row[len(names) :] for row in rows if row[: len(names)] == [*map(str, names)]]
     assert len(found) == 1, (names, found)
     return found[0]
 
 
-# ---- what runs ------------------------------------------------------------------------------------------------------
-
-
 def test_dry_run_prints_the_commands_in_order_and_does_nothing(clone, capsys):
-    clone.prepare_all(("xs", "s"), (7, 3), (2, 1))
+    clone.prepare("s", 7, posts=2)
     shutil.copytree(clone.root / "ready/2/s-7", clone.runs / "posts-2")  # finished
     clone.main(("xs", "s"), (7, 3), posts_seeds=(2, 1), jobs=1, dry_run=True)
     _, *lines = capsys.readouterr().out.splitlines()
     runs = [(2, "s", 3), (2, "xs", 7), (2, "xs", 3), (1, "s", 7), (1, "s", 3), (1, "xs", 7), (1, "xs", 3)]
     expected = [f"--data-only --posts-seed {posts}" for posts in (2, 1)]
     expected += [f"--continue --size {size} --seed {seed} --posts-seed {posts}" for posts, size, seed in runs]
-    assert [line.partition("quickstart/run.sh ")[2] for line in lines] == expected and clone.new_calls() == []
+    assert [line.partition("quickstart/run.sh ")[2] for line in lines] == expected and clone.calls == []
     flags = {word for line in expected for word in line.split() if word.startswith("--")}
     assert all(flag in (REPOSITORY / "quickstart/run.sh").read_text() for flag in flags)
 
 
-def test_finished_runs_are_not_started_again_and_unfinished_are(clone):
-    clone.prepare_all()
-    shutil.copytree(clone.root / "ready/1/s-2", clone.runs / "posts-1")
-    (clone.runs / "posts-1/report/nano-xs/1").mkdir(parents=True)  # a report without table.csv
-    clone.main(jobs=1)
-    assert clone.new_calls() == ["1/data", "1/s-1", "1/xs-1", "1/xs-2"]
-    written = files(clone.output)
-    assert sorted(written) == ["runs.csv", "table.md", "times.csv"]
-    shutil.rmtree(clone.output)
-    clone.main(jobs=1)  # nothing is left to run; the same is written
-    assert clone.new_calls() == [] and files(clone.output) == written
-
-
-# ---- what goes wrong ------------------------------------------------------------------------------------------------
-
-
 def test_a_failing_run_stops_no_other_and_there_is_no_table(clone):
-    """Nor is a run started whose data could not be made."""
-    clone.prepare_all(posts_seeds=(1, 2))
+    """Runs without data are not started. The next call runs what is not finished, and a third call nothing."""
+    for posts, size, seed in itertools.product((1, 2), ("xs", "s"), (1, 2)):
+        clone.prepare(size, seed, posts)
+    (clone.runs / "posts-1/report/nano-xs/1").mkdir(parents=True)  # a report without table.csv is not finished
     clone.failing = {"1/data", "2/s-1"}
     with pytest.raises(SystemExit, match=r"^error: posts-1 data, posts-2 nano-s 1 failed, so that no table is written"):
         clone.main(posts_seeds=(1, 2), jobs=1)
-    assert clone.new_calls() == ["1/data", "2/data", "2/s-1", "2/s-2", "2/xs-1", "2/xs-2"]
+    assert clone.calls == ["1/data", "2/data", "2/s-1", "2/s-2", "2/xs-1", "2/xs-2"]
     assert not clone.output.exists()
-    clone.failing = set()
+    clone.failing, clone.calls = set(), []
     clone.main(posts_seeds=(1, 2), jobs=1)
-    assert clone.new_calls() == ["1/data", "2/data", "1/s-1", "1/s-2", "1/xs-1", "1/xs-2", "2/s-1"]
-    assert (clone.output / "table.md").exists()
+    assert clone.calls == ["1/data", "2/data", "1/s-1", "1/s-2", "1/xs-1", "1/xs-2", "2/s-1"]
+    written, clone.calls = files(clone.output), []
+    clone.main(posts_seeds=(1, 2), jobs=1)
+    assert clone.calls == [] and files(clone.output) == written
+    assert sorted(written) == ["runs.csv", "table.md", "times.csv"]
 
 
-@pytest.mark.parametrize(("arguments", "named"), [({"seeds": (1, 2, 1)}, "--seeds"), ({"jobs": 0}, "--jobs")])
-def test_bad_arguments(clone, arguments, named):
-    with pytest.raises(SystemExit, match=f"^error: {named} is"):
-        clone.main(**arguments)
-    assert clone.new_calls() == [] and not clone.output.exists()
-
-
-def test_a_report_of_another_version(clone):
-    clone.prepare("s", 1, PPO__eos_rate=None)
-    with pytest.raises(SystemExit, match="^error: .*s/1/table.csv does not have PPO eos_rate"):
-        clone.main(("s",), (1,))
-    assert not clone.output.exists()
-
-
-# ---- table ----------------------------------------------------------------------------------------------------------
+def test_bad_arguments(clone):
+    with pytest.raises(SystemExit, match="^error: --seeds is"):
+        clone.main(seeds=(1, 2, 1))
+    assert clone.calls == [] and not clone.output.exists()
 
 
 def test_numbers(clone):
-    """Means and deviations over seeds, gains seed by seed, and sums of times."""
+    """Means and deviations over seeds, gains between sizes of the same seed, and summed times."""
     for seed, rouge in ((1, 0.1), (2, 0.2), (3, 0.6)):  # mean 0.3, sample sd 0.26458, population sd 0.21602
         clone.prepare("xs", seed, SFT__rougeL=rouge, PPO__win_rate=0.66)
         clone.prepare("s", seed, SFT__rougeL=0.301, PPO__win_rate=0.65 if seed > 1 else 0.64)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 from conftest import files, read_csv, record, write_jsonl
 from datasets import DatasetDict, load_from_disk
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import tldr_dataset  # noqa: E402
-from tldr_dataset import Args, encode, main, process_preference_row, process_split  # noqa: E402
+from tldr_dataset import Args, encode, main, process_split  # noqa: E402
 
 EOS = "<|endoftext|>"
 WORDS = (
@@ -99,7 +100,7 @@ def naive_truncation(prefix: str, body: str, suffix: str, tokenizer, max_length:
     return prefix + body + suffix
 
 
-@pytest.mark.parametrize("text", ["cat ", "cat", ".", "狗", "👩‍👩‍👧"])
+@pytest.mark.parametrize("text", ["cat ", "狗"])
 def test_a_large_surplus_goes_at_once(tokenizer, monkeypatch, text):
     """The result is that of one character at a time, with a tenth of the work."""
     post = text * (1_600 // len(text))
@@ -114,35 +115,27 @@ def test_a_large_surplus_goes_at_once(tokenizer, monkeypatch, text):
 
 
 def test_whole_run(folder):
+    """Posts as Parquet, CNN/DM pairs in two files, and a tokenizer with a padding token of its own."""
+    (folder / "posts/train.jsonl").unlink()
+    pandas.DataFrame([sft_row(i) for i in range(6)]).to_parquet(folder / "posts/train.parquet")
+    write_jsonl(folder / "comparisons/validation_cnndm.jsonl", [pair(30, article="the cat")])
+    byte_level_tokenizer("<pad>").save_pretrained(folder / "tokenizer")
     main(arguments(folder))
     out = folder / "out"
     assert sorted(path.name for path in folder.iterdir()) == ["comparisons", "out", "posts", "tokenizer"]
     assert sorted(path.name for path in out.iterdir()) == ["preference", "sft", "statistics"]
     sft, preference = load_from_disk(str(out / "sft")), load_from_disk(str(out / "preference"))
-    assert {split: len(data) for split, data in sft.items()} == {"train": 6, "validation": 3}
-    assert {split: len(data) for split, data in preference.items()} == {
-        "train": 6,
-        "validation": 2,
-        "validation_cnndm": 2,
-    }
-    assert len({str(data.features) for data in preference.values()}) == 1
-    assert preference["validation_cnndm"]["batch"][:] == ["cnndm0", "some_other_batch"]
-    assert preference["validation"]["id"][:] == ["t20", "t21"]
-    assert sft["validation"]["subreddit"][:] == [""] * 3
-
+    assert sft["train"]["id"][:] == [f"t{i}" for i in range(6)] and sft["validation"]["subreddit"][:] == [""] * 3
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    expected = process_preference_row(pair(1), tokenizer, Args())
-    expected["info"] |= {"site": None}
-    assert preference["train"][1] == expected
-    arrays = preference.with_format("numpy")
-    assert arrays["train"][:]["query_chosen_token"].shape == (6, 638)
-    assert arrays["validation_cnndm"][:]["query_rejected_token"].shape == (2, 2021)
-    assert arrays["train"][:]["query_token"].dtype == np.int64
+    assert sft["train"][0]["query_token"][0] == len(tokenizer) != tokenizer.pad_token_id  # Detail 3: always [PAD]
+    assert preference["train"]["id"][:] == ["t0", "t1", "t2", "t3", "t9", "t10"]
+    assert preference["validation"]["id"][:] == ["t20", "t21"]
+    assert preference["validation_cnndm"]["id"][:] == ["t22", "t23", "t30"]
+    assert preference["validation_cnndm"]["batch"][:2] == ["cnndm0", "some_other_batch"]
+    assert len({str(data.features) for data in preference.values()}) == 1
+    assert preference.with_format("numpy")["train"][:]["query_token"].dtype == np.int64
 
     statistics = out / "statistics"
-    pairs = {row["split"]: int(row["unique pairs"]) for row in read_csv(statistics / "policy_pairs.csv")}
-    assert pairs == {"train": 2, "validation": 2, "validation_cnndm": 1}
     counts = [(row["policies"], int(row["count"])) for row in read_csv(statistics / "policy_pairs_validation.csv")]
     assert counts == [("null, ref", 1), ("ref, sup2", 1)]
     lengths = {(row["dataset"], row["split"], row["text"]): row for row in read_csv(statistics / "lengths.csv")}
@@ -150,49 +143,16 @@ def test_whole_run(folder):
     row = lengths["sft", "train", "reference_response"]
     assert [row["min"], row["max"], row["limit"]] == [str(measured[0]), str(measured[-1]), "53"]
     assert float(row["median"]) == (measured[2] + measured[3]) / 2
-    assert [lengths["preference", split, "rejected"]["limit"] for split in ("train", "validation_cnndm")] == [
-        "169",
-        "155",
-    ]
-
-
-def test_parquet_a_cnndm_file_and_another_pad_token(folder):
-    from pandas import DataFrame
-
-    byte_level_tokenizer("<pad>").save_pretrained(folder / "tokenizer")
-    (folder / "posts/train.jsonl").unlink()
-    DataFrame([sft_row(i) for i in range(4)]).to_parquet(folder / "posts/train.parquet")
-    write_jsonl(folder / "comparisons/validation_cnndm.jsonl", [pair(30, article="the cat")])
-    main(arguments(folder))
-    sft, tokenizer = load_from_disk(str(folder / "out/sft")), AutoTokenizer.from_pretrained(folder / "tokenizer")
-    assert sft["train"]["id"][:] == ["t0", "t1", "t2", "t3"]
-    assert sft["train"][0]["query_token"][0] == len(tokenizer) != tokenizer.pad_token_id  # Detail 3: always [PAD]
-    preference = load_from_disk(str(folder / "out/preference"))
-    assert preference["validation_cnndm"]["id"][:] == ["t22", "t23", "t30"]
+    limits = [lengths["preference", split, "rejected"]["limit"] for split in ("train", "validation_cnndm")]
+    assert limits == ["169", "155"]
 
 
 BAD_INPUTS = {
     "empty summary": ("posts/train", sft_row(summary="  "), "row 3: summary is empty"),
-    "null post": ("posts/train", sft_row(post=None), "row 3: post should be text, not None"),
     "half a surrogate pair": ("posts/train", sft_row(post="\ud83d"), "row 3: .* surrogates not allowed"),
     "invalid JSON": ("posts/train", '{"id": \n', "row 3: invalid JSON"),
     "choice true": ("comparisons/train", pair(choice=True), "row 3: choice should be 0 or 1, not True"),
-    "one summary": ("comparisons/train", pair(policies=("a",)), "row 3: summaries should be a list of two"),
-    "no text": (
-        "comparisons/validation",
-        pair(summaries=[{"text": " a"}, {"txt": " a"}]),
-        r"row 3: summaries\[1\].text should be text, not None",
-    ),
-    "confidence": (
-        "comparisons/train",
-        pair(extra={"confidence": "5"}),
-        "row 3: extra.confidence should be an integer",
-    ),
-    "article in train": (
-        "comparisons/train",
-        pair(article="the cat"),
-        "row 3: CNN/DM rows, and no others",
-    ),
+    "article in train": ("comparisons/train", pair(article="the cat"), "row 3: CNN/DM rows, and no others"),
 }
 
 
@@ -212,18 +172,16 @@ def test_bad_input_names_file_row_and_field(folder, case):
 # ---- what is there and what is not ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["symlink", "dangling symlink", "empty folder", "~"])
+@pytest.mark.parametrize("kind", ["dangling symlink", "empty folder", "~"])
 def test_an_output_folder_of_any_kind(folder, kind, monkeypatch):
-    """What it is stays what it is, and nothing but the data is in it and beside it. There is no train split here."""
+    """The folder keeps its kind, and nothing is left beside it. These data have no train split."""
     monkeypatch.setattr(tldr_dataset, "write_statistics", lambda args, data, at: (at / "statistics").mkdir())
     monkeypatch.setenv("HOME", str(folder))
     for file in (folder / "posts/train.jsonl", folder / "comparisons/train.jsonl"):
         file.unlink()
-    where, output = folder / "elsewhere", folder / "out"
-    if kind == "symlink":
-        where.mkdir()
-    if "symlink" in kind:
-        output.symlink_to(where)
+    output = folder / "out"
+    if kind == "dangling symlink":
+        output.symlink_to(folder / "elsewhere")
     if kind == "empty folder":
         output.mkdir()
     monkeypatch.chdir(folder)
@@ -234,25 +192,19 @@ def test_an_output_folder_of_any_kind(folder, kind, monkeypatch):
     assert {path.name for path in output.iterdir()} == {"sft", "preference", "statistics"}
     assert load_from_disk(output / "sft").keys() == {"validation"}
     assert load_from_disk(output / "preference").keys() == {"validation", "validation_cnndm"}
-    assert output.is_symlink() == ("symlink" in kind)
+    assert output.is_symlink() == (kind == "dangling symlink")
     made = {path.name for path in folder.iterdir()} - before
     assert len(made) <= 1 and not any("tmp-" in str(path) for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize("kind", ["here", "mount point"])
-def test_a_folder_that_no_other_can_replace_is_refused(folder, kind, monkeypatch):
-    """Before the rows are processed; a rename onto it would fail, or leave the shell in a folder that is gone."""
-    where = folder / "elsewhere"
-    where.mkdir()
-    monkeypatch.chdir(where)
-    if kind == "mount point":
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr(Path, "is_mount", lambda path: path == where)
-    given = "." if kind == "here" else "elsewhere"
+def test_the_current_folder_is_refused(folder, monkeypatch):
+    """Before the rows are processed: replacing it would leave the shell in a folder that is gone."""
+    (folder / "here").mkdir()
+    monkeypatch.chdir(folder / "here")
     monkeypatch.setattr(tldr_dataset, "process_split", None)
-    with pytest.raises(SystemExit, match=f"^error: {given} cannot be replaced: choose a folder in it"):
-        main(arguments(folder, output_dir=given))
-    assert list(where.iterdir()) == []
+    with pytest.raises(SystemExit, match="^error: . cannot be replaced: choose a folder in it"):
+        main(arguments(folder, output_dir="."))
+    assert list((folder / "here").iterdir()) == []
 
 
 # ---- several processes -----------------------------------------------------------------------------------
@@ -297,7 +249,6 @@ def test_the_first_bad_row_of_two_processes_is_named(folder):
     [
         ("posts/train.jsonl", b'{"id": "1", "headline": "t"}\n', "1 rows without post, subreddit, summary, title"),
         ("posts/train.jsonl", b"\n \n", "0 rows"),
-        ("posts/train.jsonl", b'{"id": "\xff"}\n', "not UTF-8"),
         ("posts/train.parquet", b"x", "both train.jsonl and train.parquet"),
         ("posts/test.parquet", b"x", "not a parquet file"),
     ],
@@ -314,15 +265,10 @@ def test_bad_files(folder, file, content, named):
     [
         ({"preference_dataset": "{folder}/tokenizer"}, "none of the splits"),
         ({"sft_dataset": "{folder}/absent"}, "is not a folder"),
-        ({"tokenizer": "{folder}/absent"}, "--tokenizer .* cannot be loaded"),
-        ({"tokenizer": "{folder}/endless"}, "no EOS token"),
         ({"push_to_hub": True}, "--push-to-hub needs --hub-id-sft"),
     ],
 )
 def test_bad_flags(folder, changes, named):
-    tokenizer = byte_level_tokenizer()
-    tokenizer.eos_token = None
-    tokenizer.save_pretrained(folder / "endless")
     changes = {key: x.format(folder=folder) if isinstance(x, str) else x for key, x in changes.items()}
     with pytest.raises(SystemExit, match=f"^error: .*{named}"):
         main(arguments(folder, **changes))
@@ -333,8 +279,6 @@ def test_bad_flags(folder, changes, named):
 
 
 def test_push_without_a_hub_keeps_the_data_and_says_so(folder, monkeypatch):
-    from datasets import DatasetDict
-
     def refuse(*_, **__):
         raise ConnectionError("no route to the Hub")
 
