@@ -131,6 +131,10 @@ def give_other_tokenizer(world, folder: Path):
     posts.train_tokenizer(texts, 300).save_pretrained(folder)
 
 
+def without_pad(rows: torch.Tensor, pad: int) -> list[list[int]]:
+    return [[token for token in row if token != pad] for row in rows.tolist()]
+
+
 def edit_config(folder: Path, **fields):
     """Set fields of a checkpoint's config.json."""
     path = folder / "config.json"

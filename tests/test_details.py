@@ -35,6 +35,7 @@ from conftest import (
     read_jsonl,
     record,
     sample_by_hand,
+    without_pad,
     write_jsonl,
 )
 from datasets import Dataset, load_from_disk
@@ -67,10 +68,6 @@ def padded_tokenizer(folder: Path):
 
 def right_padded(rows: list[list[int]]) -> torch.Tensor:
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-
-
-def without_pad(rows: torch.Tensor, pad: int) -> list[list[int]]:
-    return [[token for token in row if token != pad] for row in rows.tolist()]
 
 
 class PlainReward(torch.nn.Module):

@@ -30,14 +30,17 @@ ROOT = Path(__file__).resolve().parents[1]
 LAST = 6
 
 
-def toy(args, at=None) -> list[int]:
+def toy(args, at=None, registered=None) -> list[int]:
     """Run a stage of six updates in which a linear model learns to return 0, and return the updates that it made. It
-    calls `at` with the number of each update before the step, and multiplies the loss by what that returns."""
+    calls `at` with the number of each update before the step, and multiplies the loss by what that returns. The state
+    of `registered` is saved with the checkpoints."""
     AcceleratorState._reset_state(True)  # accelerate keeps one state a process
     sft.check_args(args)
     accelerator = sft.make_accelerator(args)
     torch.manual_seed(1)
     model, optimizer = sft.prepare(accelerator, torch.nn.Linear(300, 300), args)
+    if registered is not None:
+        accelerator.register_for_checkpointing(registered)
     first = sft.begin_run(accelerator, args)
     done = []
     if first == 0:
@@ -45,7 +48,8 @@ def toy(args, at=None) -> list[int]:
     for update in sft.updates(accelerator, args, first, LAST):
         rows = torch.randn(8, 300, generator=torch.Generator().manual_seed(update))
         loss = model(rows.to(next(model.parameters()).dtype)).float().square().mean()
-        loss = loss if at is None or at(update) is None else loss * at(update)
+        factor = None if at is None else at(update)
+        loss = loss if factor is None else loss * factor
         accelerator.backward(loss)
         norm = sft.optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
         metrics = {"loss/train": loss, "grad_norm": norm, "time/update": time.time()}
@@ -216,6 +220,38 @@ def test_resume_takes_what_changes_no_update(halfway, whole):
     assert toy(toy_args(halfway, resume=True, **changes)) == [5, 6] and end_of(halfway) == whole
 
 
+class Coefficient:
+    """State that an edit of a script adds: a factor of the loss that grows with every update."""
+
+    def __init__(self):
+        self.value = 1.0
+
+    def grow(self, _) -> float:
+        self.value *= 1.5
+        return self.value
+
+    def state_dict(self) -> dict:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict):
+        self.value = state["value"]
+
+
+def test_registered_state_survives_a_stop(tmp_path):
+    args, without_stop, first, second = toy_args(tmp_path / "run"), Coefficient(), Coefficient(), Coefficient()
+
+    def stop_after_3(update: int) -> float:
+        if update == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return first.grow(update)
+
+    toy(toy_args(tmp_path / "whole"), without_stop.grow, without_stop)
+    with pytest.raises(SystemExit):
+        toy(args, stop_after_3, first)
+    assert toy(replace(args, resume=True), second.grow, second) == [4, 5, 6]
+    assert second.value == without_stop.value == 1.5**6 and end_of(tmp_path / "run") == end_of(tmp_path / "whole")
+
+
 def test_resume_compares_data_and_model_by_content(world, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(world.dataset, tmp_path / "data")
@@ -275,13 +311,14 @@ def test_accumulation_by_accelerate_divides_no_loss(tmp_path, whole, monkeypatch
 def test_a_full_disk_while_saving(tmp_path, whole):
     """From the third update on, files cannot grow beyond 100,000 bytes; the weights need 360,000."""
     folder, limits = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
-    full = (100_000, limits[1])
+
+    def fill_disk(update: int):
+        if update == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+
     try:
         with pytest.raises(SystemExit) as end:
-            toy(
-                toy_args(folder),
-                lambda update: resource.setrlimit(resource.RLIMIT_FSIZE, full) if update == 3 else None,
-            )
+            toy(toy_args(folder), fill_disk)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert str(end.value).startswith(f"error: {folder}/checkpoints/update_000004 ") and "\n" not in str(end.value)
