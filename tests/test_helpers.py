@@ -1,5 +1,5 @@
-"""The pure helpers of the stages against plain Python, and against unpadded rows on four architectures. Whole runs, step
-by step: test_gradients.py. Sampling: test_sampling.py."""
+"""The pure helpers of the stages against plain Python, and against unpadded rows on four architectures. Step by step in
+whole runs: test_gradients.py. Sampling: test_sampling.py."""
 
 import gc
 import math
