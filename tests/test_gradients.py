@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import close, edit_config, make_reward_model, make_talker, read_metrics, record, script, without_pad
 from datasets import Dataset, DatasetDict, load_from_disk
+from peft import LoraConfig, inject_adapter_in_model
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -718,38 +719,19 @@ def test_ppo(start, record_property, path, whiten_rewards):
     hold_ppo(run, value_model, ppo_by_hand(run, value_model, score), record_property)
 
 
-class Adapted(torch.nn.Module):
-    """A linear layer with the weight W + scale B A, of which only A (given) and B (0) train."""
-
-    def __init__(self, layer, a, scale: float):
-        super().__init__()
-        self.base_layer, self.scale = layer.requires_grad_(False), scale
-        sizes = {"dtype": torch.float64, "bias": False}
-        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(a.shape[1], len(a), **sizes)})
-        self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(len(a), layer.out_features, **sizes)})
-        self.lora_A["default"].weight.data.copy_(a)
-        torch.nn.init.zeros_(self.lora_B["default"].weight)
-
-    def weight(self):
-        return self.base_layer.weight + self.scale * self.lora_B["default"].weight @ self.lora_A["default"].weight
-
-    def forward(self, x):
-        return torch.nn.functional.linear(x, self.weight(), self.base_layer.bias)
-
-
 def test_ppo_lora(start, record_property):
-    """Gradients of A and B, of the value model's head, and of nothing else."""
+    """Gradients of all adapters and of the value model's head, and of nothing else."""
     run, value_model, score = ppo_run(start, "ppo_lora.py", "", lora_r=2, lora_alpha=64)
     models = {"policy.": run.policy, "value_model.model.": value_model}
+    linear_layers = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
     for prefix, model in models.items():
-        for parameter in model.base_model.parameters():
-            parameter.requires_grad_(False)
         model.requires_grad_(False)
-        for name, layer in list(model.base_model.named_modules(prefix=model.base_model_prefix)):
-            if isinstance(layer, torch.nn.Linear):
-                parent, _, child = name.rpartition(".")
-                a = run.steps[0].weights[f"{prefix}{name}.lora_A.default.weight"]
-                setattr(model.get_submodule(parent), child, Adapted(layer, a, 64 / 2))
+        adapters = LoraConfig(r=2, lora_alpha=64, target_modules=linear_layers)
+        inject_adapter_in_model(adapters, model.base_model)
+        model.double()
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:  # drawn by the run; lora_B is 0
+                parameter.data.copy_(run.steps[0].weights[prefix + name])
     value_model.score.requires_grad_(True)
     hold(run, models, ppo_by_hand(run, value_model, score), record_property, saved=())
     assert any(line["policy/clip_fraction"] > 0 for line in run.metrics)
