@@ -68,57 +68,34 @@ def put(column: str, place: int, value) -> Callable:
     return change
 
 
-def no_eos(column: str):
-    def change(row):
-        row[column][row[column].index(0)] = 5
-
-    return change
+def one_pad_more(row):
+    row["chosen_token"].append(row["chosen_token"][-1])
 
 
-def hide(column: str, by: int):
-    """Move the border between the query and the response of a label."""
+def pad_on_the_right(row):
+    row["query_token"].reverse()
 
-    def change(row):
-        label, tokens = f"{column}_response_label", row[column]
-        hidden = row[label].index(next(token for token in row[label] if token != row[column][-1])) + by
-        row[label] = [tokens[-1]] * hidden + tokens[hidden:]
 
-    return change
+def no_eos(row):
+    row["chosen_token"][row["chosen_token"].index(0)] = 5
+
+
+def hide_one_more(row):
+    """Move the border between the query and the response of a label by one token."""
+    tokens, label = row["query_chosen_token"], row["query_chosen_token_response_label"]
+    pad = tokens[-1]
+    label[next(place for place, token in enumerate(label) if token != pad)] = pad
 
 
 ROW_DAMAGE = {  # (data set, what is done to row 1 of the split test, message)
-    "id too large": (
-        "sft",
-        put("reference_response_token", 0, 9999),
-        r"reference_response_token needs .*wrong \[9999\]",
-    ),
-    "null id": ("sft", put("query_token", 59, None), r"query_token needs .*wrong \[None\]"),
-    "one [PAD] more": (
-        "preference",
-        lambda row: row["chosen_token"].append(row["chosen_token"][-1]),
-        r"chosen_token needs 169 ids .* it has 170",
-    ),
-    "query padded on the right": (
-        "sft",
-        lambda row: row.update(query_token=row["query_token"][::-1]),
-        r"query_token needs 60 ids of 0 to \d+, \[PAD\] \(\d+\) on the left alone;",
-    ),
-    "no EOS": (
-        "preference",
-        no_eos("chosen_token"),
-        r"chosen_token needs .* EOS before; it has 169, wrong \[\], last \[5\]",
-    ),
-    "another token": (
-        "preference",
-        put("chosen_token", 0, 7),
-        "chosen_token is not what the tokenizer makes of chosen;?",
-    ),
+    "id too large": ("sft", put("reference_response_token", 0, 9999), "reference_response_token needs .*wrong .9999."),
+    "null id": ("sft", put("query_token", 59, None), "query_token needs .*wrong .None."),
+    "one [PAD] more": ("preference", one_pad_more, "chosen_token needs 169 ids .* it has 170"),
+    "query padded on the right": ("sft", pad_on_the_right, "query_token needs 60 ids .* on the left alone;"),
+    "no EOS": ("preference", no_eos, r"chosen_token needs .* EOS before; it has 169, wrong \[\], last \[5\]"),
+    "another token": ("preference", put("chosen_token", 0, 7), "chosen_token is not what the tokenizer makes of"),
     "length": ("sft", lambda row: row.update(query_token_len=7), r"query_token_len is 7, not \d+"),
-    "label hides the response": (
-        "preference",
-        hide("query_chosen_token", 1),
-        "query_chosen_token_response_label is not",
-    ),
+    "label hides the response": ("preference", hide_one_more, "query_chosen_token_response_label is not"),
 }
 
 
@@ -127,8 +104,7 @@ def test_it_finds_a_damaged_row(finished, tmp_path, tokenizer, case):
     name, change, message = ROW_DAMAGE[case]
     path = damaged(finished, tmp_path, name, change)
     said = refused(tmp_path, tokenizer)
-    assert re.match(f"error: {path}: test, row 1: {message}", said), said
-    assert "(1 of 3 rows are damaged). If another tokenizer than" in said and "make it again" in said
+    assert re.match(f"error: {path}: test, row 1: {message}.*\\(1 of 3 rows are damaged\\)", said), said
 
 
 def test_it_finds_query_and_response_of_another_row(finished, tmp_path, tokenizer):
@@ -198,9 +174,8 @@ def test_it_counts_the_rows_of_published_data_whose_query_was_cleaned(tmp_path, 
     data.save_to_disk(tmp_path / "published")
     if count <= 10:
         check(tmp_path / "published", tokenizer)
-        assert f"published train: no damage; in {count} of 20 rows `query` does not" in " ".join(
-            capsys.readouterr().out.split()
-        )
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"published train: no damage; in {count} of 20 rows `query` does not" in said
     else:
         said = refused(tmp_path / "published", tokenizer)
-        assert "published: train: in 11 of 20 rows `query` does not tokenise back to query_token. If another" in said
+        assert "published: train: in 11 of 20 rows `query` does not tokenise back to query_token" in said

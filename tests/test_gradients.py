@@ -10,6 +10,7 @@ with the learning rates of its own schedule, and expects the weights that the ne
 import math
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import close, edit_config, make_reward_model, make_talker, read_metrics, record, script
+from conftest import close, edit_config, make_reward_model, make_talker, read_metrics, record, script, without_pad
 from datasets import Dataset, DatasetDict, load_from_disk
+from peft import LoraConfig, inject_adapter_in_model
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -51,9 +53,9 @@ def with_label(name: str, query: list[int], response: list[int], pad: int) -> di
 
 @pytest.fixture(scope="module")
 def start(world, tmp_path_factory) -> SimpleNamespace:
-    """.sft .reward .other (two reward models), .dataset .preference_dataset .graded_dataset (folders, of short rows),
-    .rows and .pairs (what their train splits hold, as token lists), .more_dataset and .more_pairs (twice as many pairs,
-    which a run does not all see), .pad .eos .banned"""
+    """.sft .reward .other (two reward models), .dataset .preference_dataset .graded_dataset (folders with short rows),
+    .rows and .pairs (their train splits as token lists), .more_dataset and .more_pairs (twice as many pairs, more than
+    a run sees), .pad .eos .banned"""
     root = tmp_path_factory.mktemp("gradients")
     sft = make_talker(world, root / "sft", eos=0.1)
     torch.manual_seed(1)
@@ -94,7 +96,7 @@ def start(world, tmp_path_factory) -> SimpleNamespace:
 
     posts = []
     for row in rows:
-        columns = {"query": row.text, "query_token": padded(row.query, 40, pad, left=True), "tag": row.tag}
+        columns = {"id": "", "query": row.text, "query_token": padded(row.query, 40, pad, left=True), "tag": row.tag}
         columns |= {"reference_response_token": padded(row.response[:-1] + [eos], 60, pad)}
         posts.append(columns | with_label("query_reference_response_token", row.query, row.response, pad))
     stored, graded = [], []
@@ -105,8 +107,8 @@ def start(world, tmp_path_factory) -> SimpleNamespace:
             query = getattr(pair, side)[: -len(response)]
             columns |= with_label(f"query_{side}_token", query, response, pad)
         stored.append(columns)
-        graded.append(columns | {key: getattr(pair, key) for key in ("grade", "margin", "weight")})
-        graded[-1] |= {f"{side}_safe": getattr(pair, f"{side}_safe") for side in SIDES}
+        grades = ("grade", "margin", "weight", "chosen_safe", "rejected_safe")
+        graded.append(columns | {key: getattr(pair, key) for key in grades})
     vocabulary = AutoModelForCausalLM.from_pretrained(sft).get_input_embeddings().num_embeddings
     return SimpleNamespace(
         root=root,
@@ -369,52 +371,40 @@ def sides_of(policy, pair) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(found)
 
 
-@pytest.mark.parametrize(("loss_type", "smoothing"), [("sigmoid", 0.2), ("ipo", 0.0)])
-def test_dpo(start, record_property, loss_type, smoothing):
-    data, pairs = start.preference_dataset, start.pairs
-    if loss_type == "ipo":
-        data, pairs = start.more_dataset, start.more_pairs
-    settings = {"sft_model_path": start.sft, "preference_dataset": data, "beta": 0.3}
-    settings |= {"loss_type": loss_type, "label_smoothing": smoothing}
-    run = train(start, "dpo.py", loss_type, **settings)
+PAIRWISE = {  # script, pairs, settings
+    "sigmoid": ("dpo.py", "pairs", {"loss_type": "sigmoid", "beta": 0.3, "label_smoothing": 0.2}),
+    "ipo": ("dpo.py", "more_pairs", {"loss_type": "ipo", "beta": 0.3}),
+    "simpo": ("simpo.py", "pairs", {"beta": 3.0, "gamma_beta_ratio": 0.3}),
+}
+
+
+@pytest.mark.parametrize("loss_type", PAIRWISE)
+def test_dpo(start, record_property, loss_type):
+    path, pairs, settings = PAIRWISE[loss_type]
+    data = {"pairs": start.preference_dataset, "more_pairs": start.more_dataset}[pairs]
+    run = train(start, path, loss_type, sft_model_path=start.sft, preference_dataset=data, **settings)
     policy, reference = plain(start.sft), plain(start.sft)
 
     def by_hand():
         for update in range(1, UPDATES + 1):
             logs = defaultdict(float)
-            for pair in batch_of(pairs, update):
-                chosen, rejected = (x.sum() for x in sides_of(policy, pair))
-                with torch.no_grad():
-                    ref_chosen, ref_rejected = (x.sum() for x in sides_of(reference, pair))
-                h = chosen - ref_chosen - rejected + ref_rejected
-                loss = -0.8 * logsigmoid(0.3 * h) - 0.2 * logsigmoid(-0.3 * h)
+            for pair in batch_of(getattr(start, pairs), update):
+                if loss_type == "simpo":
+                    chosen, rejected = logprobs = [x.mean() for x in sides_of(policy, pair)]
+                    loss = -logsigmoid(3.0 * (chosen - rejected) - 0.9)
+                else:
+                    logprobs = [x.sum() for x in sides_of(policy, pair)]
+                    with torch.no_grad():
+                        ref_logprobs = [x.sum() for x in sides_of(reference, pair)]
+                    chosen, rejected = (x - y for x, y in zip(logprobs, ref_logprobs, strict=True))
+                    h = chosen - rejected
+                    loss = -0.8 * logsigmoid(0.3 * h) - 0.2 * logsigmoid(-0.3 * h)
                 if loss_type == "ipo":
                     loss = (h - 1 / 0.6) ** 2
                 (loss / BATCH).backward()
-                log_pair(logs, loss, 0.3 * (chosen - ref_chosen), 0.3 * (rejected - ref_rejected))
-                logs["logprobs/chosen"] += chosen.item() / BATCH
-                logs["logprobs/rejected"] += rejected.item() / BATCH
-            yield update, cosine(update), logs
-
-    hold(run, {"": policy}, by_hand(), record_property)
-
-
-def test_simpo(start, record_property):
-    settings = {"sft_model_path": start.sft, "preference_dataset": start.preference_dataset}
-    settings |= {"beta": 3.0, "gamma_beta_ratio": 0.3}
-    run = train(start, "simpo.py", "", **settings)
-    policy = plain(start.sft)
-
-    def by_hand():
-        for update in range(1, UPDATES + 1):
-            logs = defaultdict(float)
-            for pair in batch_of(start.pairs, update):
-                chosen, rejected = (x.mean() for x in sides_of(policy, pair))
-                loss = -logsigmoid(3.0 * (chosen - rejected) - 0.9)
-                (loss / BATCH).backward()
-                log_pair(logs, loss, 3.0 * chosen, 3.0 * rejected)
-                logs["logprobs/chosen"] += chosen.item() / BATCH
-                logs["logprobs/rejected"] += rejected.item() / BATCH
+                log_pair(logs, loss, run.beta * chosen, run.beta * rejected)
+                for side, logprob in zip(SIDES, logprobs, strict=True):
+                    logs[f"logprobs/{side}"] += logprob.item() / BATCH
             yield update, cosine(update), logs
 
     hold(run, {"": policy}, by_hand(), record_property)
@@ -434,10 +424,6 @@ def on_policy(start, path: str, label: str, **settings) -> SimpleNamespace:
     run.policy, run.reference = plain(start.sft), plain(start.sft)
     run.metrics = read_metrics(Path(run.output_dir))
     return run
-
-
-def without_pad(responses: torch.Tensor, pad: int) -> list[list[int]]:
-    return [[token for token in row if token != pad] for row in responses.tolist()]
 
 
 @torch.no_grad()
@@ -718,61 +704,34 @@ def hold_ppo(run, value_model, by_hand, record_property):
     assert any(line["value/clip_fraction"] > 0 for line in run.metrics)
 
 
-@pytest.mark.parametrize("whiten_rewards", [False, True])
-def test_ppo(start, record_property, whiten_rewards):
-    run = on_policy(
-        start,
-        "ppo.py",
-        f"whitened {whiten_rewards}",
-        reward_model_path=start.reward,
-        whiten_rewards=whiten_rewards,
-        **PPO,
-    )
-    value_model, score = plain(start.reward, with_head=True), score_by(plain(start.reward, with_head=True))
+def ppo_run(start, path: str, label: str, **settings) -> tuple[SimpleNamespace, torch.nn.Module, Callable]:
+    """A run with a reward model, its value model by hand as it starts, and the score of an episode by hand."""
+    run = on_policy(start, path, label, **{"reward_model_path": start.reward, "whiten_rewards": False} | PPO | settings)
+    return run, plain(start.reward, with_head=True), score_by(plain(start.reward, with_head=True))
+
+
+COMPILED = pytest.param("ppo_compile.py", False, marks=pytest.mark.long)  # compiles for a minute
+
+
+@pytest.mark.parametrize(("path", "whiten_rewards"), [("ppo.py", False), ("ppo.py", True), COMPILED])
+def test_ppo(start, record_property, path, whiten_rewards):
+    run, value_model, score = ppo_run(start, path, f"whitened {whiten_rewards}", whiten_rewards=whiten_rewards)
     hold_ppo(run, value_model, ppo_by_hand(run, value_model, score), record_property)
-
-
-@pytest.mark.long  # compiles for a minute
-def test_ppo_compile(start, record_property):
-    run = on_policy(start, "ppo_compile.py", "", reward_model_path=start.reward, whiten_rewards=False, **PPO)
-    value_model, score = plain(start.reward, with_head=True), score_by(plain(start.reward, with_head=True))
-    hold_ppo(run, value_model, ppo_by_hand(run, value_model, score), record_property)
-
-
-class Adapted(torch.nn.Module):
-    """A linear layer with the weight W + scale B A, of which only A (given) and B (0) train."""
-
-    def __init__(self, layer, a, scale: float):
-        super().__init__()
-        self.base_layer, self.scale = layer.requires_grad_(False), scale
-        sizes = {"dtype": torch.float64, "bias": False}
-        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(a.shape[1], len(a), **sizes)})
-        self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(len(a), layer.out_features, **sizes)})
-        self.lora_A["default"].weight.data.copy_(a)
-        torch.nn.init.zeros_(self.lora_B["default"].weight)
-
-    def weight(self):
-        return self.base_layer.weight + self.scale * self.lora_B["default"].weight @ self.lora_A["default"].weight
-
-    def forward(self, x):
-        return torch.nn.functional.linear(x, self.weight(), self.base_layer.bias)
 
 
 def test_ppo_lora(start, record_property):
-    """Gradients of A and B, of the value model's head, and of nothing else."""
-    settings = {"reward_model_path": start.reward, "whiten_rewards": False, "lora_r": 2, "lora_alpha": 64}
-    run = on_policy(start, "ppo_lora.py", "", **settings, **PPO)
-    value_model, score = plain(start.reward, with_head=True), score_by(plain(start.reward, with_head=True))
+    """Gradients of all adapters and of the value model's head, and of nothing else."""
+    run, value_model, score = ppo_run(start, "ppo_lora.py", "", lora_r=2, lora_alpha=64)
     models = {"policy.": run.policy, "value_model.model.": value_model}
+    linear_layers = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
     for prefix, model in models.items():
-        for parameter in model.base_model.parameters():
-            parameter.requires_grad_(False)
         model.requires_grad_(False)
-        for name, layer in list(model.base_model.named_modules(prefix=model.base_model_prefix)):
-            if isinstance(layer, torch.nn.Linear):
-                parent, _, child = name.rpartition(".")
-                a = run.steps[0].weights[f"{prefix}{name}.lora_A.default.weight"]
-                setattr(model.get_submodule(parent), child, Adapted(layer, a, 64 / 2))
+        adapters = LoraConfig(r=2, lora_alpha=64, target_modules=linear_layers)
+        inject_adapter_in_model(adapters, model.base_model)
+        model.double()
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:  # drawn by the run; lora_B is 0
+                parameter.data.copy_(run.steps[0].weights[prefix + name])
     value_model.score.requires_grad_(True)
     hold(run, models, ppo_by_hand(run, value_model, score), record_property, saved=())
     assert any(line["policy/clip_fraction"] > 0 for line in run.metrics)
@@ -780,9 +739,7 @@ def test_ppo_lora(start, record_property):
 
 def test_ppo_value(start, record_property):
     """Returns with a lambda of their own. In the first two updates the policy keeps its bytes; then its Adam starts."""
-    settings = {"reward_model_path": start.reward, "whiten_rewards": False, "lam_value": 1.0, "value_warmup": 2}
-    run = on_policy(start, "ppo_value.py", "", **settings, **PPO)
-    value_model, score = plain(start.reward, with_head=True), score_by(plain(start.reward, with_head=True))
+    run, value_model, score = ppo_run(start, "ppo_value.py", "", lam_value=1.0, value_warmup=2)
     hold_ppo(run, value_model, ppo_by_hand(run, value_model, score), record_property)
     steps = run.num_ppo_epochs * run.num_mini_batches  # of an update
     policies = [{key: x for key, x in step.weights.items() if key.startswith("policy.")} for step in run.steps]
@@ -857,8 +814,7 @@ def test_ensembles_ppo(start, record_property, options):
 
     def whiten_scores(episodes) -> dict:
         if not gate:
-            logs = {"spread": statistics.fmean(statistics.pstdev(episode.scores) for episode in episodes)}
-            logs["variance"] = statistics.fmean(statistics.pvariance(episode.scores) for episode in episodes)
+            logs = {"variance": statistics.fmean(statistics.pvariance(episode.scores) for episode in episodes)}
             logs |= {str(i + 1): statistics.fmean(episode.scores[i] for episode in episodes) for i in range(2)}
             return {f"objective/reward_model_{key}": value for key, value in logs.items()}
         scores = [episode.raw_score for episode in episodes]

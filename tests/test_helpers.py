@@ -1,7 +1,6 @@
-"""The pure helpers of the stages against plain Python, and against plain rows on four architectures. (What a run makes
-of them, step by step: test_gradients.py.)"""
+"""The pure helpers of the stages against plain Python, and against unpadded rows on four architectures. Step by step in
+whole runs: test_gradients.py. Sampling: test_sampling.py."""
 
-import copy
 import gc
 import math
 import random
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import nano
 import pytest
 import torch
+from conftest import close
 
 import ppo
 import reward
@@ -19,16 +19,6 @@ import sft
 
 PAD = 0
 ARCHITECTURES = ["gpt_neox", "gpt2", "llama", "qwen3"]
-
-
-def same(found: torch.Tensor, expected, tolerance: float = 1e-10):
-    expected = torch.tensor(expected, dtype=torch.float64)
-    assert found.shape == expected.shape
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
-
-
-def sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x))
 
 
 # ---- micro-batches of PPO ---------------------------------------------------------------------------------------
@@ -63,7 +53,7 @@ def test_what_lies_behind_a_responses_end_is_in_neither_loss_nor_gradient():
         logprobs, {"logprobs": torch.zeros(1, 2), "advantages": torch.ones(1, 2), "response_mask": mask}, 0.2
     )
     loss.backward()
-    same(loss.detach(), -math.exp(0.1), 1e-6)
+    assert close(loss.detach(), -math.exp(0.1), 1e-6)
     assert all(value.isfinite() for value in sums.values()) and logprobs.grad[0, 1] == 0
 
 
@@ -92,11 +82,16 @@ def stored_pairs(pairs) -> dict:
     return {column: torch.tensor(rows) for column, rows in batch.items()}
 
 
-def test_pair_rows_has_the_query_once():
-    found = {key: value.tolist() for key, value in reward.pair_rows(stored_pairs(PAIRS), PAD).items()}
+@pytest.mark.parametrize("more_columns", [0, 2])
+def test_pair_rows_has_the_query_once(more_columns):
+    """Also if the columns of the rejected rows are wider."""
+    batch = stored_pairs(PAIRS)
+    for column in ("query_rejected_token", "query_rejected_token_response_label"):
+        batch[column] = torch.nn.functional.pad(batch[column], (0, more_columns), value=PAD)
+    found = {key: value.tolist() for key, value in reward.pair_rows(batch, PAD).items()}
     for i, (_, _, (query, chosen, rejected, *starts)) in enumerate(PAIRS):
         row = query + chosen + rejected
-        padding = [0] * (12 - len(row))  # all columns, which are fewer than 16
+        padding = [0] * (12 + more_columns - len(row))  # all columns, which are fewer than 16
         positions = list(range(len(query + chosen))) + list(range(len(query), len(query + rejected)))
         segments = [reward.QUERY] * len(query) + [reward.CHOSEN] * len(chosen) + [reward.REJECTED] * len(rejected)
         has_label = [False] * len(query)
@@ -128,14 +123,6 @@ def test_equal_responses_are_found():
     long, short = ([1, 2, 8, 4, 5, 0], 2), ([1, 2, 8, 4, 0, 0], 2)
     rows = reward.pair_rows(stored_pairs([(long, long, None), (long, short, None), (short, long, None)]), PAD)
     assert rows["is_same"].tolist() == [True, False, False]
-
-
-def test_pair_rows_takes_columns_of_different_width():
-    batch = stored_pairs(PAIRS)
-    expected = reward.pair_rows(batch, PAD)
-    wider = batch | {key: torch.nn.functional.pad(batch[key], (0, 2), value=PAD) for key in batch if "rejected" in key}
-    for key, value in reward.pair_rows(wider, PAD).items():
-        assert ((value[:, :12] if value.ndim == 2 else value) == expected[key]).all(), key
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -196,8 +183,8 @@ def test_rewards_and_values_are_float32_under_autocast(small):
         columns = torch.tensor([[2, 3], [2, 3]])
         values = ppo.PolicyAndValue(policy, ppo.RewardModel(model.model))(rows, columns)[1]
     head = model.model.score
-    same(found, (hidden[0].double() @ head.weight.double().T + head.bias)[:, :, 0].tolist(), 1e-6)
-    same(values, (hidden[-1].double() @ head.weight.double().T + head.bias)[:, 2:4, 0].tolist(), 1e-6)
+    assert close(found, (hidden[0].double() @ head.weight.double().T + head.bias)[:, :, 0], 1e-6)
+    assert close(values, (hidden[-1].double() @ head.weight.double().T + head.bias)[:, 2:4, 0], 1e-6)
 
 
 # ---- sampling ---------------------------------------------------------------------------------------------------
@@ -217,52 +204,6 @@ def test_noise_is_gumbel_and_independent_across_rows_positions_and_tokens():
         correlation = torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].item()
         assert abs(correlation) < 5 / math.sqrt(a.numel())
     assert noise.unique().numel() > 0.9 * n
-
-
-class Tokenizer:
-    """What generate() asks of a tokenizer, with ids of the test's choice."""
-
-    def __init__(self, size: int, pad_token_id: int, eos_token_id: int):
-        self.size, self.pad_token_id, self.eos_token_id = size, pad_token_id, eos_token_id
-
-    def __len__(self):
-        return self.size
-
-
-def test_a_tokens_log_probability_is_the_samplers(small):
-    """Of each token that is drawn, at the sampling temperature, [PAD] and what is beyond the tokenizer left out."""
-    model, real, _ = small
-    tokenizer = Tokenizer(440, real.pad_token_id, -1)
-    queries = torch.randint(1, 300, (5, 6), generator=torch.Generator().manual_seed(1))
-    cache = ppo.KeyValueCache(model.config, 6 + 9)
-    ids = torch.arange(len(model.banned))
-    model = copy.deepcopy(model)
-    model.banned = (ids == real.pad_token_id) | (ids >= 440)
-    found, logprobs = ppo.generate(model, queries, tokenizer, 9, 0.7, ppo.noise_keys(1, 1, list(range(5))), cache)
-    with torch.no_grad():
-        logits = model(torch.cat([queries, found], 1)).logits[:, 5:-1].double()
-    for row, (tokens, values) in enumerate(zip(found.tolist(), logprobs.tolist(), strict=True)):
-        for t, (token, value) in enumerate(zip(tokens, values, strict=True)):
-            weights = [
-                math.exp(x / 0.7) for i, x in enumerate(logits[row, t].tolist()) if i < 440 and i != real.pad_token_id
-            ]
-            assert math.isclose(value, logits[row, t, token] / 0.7 - math.log(sum(weights)), abs_tol=1e-4)
-
-
-def test_nothing_follows_an_eos(small):
-    """A response is what would be sampled without an end, through its first EOS (Detail 23)."""
-    model, real, _ = small
-    queries = torch.randint(1, 300, (6, 8), generator=torch.Generator().manual_seed(1))
-    keys = ppo.noise_keys(1, 1, list(range(6)))
-
-    def sampled(eos: int) -> list[list[int]]:
-        tokenizer = Tokenizer(len(real), real.pad_token_id, eos)
-        return ppo.generate(model, queries, tokenizer, 12, 0.7, keys, ppo.KeyValueCache(model.config, 28))[0].tolist()
-
-    whole = sampled(-1)
-    eos = whole[0][4]
-    expected = [row[: row.index(eos) + 1] if eos in row else row for row in whole]
-    assert sampled(eos) == [row + [real.pad_token_id] * (12 - len(row)) for row in expected]
 
 
 def test_each_cache_of_a_rollout_is_gone_before_the_next(small, monkeypatch):

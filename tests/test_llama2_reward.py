@@ -11,7 +11,6 @@ from accelerate.state import AcceleratorState
 from conftest import close, read_metrics, record, script
 from datasets import Dataset, DatasetDict, load_from_disk
 from test_ensembles import without
-from test_helpers import sigmoid
 
 import dpo
 import reward
@@ -22,6 +21,10 @@ GRADES = ["significantly", "better", "slightly", "negligibly", "none"]
 SMALL, LARGE = [1, 2 / 3, 1 / 3, 0, 0], [3, 2, 1, 0, 0]
 SAFE = [(True, False), (True, True), (False, False), (None, True), (None, None), (False, True)]
 SIDES = ("chosen", "rejected")
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
 
 
 # ---- losses ------------------------------------------------------------------------------------------------------

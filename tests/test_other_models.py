@@ -1,25 +1,31 @@
-"""Models and tokenizers that are not Pythia's: what their attention does in a row of their own, our rows do, or the
-model is refused before anything is written."""
+"""Models and tokenizers other than Pythia's: a pair in one row has the numbers of two rows, or the model is refused
+before anything is written."""
 
+import io
+import runpy
+import signal
 import sys
-from types import SimpleNamespace
+from copy import deepcopy
 
 import check_data
 import pytest
 import torch
+import tyro
 from accelerate.state import AcceleratorState
 from conftest import close, make_reward_model
 from datasets import Dataset
 from safetensors.torch import load_file
+from test_saved_models import TRAINED
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     FalconConfig,
-    Gemma3TextConfig,
     GPT2Config,
-    LlamaConfig,
-    MistralConfig,
     OPTConfig,
+    PreTrainedTokenizerFast,
 )
 
 import dpo
@@ -28,26 +34,18 @@ import reward
 import sft
 import tldr_dataset
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-LLAMA = SIZES | {"num_key_value_heads": 1}
-PAIRS = [reward, dpo]  # the others' pair_inputs and check_pairs are the same text: test_copies.py
-CONFIGS = {
-    "mistral": lambda n: MistralConfig(**LLAMA, vocab_size=n, sliding_window=20),
-    "gemma3": lambda n: Gemma3TextConfig(
-        **LLAMA, vocab_size=n, sliding_window=20, head_dim=16, layer_types=["sliding_attention", "full_attention"]
-    ),
-    "gpt2": lambda n: GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=n, n_positions=64),
-    "falcon": lambda n: FalconConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=n, alibi=True
-    ),
-    "llama": lambda n: LlamaConfig(**LLAMA, vocab_size=n),
-    "opt": lambda n: OPTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, ffn_dim=64, vocab_size=n),
-}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+CONFIGS = {name: TRAINED[name] for name in ("mistral", "gemma3", "llama")}
+CONFIGS["gpt2"] = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64)
+CONFIGS["falcon"] = FalconConfig(**SMALL, alibi=True)
+CONFIGS["opt"] = OPTConfig(**SMALL, ffn_dim=64)
+PAIRS = [reward, dpo]  # the other scripts have copies of pair_inputs and check_pairs: test_copies.py
 
 
 def make_model(name: str, tokenizer, folder) -> str:
     """A random model whose vocabulary is exactly the tokenizer's, with weights so large that every token matters."""
-    config = CONFIGS[name](len(tokenizer))
+    config = deepcopy(CONFIGS[name])
+    config.vocab_size = len(tokenizer)
     config.eos_token_id = config.bos_token_id = tokenizer.eos_token_id
     config.pad_token_id = None
     torch.manual_seed(1)
@@ -60,16 +58,10 @@ def make_model(name: str, tokenizer, folder) -> str:
 
 
 @pytest.fixture(scope="module")
-def models(world, tmp_path_factory):
-    """{name: checkpoint folder}, made when asked for."""
+def models(world, tmp_path_factory) -> dict[str, str]:
+    """{name: checkpoint folder}"""
     root, tokenizer = tmp_path_factory.mktemp("models"), AutoTokenizer.from_pretrained(world.tokenizer)
-
-    class Made(dict):
-        def __missing__(self, name):
-            self[name] = make_model(name, tokenizer, root / name)
-            return self[name]
-
-    return Made()
+    return {name: make_model(name, tokenizer, root / name) for name in CONFIGS}
 
 
 # ---- pairs in one row -------------------------------------------------------------------------------------------
@@ -175,35 +167,30 @@ def test_a_vocabulary_without_a_row_for_pad_gets_one(models, tmp_path, name):
     assert torch.equal(grown[: len(kept)], kept)
 
 
-@pytest.mark.parametrize("path", ["j@lab/a", "a b/c"])
-def test_a_path_that_exists_is_a_path_whatever_it_holds(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / path).mkdir(parents=True)
-    args = sft.Args(model=path, output_dir="runs/sft/{model}/{seed}")
-    sft.check_args(args)
-    assert args.output_dir == f"runs/sft/{path.split('/')[-1]}/44413"
+# a model's path, and the name of its runs
+PATHS = {"j@lab/a": "a", "me/a@main": "a", "~/x/b": "b", "../here/": "here"}
 
 
-@pytest.mark.parametrize(("model", "name"), [("me/a@main", "a"), ("~/x/b", "b"), ("../here/", "here")])
-def test_the_name_of_a_run(model, name, tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
+@pytest.mark.parametrize("model", PATHS)
+def test_the_name_of_a_run(model, tmp_path, monkeypatch):
+    """me/a@main is a revision on the Hub, j@lab/a a folder."""
+    (tmp_path / "here/j@lab/a").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", str(tmp_path))
-    args = sft.Args(model=model, output_dir="~/{model}")
+    args = sft.Args(model=model, output_dir="~/{model}/{seed}")
     sft.check_args(args)
-    assert args.output_dir == f"{tmp_path}/{name}" and args.model == model.replace("~", str(tmp_path))
+    assert args.output_dir == f"{tmp_path}/{PATHS[model]}/44413" and args.model == model.replace("~", str(tmp_path))
 
 
 # ---- tokenizers -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def metaspace():
-    """A tokenizer that puts a space before every text, as Llama 2's does."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+POST = {"id": "1", "subreddit": "x", "title": "t", "post": "p", "summary": "my dog"}
 
-    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+
+def metaspace_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer that puts a space before every text, as Llama 2's does."""
+    made = Tokenizer(BPE(unk_token="<unk>", byte_fallback=True))
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     made.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
     made.decoder = decoders.Sequence(
@@ -218,9 +205,9 @@ def metaspace():
     return tokenizer
 
 
-def test_a_responses_tokens_are_those_behind_its_query(metaspace):
-    post = {"id": "1", "subreddit": "x", "title": "t", "post": "p", "summary": "my dog"}
-    row = tldr_dataset.process_sft_row(post, metaspace, tldr_dataset.Args())
+def test_a_responses_tokens_are_those_behind_its_query():
+    metaspace = metaspace_tokenizer()
+    row = tldr_dataset.process_sft_row(POST, metaspace, tldr_dataset.Args())
     lengths = [row[f"{name}_token_len"] for name in ("query", "reference_response", "query_reference_response")]
     query = row["query_token"][-lengths[0] :]
     response = row["reference_response_token"][: lengths[1]]
@@ -234,48 +221,23 @@ def test_a_responses_tokens_are_those_behind_its_query(metaspace):
     assert "reference_response_token" in check_data.find_damage(wrong, metaspace, widths)["damage"]
 
 
-@pytest.fixture(scope="module")
-def beginning(world, tmp_path_factory) -> SimpleNamespace:
-    """The world's tokenizer with a BOS that it adds to every text."""
-    from tokenizers.processors import TemplateProcessing
-
-    folder = tmp_path_factory.mktemp("bos") / "me@lab"  # no revision
+def test_a_bos_that_the_tokenizer_adds_is_left_out(world):
     tokenizer = AutoTokenizer.from_pretrained(world.tokenizer)
-    tokenizer.add_special_tokens({"bos_token": "<|bos|>"})
+    tokenizer.add_special_tokens({"bos_token": "<|bos|>", "pad_token": "[PAD]"})
     template = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)])
     tokenizer.backend_tokenizer.post_processor = template
-    tokenizer.save_pretrained(folder)
-    return folder
+    assert tokenizer("my dog").input_ids[0] == tokenizer.bos_token_id
+    row = tldr_dataset.process_sft_row(POST, tokenizer, tldr_dataset.Args())
+    assert all(tokenizer.bos_token_id not in row[key] for key in row if key.endswith("_token"))
 
 
-def test_a_bos_that_is_left_out_is_told(world, beginning, tmp_path, capsys):
-    arguments = {"sft_dataset": str(world.raw / "posts"), "preference_dataset": str(world.raw / "comparisons")}
-    said = {}
-    for tokenizer in (world.tokenizer, beginning):
-        output = tmp_path / tokenizer.name
-        tldr_dataset.main(tldr_dataset.Args(**arguments, tokenizer=str(tokenizer), output_dir=str(output)))
-        said[tokenizer] = capsys.readouterr().out
-    assert "no row here has it" not in said[world.tokenizer]
-    assert "adds <|bos|> to a text; no row here has it" in said[beginning].replace("\n", " ")
-    rows = tldr_dataset.load_from_disk(str(tmp_path / beginning.name / "sft"))["train"]
-    bos = AutoTokenizer.from_pretrained(beginning).bos_token_id
-    assert all(bos not in row["query_reference_response_token"] for row in rows)
-
-
-def test_a_terminal_of_another_encoding_shows_other_characters(world, tmp_path, monkeypatch):
+def test_a_terminal_of_another_encoding_shows_other_characters(monkeypatch):
     """stdout as under PYTHONIOENCODING=latin-1: a table of samples has characters that it cannot encode."""
-    import io
-    import runpy
-
-    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    out, on_ctrl_c = io.TextIOWrapper(io.BytesIO(), encoding="latin-1"), signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(sys, "stdout", out)
-    command = ["ppo.py", "--model", "nano", "--sft-model-path", world.model, "--dataset", world.dataset]
-    command += ["--reward-model-path", make_reward_model(world.model, tmp_path / "reward"), "--eval-rows", 2]
-    command += ["--batch-size", 4, "--total-episodes", 4, "--sample-every", 1, "--response-length", 4]
-    monkeypatch.setattr(sys, "argv", [*map(str, command), "--output-dir", str(tmp_path / "run")])
-    show = ppo.Table.add_row
-    monkeypatch.setattr(ppo.Table, "add_row", lambda table, *cells: show(table, "€ 狗", *cells[1:]))
-    AcceleratorState._reset_state(True)
-    runpy.run_path(str(sft.Path(ppo.__file__)), run_name="__main__")
+    monkeypatch.setattr(tyro, "cli", lambda _: sys.exit(print("€ 狗")))
+    with pytest.raises(SystemExit):
+        runpy.run_path(sft.__file__, run_name="__main__")
+    signal.signal(signal.SIGINT, on_ctrl_c)
     out.flush()
-    assert b"? ?" in out.buffer.getvalue() and (tmp_path / "run" / "model").exists()
+    assert out.buffer.getvalue() == b"? ?\n"

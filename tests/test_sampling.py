@@ -1,5 +1,5 @@
-"""What sampling draws is what transformers' generate() would draw with the same noise; and the ratio before the first
-step of an update is exactly 1, in bfloat16 as well."""
+"""Sampling draws the tokens that transformers' generate() draws with the same noise, and the ratio before the first
+step of an update is exactly 1, also in bfloat16."""
 
 import time
 from contextlib import nullcontext
@@ -85,11 +85,11 @@ def new_model(name: str):
 
 
 def compare(name: str, rows: int, times: int = 1) -> dict:
-    """Ours and transformers' responses to the same queries, in the same groups: what differs, and seconds of both."""
+    """Sample responses to the same queries in the same groups with ppo.py and with transformers, and return how many
+    differ and the seconds that both took, `times` times."""
     torch.manual_seed(1)
     model = new_model(name)
-    with torch.no_grad():  # logits that are far from uniform
-        model.get_output_embeddings().weight.mul_(8)
+    model.get_output_embeddings().weight.data.mul_(8)  # logits that are far from uniform
     generator = torch.Generator().manual_seed(3)
     queries = torch.full((rows, WIDTH), PAD)
     for row in queries:
@@ -111,21 +111,24 @@ def compare(name: str, rows: int, times: int = 1) -> dict:
         "architecture": name,
         "rows": rows,
         "tokens": int((found != PAD).sum()),
-        "ended": int((found == EOS).any(1).sum()),
+        "rows with EOS": int((found == EOS).any(1).sum()),
         "rows that differ": int(differ.sum()),
         "of these ties": int((differ & (leads < 1e-5)).sum()),
-        "rows with a lead below 1e-5": int((leads < 1e-5).sum()),
+        "rows with two best within 1e-5": int((leads < 1e-5).sum()),
         "seconds": f"{seconds['ours']:.2f}",
         "generate()": f"{seconds['transformers']:.2f}",
         "ratio": f"{seconds['ours'] / seconds['transformers']:.2f}",
     }
 
 
+@pytest.mark.parametrize(("rows", "times"), [(60, 1), pytest.param(1000, 2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_tokens_are_those_of_generate(name):
-    found = compare(name, 120)
-    assert found["rows that differ"] == found["of these ties"] and found["tokens"] > 120 * 40
-    assert found["ended"] > 0 or name == "gpt2"
+def test_the_tokens_are_those_of_generate(name, rows, times, record_property):
+    found = compare(name, rows, times)
+    if rows == 1000:
+        record_property("sampling", found)
+    assert found["rows that differ"] == found["of these ties"] and found["tokens"] > rows * 40
+    assert found["rows with EOS"] > 0 or name == "gpt2"
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -142,14 +145,6 @@ def test_a_step_reads_nothing_back_from_the_device(name, monkeypatch):
             ppo.generate(model, queries, Tokenizer(), 8, 0.7, keys, ppo.KeyValueCache(model.config, 18))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_tokens_of_a_thousand_rows_are_those_of_generate(name, record_property):
-    found = compare(name, 1000, 2)
-    record_property("sampling", list(found.values()))
-    assert found["rows that differ"] == found["of these ties"]
-
-
 # ---- the ratio before the first step ------------------------------------------------------------------------------
 
 
@@ -163,7 +158,7 @@ def start(world, tmp_path_factory) -> ppo.Args:
     return ppo.Args(**paths, **sizes, learning_rate=1e-3, num_ppo_epochs=2, sample_every=0)
 
 
-@pytest.mark.parametrize(("mixed_precision", "num_mini_batches"), [("no", 2), ("bf16", 1), ("bf16", 2)])
+@pytest.mark.parametrize(("mixed_precision", "num_mini_batches"), [("no", 2), ("bf16", 1)])
 def test_it_is_exactly_1_and_the_first_kl_exactly_0(start, tmp_path, mixed_precision, num_mini_batches):
     changes = {"mixed_precision": mixed_precision, "num_mini_batches": num_mini_batches, "output_dir": str(tmp_path)}
     AcceleratorState._reset_state(True)

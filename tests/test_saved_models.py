@@ -17,26 +17,7 @@ from accelerate.state import AcceleratorState
 from conftest import close, make_reward_model
 from datasets import load_from_disk
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    FalconH1Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    GraniteConfig,
-    GraniteMoeHybridConfig,
-    Lfm2Config,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    MptConfig,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3NextConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import dpo
 import ppo
@@ -51,31 +32,30 @@ QWEN2_MOE = EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16, "shared_ex
 WINDOWS = {"sliding_window": 20, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
 SMOLLM2 = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True}
 TRAINED = {
-    "gpt_neox": GPTNeoXConfig(**SIZES),
-    "llama": LlamaConfig(**GROUPED),
-    "qwen2": Qwen2Config(**GROUPED),
-    "mistral": MistralConfig(**GROUPED, sliding_window=20),
-    "smollm2": LlamaConfig(**(SIZES | SMOLLM2)),
-    "gemma3": Gemma3TextConfig(**GROUPED, **WINDOWS),
-    "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=1024),
-    "mixtral": MixtralConfig(**EXPERTS, num_local_experts=4),
-    "qwen2_moe": Qwen2MoeConfig(**QWEN2_MOE),
+    "gpt_neox": transformers.GPTNeoXConfig(**SIZES),
+    "llama": transformers.LlamaConfig(**GROUPED),
+    "qwen2": transformers.Qwen2Config(**GROUPED),
+    "mistral": transformers.MistralConfig(**GROUPED, sliding_window=20),
+    "smollm2": transformers.LlamaConfig(**(SIZES | SMOLLM2)),
+    "gemma3": transformers.Gemma3TextConfig(**GROUPED, **WINDOWS),
+    "gpt2": transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=1024),
+    "mixtral": transformers.MixtralConfig(**EXPERTS, num_local_experts=4),
+    "qwen2_moe": transformers.Qwen2MoeConfig(**QWEN2_MOE),
 }
-LINEAR = {
-    "linear_num_value_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
+LINEAR = {"linear_num_value_heads": 2, "linear_num_key_heads": 2}
+LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2}
 REFUSED = {
-    "lfm2": (Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]), "conv layers"),
-    "falcon_h1": (FalconH1Config(**GROUPED, mamba_d_ssm=64, **MAMBA), "hybrid layers"),
-    "qwen3_next": (Qwen3NextConfig(**QWEN2_MOE, **LINEAR, head_dim=16), "linear_attention layers"),
-    "granite_4": (GraniteMoeHybridConfig(**GROUPED, shared_intermediate_size=64, **MAMBA), "linear_attention layers"),
-    "granite": (GraniteConfig(**GROUPED, logits_scaling=8.0), "scales or caps the logits"),
-    "gemma2": (Gemma2Config(**GROUPED, head_dim=16), "no scaled dot-product attention"),
-    "mpt": (MptConfig(d_model=32, n_heads=2, n_layers=2), "no scaled dot-product attention"),
+    "lfm2": (transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]), "conv layers"),
+    "falcon_h1": (transformers.FalconH1Config(**GROUPED, mamba_d_ssm=64, **MAMBA), "hybrid layers"),
+    "qwen3_next": (transformers.Qwen3NextConfig(**QWEN2_MOE, **LINEAR, head_dim=16), "linear_attention layers"),
+    "granite_4": (
+        transformers.GraniteMoeHybridConfig(**GROUPED, shared_intermediate_size=64, **MAMBA),
+        "linear_attention layers",
+    ),
+    "granite": (transformers.GraniteConfig(**GROUPED, logits_scaling=8.0), "scales or caps the logits"),
+    "gemma2": (transformers.Gemma2Config(**GROUPED, head_dim=16), "no scaled dot-product attention"),
+    "mpt": (transformers.MptConfig(d_model=32, n_heads=2, n_layers=2), "no scaled dot-product attention"),
 }
 IN_SUITE = "qwen2_moe"
 RESPONSE = 24
@@ -114,7 +94,6 @@ def saved(request, world, tmp_path_factory) -> SimpleNamespace:
     begin = template(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.eos_token_id)])
     tokenizer.backend_tokenizer.post_processor = begin
     base = make_base(TRAINED[request.param], tokenizer, root / "base")
-    assert AutoTokenizer.from_pretrained(base)("a").input_ids[0] == tokenizer.eos_token_id
     data, pairs = {"dataset": str(world.dataset)}, {"preference_dataset": str(world.preference_dataset)}
     found = SimpleNamespace(name=request.param, root=root)
     found.sft = run(
@@ -150,7 +129,8 @@ def test_generate_gives_the_tokens_of_our_sampler(saved, world, record_property)
         ids = [model.config.eos_token_id, model.config.pad_token_id]
         assert ids == [tokenizer.eos_token_id, tokenizer.pad_token_id] != [5, None]
     assert differ == 0 and ended > 0
-    record_property("generate", [saved.name, 48, ended, differ])
+    row = {"architecture": saved.name, "responses of sft, dpo and ppo": 48, "with EOS": ended}
+    record_property("generate", row | {"that differ from generate()'s": differ})
 
 
 @torch.no_grad()
@@ -174,7 +154,8 @@ def test_plain_transformers_gives_our_rewards_but_for_a_constant(saved, world, r
             scores = [found["score"] for found in transformers.pipeline("text-classification", str(folder))(texts)]
             ids = [torch.tensor([tokenizer(text).input_ids]) for text in texts]
             assert close(scores, [plain(row).logits[0, 0] for row in ids], 1e-5)
-            record_property("rewards", [saved.name, len(rows), f"{plain.config.reward_mean:.4f}", f"{difference:.0e}"])
+            row = {"architecture": saved.name, "rows": len(rows), "reward_mean": f"{plain.config.reward_mean:.4f}"}
+            record_property("rewards", row | {"largest other difference to plain transformers": f"{difference:.0e}"})
 
 
 # ---- refused ----------------------------------------------------------------------------------------------------
@@ -188,32 +169,21 @@ def test_what_cannot_be_sampled_from_is_refused_by_every_loader(name, world, tmp
     for module in (sft, dpo, ppo):
         with pytest.raises(SystemExit) as caught:
             module.load_policy(folder, ppo.load_tokenizer(folder))
-        message = str(caught.value)
-        assert reason in message and folder in message and "\n" not in message and "issue" not in message
+        assert reason in str(caught.value)
 
 
-def test_a_reward_model_with_other_weights_is_refused(world, tmp_path):
-    """An SFT folder would else get a random head, and an older run's head would lose its bias."""
+@pytest.mark.parametrize("changed", ["score.weight", "other.weight", "score.bias"])
+def test_a_reward_model_with_other_weights_is_refused(world, tmp_path, changed):
+    """Without its head, as an SFT folder, it would get a random one; the head of an older run would lose its bias."""
     tokenizer = ppo.load_tokenizer(str(world.model))
-    right = make_reward_model(world.model, tmp_path / "right")
-    ppo.load_reward_model(str(right), tokenizer)
-    weights = load_file(right / "model.safetensors")
-    changes = {
-        "missing": {"gpt_neox.layers.1.mlp.dense_4h_to_h.bias": None},
-        "extra": {"other.weight": torch.zeros(2)},
-        "old": {"score.bias": torch.zeros(1)},
-    }
-    expected = {"missing": "missing_keys", "extra": "other.weight", "old": "score.bias", "sft": "score.weight"}
-    for name, change in changes.items():
-        folder = shutil.copytree(right, tmp_path / name)
-        changed = {key: value for key, value in (weights | change).items() if value is not None}
-        save_file(changed, folder / "model.safetensors", {"format": "pt"})
-    for name, word in expected.items():
-        folder = str(world.model if name == "sft" else tmp_path / name)
-        with pytest.raises(SystemExit) as caught:
-            ppo.load_reward_model(folder, tokenizer)
-        message = str(caught.value)
-        assert word in message and folder in message and "\n" not in message
+    folder = make_reward_model(world.model, tmp_path / "model")
+    ppo.load_reward_model(str(folder), tokenizer)
+    weights = load_file(folder / "model.safetensors")
+    if weights.pop(changed, None) is None:
+        weights[changed] = torch.zeros(1)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SystemExit, match=f"{folder}.*{changed}"):
+        ppo.load_reward_model(str(folder), tokenizer)
 
 
 def test_a_tokenizer_that_leaves_ids_out_is_refused(world, tmp_path):
@@ -225,6 +195,5 @@ def test_a_tokenizer_that_leaves_ids_out_is_refused(world, tmp_path):
     file.write_text(json.dumps(settings))
     with pytest.raises(SystemExit, match="leaves ids out"):
         ppo.load_tokenizer(str(tmp_path / "gap"))
-    arguments = {"tokenizer": str(tmp_path / "gap"), "output_dir": str(tmp_path / "data")}
     with pytest.raises(SystemExit, match="leaves ids out"):
-        tldr_dataset.main(tldr_dataset.Args(sft_dataset=str(world.raw / "posts"), **arguments))
+        tldr_dataset.main(tldr_dataset.Args(sft_dataset=str(world.raw / "posts"), tokenizer=str(tmp_path / "gap")))

@@ -221,7 +221,7 @@ test_gradients.py::test_online_dpo variants/online_dpo.py: the pair is chosen be
 test_gradients.py::test_ppo_function ablations/function.diff: the value model's head is random
 - nn.init.zeros_(model.score.weight)
 + nn.init.normal_(model.score.weight)
-test_gradients.py::test_simpo ablations/simpo.diff: the margin is the rejected one's
+test_gradients.py::test_dpo ablations/simpo.diff: the margin is the rejected one's
 - beta * (chosen - rejected) - gamma
 + beta * (chosen - rejected) + gamma
 test_sampling.py::test_noise_in_the_rollouts ppo.py: old log-probabilities in other micro-batches
