@@ -6,8 +6,9 @@
 
 It needs neither network nor weights. tests/test_plan.py compares the memory with what nano runs allocate and with the
 peaks of 1b on one H100 (benchmark/results/h100). --reserve stands for what the terms leave out: the CUDA context, NCCL
-and the gaps of the allocator. An evaluation needs less memory than training. The hours are those of 1b on that H100, in
-proportion to the parameters and divided by the number of GPUs.
+and the gaps of the allocator. An evaluation needs less memory than training, and the reference of dpo.py has left it
+before. The hours are those of 1b on that H100 (random weights, few updates), in proportion to the parameters and
+divided by the number of GPUs, whatever the micro-batch, the offloading and the number of reward models.
 """
 
 from dataclasses import dataclass, replace
@@ -28,8 +29,9 @@ STAGES = {
     "ppo": (512, 1_000_000, {"1b": 16, "2.8b": 8, "6.9b": 2}),
 }
 SPEEDS = {"sft": 143.73, "reward": 76.51, "dpo": 80.37, "ppo": 16.01}  # items/s at 1b (results/h100/stages.csv)
-# columns of the longest item (Detail 4), and how many of them get logits
-COLUMNS = {"sft": (576, 576), "reward": (816, 0), "dpo": (816, 352), "ppo": (576, 53)}
+# columns of the longest item (Detail 4, rounded up to 16), and how many of them get logits. dpo.py keeps those of the
+# shortest query's response on, so their number depends on the pairs of a micro-batch: about 384 on one H100
+COLUMNS = {"sft": (576, 576), "reward": (816, 0), "dpo": (816, 512), "ppo": (576, 53)}
 QUERY, RESPONSE = 512, 53  # columns of a query, and --response-length of ppo.py
 FORWARD_ROWS = 32  # --forward-batch-size
 SAMPLE_ROWS = {"1b": 256, "2.8b": 128, "6.9b": 64}  # --sample-batch-size of ppo.py; 32 for other models
@@ -85,7 +87,8 @@ def adapter_size(model: str, rank: int) -> int:
 
 
 def trained_size(args: Args) -> int:
-    """Return the number of parameters that are trained; with LoRA, adapters and the value model's head."""
+    """Return the number of parameters that are trained. With LoRA, these are adapters and the value model's head, and
+    policy and value model share the weights of the frozen models."""
     language, reward = (sum(parameters(args.model, head)) for head in (True, False))
     if args.lora_r:
         return 2 * adapter_size(args.model, args.lora_r) + parameters(args.model, False)[2]
@@ -144,7 +147,7 @@ def forward_bytes(model: str, rows: int, columns: int, size: int) -> float:
 
 def sampling_bytes(model: str, rows: int) -> dict[str, float]:
     """Return the bytes of sampling: a static cache in bfloat16 for query and response; the queries' pass; and six
-    float32 arrays (rows, vocab), which are logits, scaled logits, noise and its hash."""
+    float32 arrays (rows, vocab) for the logits, scaled and masked, and the noise with its hashes."""
     width, layers, vocab = SHAPES[model]
     return {
         "keys and values": float(rows * (QUERY + RESPONSE) * 2 * layers * width * 2),
@@ -202,12 +205,16 @@ def plan(args: Args) -> dict:
     "terms" {phase: {term: bytes}}, "peak" (bytes of a device), "host" (bytes of a machine) and "hours" (None with LoRA,
     whose speed was not measured)."""
     batch, items, chosen = STAGES[args.stage]
+    if min(args.gpus, args.micro_batch_size or 1, args.sample_batch_size or 1) < 1:
+        fail("--gpus, --micro-batch-size and --sample-batch-size are at least 1")
+    if args.offload_optimizer and not args.zero:
+        fail("--offload-optimizer needs DeepSpeed: --zero 2")
     if batch % args.gpus:
         fail(f"a batch of {batch} does not split over {args.gpus} devices")
     if args.lora_r and (args.stage != "ppo" or args.zero or args.offload):
         fail("--lora-r is of ppo alone, with --zero 0 and without --offload")
     share = batch // args.gpus
-    micro = args.micro_batch_size or min(chosen.get(args.model, 8), share)
+    micro = min(args.micro_batch_size or chosen.get(args.model, 8), share)
     sample_rows = min(args.sample_batch_size or SAMPLE_ROWS.get(args.model, 32), share)
     offload = args.model == "6.9b" and not args.lora_r if args.offload is None else args.offload
     offload = offload and args.stage == "ppo"
@@ -282,7 +289,9 @@ def main(args: Args):
     print(f"{args.stage} {args.model}, {args.gpus} GPU(s), ZeRO-{args.zero}: GB per GPU")
     print(terms.to_string(na_rep="", float_format="%.2f"))
     batch, items, _ = STAGES[args.stage]
-    print(f"batch of {batch} = {args.gpus} x {found['micro_batches']} micro-batches of {found['micro_batch_size']}")
+    print(
+        f"batch of {batch} = {args.gpus} x {found['micro_batches']} micro-batches of up to {found['micro_batch_size']}"
+    )
     fits = "fits" if found["peak"] <= args.gpu_memory * 1e9 else "does NOT fit"
     largest = largest_micro_batch(args) or "none"
     print(f"{found['peak'] / 1e9:.1f} GB {fits} {args.gpu_memory:g} GB; largest micro-batch: {largest}")

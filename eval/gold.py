@@ -3,14 +3,17 @@
     python eval/gold.py runs/ensembles/ppo --gold runs/reward/6.9b/44413          # a reward model, folder or Hub id
     python eval/gold.py runs/ensembles/ppo --gold quickstart/truth.py:score       # a function of (post, summary)
 
-Scores the validation samples that ensembles/ppo.py --eval-every writes to samples/, for each run in or below the
-folders, and writes into the run's folder:
+Scores the validation samples that ensembles/ppo.py writes to samples/, for each run in or below the folders, and
+writes into the run's folder:
 
 gold_samples.csv    the samples of all updates, with their gold reward
-gold.csv            a row for each update, with means over its samples: the gold reward and its standard error, the
-                    reward models' combined score, KL to the reference (k2) and its square root, and tokens
+gold.csv            a row for each update: means of its samples' gold reward, score (the combined score of the reward
+                    models, standardised if they are, without the penalty for a missing EOS), kl_k2 (nats) and tokens;
+                    gold_se, the standard error over posts; and sqrt_kl, the square root of the mean KL
 
-A reward model reads the tokens that its own tokenizer makes of post and response, and EOS where the response ended.
+All updates have the same posts and the same noise, so compare two updates by their differences post by post. A reward
+model reads the tokens that its own tokenizer makes of query and response (special tokens in the query included, as the
+turns of a dialogue are), and EOS where the response ended. A function gets the texts of both.
 """
 
 import csv
@@ -39,14 +42,14 @@ class Args:
 
 def read_samples(folders: tuple[str, ...]) -> pandas.DataFrame:
     """Return the samples of all runs in or below the folders, with the columns run and update."""
+    files = {file.resolve() for folder in folders for file in Path(folder).rglob("samples/update_*.csv")}
     frames = []
-    for folder in folders:
-        for file in sorted(Path(folder).rglob("samples/update_*.csv")):
-            with or_fail(f"{file} cannot be read"):
-                text = dict.fromkeys(["id", "query", "response"], str)
-                frame = pandas.read_csv(file, keep_default_na=False, dtype=text)
-            update = int(file.stem.removeprefix("update_"))
-            frames.append(frame.assign(run=str(file.parents[1]), update=update))
+    for file in sorted(files):
+        with or_fail(f"{file} cannot be read"):
+            text = dict.fromkeys(["id", "query", "response"], str)
+            frame = pandas.read_csv(file, keep_default_na=False, dtype=text)
+        update = int(file.stem.removeprefix("update_"))
+        frames.append(frame.assign(run=str(file.parents[1]), update=update))
     if not frames:
         fail(f"{' '.join(folders)}: no samples/update_*.csv there, which ensembles/ppo.py --eval-every writes")
     return pandas.concat(frames, ignore_index=True)
@@ -72,7 +75,9 @@ def main(args: Args):
         table.insert(1, "gold_se", updates["gold"].sem())
         table["sqrt_kl"] = table["kl_k2"] ** 0.5
         with or_fail(f"{run} could not be written"):
-            rows.drop(columns="run").to_csv(f"{run}/gold_samples.csv", index=False, quoting=csv.QUOTE_NONNUMERIC)
+            rows.drop(columns="run").dropna(axis=1, how="all").to_csv(
+                f"{run}/gold_samples.csv", index=False, quoting=csv.QUOTE_NONNUMERIC
+            )
             table.to_csv(f"{run}/gold.csv")
         print(f"{run}\n{table.to_string(float_format='%.4g')}\n")
 

@@ -203,13 +203,15 @@ def model_scores(flag: str, path: str, tokens_of, size: int = 16) -> list[float]
     """Return a reward model's scores of the rows (tuples of tokens) that tokens_of(tokenizer) returns, read at their
     last token (Detail 12); on a GPU under autocast in bfloat16. Equal rows are scored once, because another batch may
     round them differently."""
+    # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
+    torch.backends.cuda.enable_cudnn_sdp(False)
     folder = checkpoint_folder(flag, path)
     tokenizer = load_tokenizer(folder)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    model = load_reward_model(folder, tokenizer).to(device).eval()
     rows = tokens_of(tokenizer)
-    scores = {}
     distinct = sorted(dict.fromkeys(rows), key=len, reverse=True)
+    model = load_reward_model(folder, tokenizer, len(distinct[0])).to(device).eval()
+    scores = {}
     for start in track(range(0, len(distinct), size), path, console=Console(stderr=True)):
         batch = distinct[start : start + size]
         ends = torch.tensor([len(row) - 1 for row in batch])
@@ -333,8 +335,6 @@ def judge_samples(args: Args, samples: str) -> dict:
 
 
 def main(args: Args):
-    # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
-    torch.backends.cuda.enable_cudnn_sdp(False)
     for samples in args.samples:  # an error in one now, and not after the requests of those before it
         read_examples(args, samples)
     found = [{"samples": samples} | judge_samples(args, samples) for samples in args.samples]

@@ -26,24 +26,26 @@ without a grade have `none` and margin 0 (equation 1).
     strength        chosen and rejected (messages), preference_strength (3, 2, 1); 0 is a tie
     five_levels     prompt, completion_a, completion_b, preference (better, slightly better, tie)
     pairs           your own: prompt or messages, chosen, rejected; optionally chosen_safe, rejected_safe, rating
-                    (a grade, "tie", or a number from 0, which is the margin itself)
+                    (a grade, "tie", or a number from 0, which is the margin of reward.py's --margin column)
 
 A dialogue becomes <|prompter|>TEXT<|endoftext|><|assistant|>TEXT<|endoftext|>… If --base lacks the two turn tokens,
 OUTPUT_DIR/base is a copy that has them; use it for all later stages. Posts (tldr) have the format of tldr_dataset.py.
 Dialogues longer than --max-query-length lose their oldest exchanges, and posts lose their end (Detail 2).
 
 These rows are left out and counted: rows that are still too long, ties (unless --ties half), pairs whose chosen
-response is unsafe while the rejected one is safe (section 3.2.1), and all but the first of exact duplicates. Any other
-bad row ends the run with an error that names it, or is left out and counted with --bad-rows skip.
+response is unsafe while the rejected one is safe (section 3.2.1), and all but the first of duplicates: the same prompt,
+chosen and rejected response, grade and margin. Any other bad row ends the run with an error that names it, or is left
+out and counted with --bad-rows skip.
 
 Unless its source names a split, a pair is assigned by a hash of the seed and the first turn of its dialogue (or the
-post), so all stages of a dialogue stay together. No prompt is in both splits: train loses the prompts that any source
-has in validation. --mix affects only train. Validation has all pairs except ties.
+post), so all stages of a dialogue stay together. A column `split` of the rows is not read. No prompt is in both splits:
+train loses the prompts that any source has in validation. Prompts are compared as they are, spaces included. --mix
+affects only train. Validation has all pairs but ties.
 
 This writes OUTPUT_DIR/preference (the columns of tldr_dataset.py without the raw ones, and margin, grade, weight,
 source, tag, turns, chosen_safe, rejected_safe; `batch` is the source), OUTPUT_DIR/sft (each prompt once, with a chosen
-response that is not labelled unsafe) and OUTPUT_DIR/statistics (the paper's table 6, counts and grades). A pair
-takes 64 KiB of disk space at the default lengths, and twice that while this runs.
+response that is not labelled unsafe) and OUTPUT_DIR/statistics (the paper's table 6, counts and grades). At the default
+lengths, a pair takes 64 KiB of disk space and a prompt 36, and another 64 KiB a pair while this runs.
 """
 
 import gzip
@@ -139,8 +141,8 @@ def parse_mix(mix: tuple[str, ...], names: list[str]) -> dict[str, Fraction]:
 
 
 def stream_rows(path: Path) -> Iterator[tuple[str, object]]:
-    """Yield (where, row) of a file, in which `where` names the file and the row, or the line in JSON Lines. Only a JSON
-    array is loaded as a whole."""
+    """Yield (where, row) of a file, in which `where` names the file and the row. The rows of JSON Lines are their text.
+    Only a JSON array is loaded as a whole."""
     with or_fail(f"{path} cannot be read"):
         if path.suffix == ".parquet":
             batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=500)
@@ -152,11 +154,8 @@ def stream_rows(path: Path) -> Iterator[tuple[str, object]]:
             is_array = path.name.endswith((".json", ".json.gz")) and file.read(64).lstrip().startswith("[")
             file.seek(0)
             for number, row in enumerate(json.load(file) if is_array else file, 1):
-                where = f"{path}, row {number}"
                 if is_array or row.strip():
-                    with or_fail(f"{where} cannot be read"):
-                        row = row if is_array else json.loads(row)
-                    yield where, row
+                    yield f"{path}, row {number}", row
 
 
 # ---- readers -------------------------------------------------------------------------------------
@@ -325,7 +324,7 @@ class LeftOut(Exception):
 def read_pair(where: str, row: object, source: dict, args: Args) -> dict:
     """Return the pair of a raw row. Raises LeftOut, or ends the run at a bad row unless --bad-rows skip."""
     try:
-        pair = READERS[source["reader"]](row)
+        pair = READERS[source["reader"]](json.loads(row) if isinstance(row, str) else row)
         if pair["grade"] == "tie" and args.ties == "drop":
             raise LeftOut("ties")
         check_pair(pair)
@@ -346,7 +345,7 @@ def digest(*parts: object) -> bytes:
 
 
 def pair_key(pair: dict) -> bytes:
-    """Return a hash that only exact duplicates share. The order of the responses does not matter in a tie."""
+    """Return a hash that only duplicates share. The order of the responses does not matter in a tie."""
     prompt = tldr_dataset.format_query(pair["post"]) if "post" in pair else pair["messages"]
     responses = [pair["chosen"], pair["rejected"]]
     if pair["grade"] == "tie":
@@ -500,12 +499,12 @@ def mix_counts(shares: dict[str, Fraction], available: dict[str, int]) -> dict[s
 
 
 def mixed_rows(frame: pd.DataFrame, names: list[str], take: dict[str, int], seed: int) -> np.ndarray:
-    """Return the stored rows of train in random order: take[name] pairs drawn from each source, or all where take is
-    empty. The two rows of a tie follow each other."""
+    """Return the stored rows of train in random order: take[name] pairs drawn from each source. The two rows of a tie
+    follow each other."""
     drawn = []
     for i, name in enumerate(names):
         is_own = (frame["source"] == name) & (frame["split"] == "train") & ~frame["second"]
-        drawn.append(np.random.default_rng([seed, i]).permutation(np.flatnonzero(is_own))[: take.get(name)])
+        drawn.append(np.random.default_rng([seed, i]).permutation(np.flatnonzero(is_own))[: take[name]])
     pairs = np.random.default_rng([seed, len(names)]).permutation(np.concatenate(drawn))
     tied = (frame["weight"].to_numpy()[pairs] == 0.5).astype(int)
     rows = np.repeat(pairs, 1 + tied)

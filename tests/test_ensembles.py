@@ -173,11 +173,8 @@ def worth(sample) -> float:
 def test_gold_of_each_update_is_that_of_plain_code(setting, world, single, golden, members):
     """With a reward model as gold, and with a function. At update 0 the policy is the SFT model."""
     folder = single if members == 1 else golden
-    gold.main(
-        gold.Args(
-            runs=(str(folder.parent / folder.name),), gold=str(setting.gold) if members == 1 else setting.function
-        )
-    )
+    named = str(setting.gold) if members == 1 else setting.function
+    gold.main(gold.Args(runs=(str(folder), f"{folder}/../{folder.name}"), gold=named))  # one run, two names
     table = pandas.read_csv(folder / "gold.csv").set_index("update")
     rows = pandas.read_csv(folder / "gold_samples.csv", keep_default_na=False)
     assert table.index.tolist() == [0, 2] + [3] * (members == 2)

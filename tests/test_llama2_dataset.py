@@ -176,7 +176,11 @@ def test_files_of_every_kind_hold_the_same_rows(tmp_path):
     files = preference_dataset.parse_source(f"n=pairs:{tmp_path}")["files"]
     assert len(files) == 9
     for file in files:
-        assert [*preference_dataset.stream_rows(file)] == [(f"{file}, row {i}", row) for i, row in enumerate(rows, 1)]
+        found = [
+            (where, json.loads(row) if isinstance(row, str) else row)
+            for where, row in preference_dataset.stream_rows(file)
+        ]
+        assert found == [(f"{file}, row {i}", row) for i, row in enumerate(rows, 1)]
 
 
 # ---- tokens ------------------------------------------------------------------------------------------
@@ -465,14 +469,21 @@ def test_table_6_is_a_hand_count(prepare):
 
 
 def test_every_row_is_counted_once(prepare):
-    """Bad rows, too, where --bad-rows skip leaves them out."""
-    rows = [*MANY["n=pairs:train"], pair("a", "x", "x"), pair("b " * 50), pair("c", "x " * 9), pair("d", rating="tie")]
+    """Bad rows, too, where --bad-rows skip leaves them out: one is no JSON, one has equal responses."""
+    rows = [
+        '{"prompt"\n',
+        *MANY["n=pairs:train"],
+        pair("a", "x", "x"),
+        pair("b " * 50),
+        pair("c", "x " * 9),
+        pair("d", rating="tie"),
+    ]
     rows += [rows[-5], pair("e", chosen_safe=False, rejected_safe=True)]
     _, counts, _ = prepare({"n=pairs": rows}, bad_rows="skip", ties="half")
     fates = {k: v for k, v in counts["n"].items() if k not in ("rows", "ties halved", "shortened", "mixed", "share")}
     assert sum(fates.values()) == counts["n"]["rows"] == len(rows)
     one = {k: fates[k] for k in ("bad rows", "unsafe chosen", "duplicates", "prompt too long", "response too long")}
-    assert one == dict.fromkeys(one, 1)
+    assert one == dict.fromkeys(one, 1) | {"bad rows": 2}
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------
