@@ -77,7 +77,9 @@ def test_twins_share_every_tensor_and_start_equal(start, precision):
     AcceleratorState._reset_state(True)
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize(
+    ("start", "precision"), [("gpt_neox", "no"), *((name, "bf16") for name in CONFIGS)], indirect=["start"]
+)
 def test_plain_peft_loads_the_adapters_that_the_saved_model_has_merged(start, precision):
     """And a checkpoint holds what trains: adapters, and the value model's head."""
     folder = run(start, precision, mixed_precision=precision, save_every=2)
