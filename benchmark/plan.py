@@ -117,7 +117,8 @@ def state_bytes(trained: int, args: Args) -> dict[str, float]:
         adam = 0 if args.offload_optimizer else 12 * trained / args.gpus
         return {"weights": 2 * trained, "gradients": 4 * trained / args.gpus, "optimizer": adam, "buckets": 1e9}
     states = {"weights": 4 * trained, "gradients": 4 * trained, "optimizer": 8 * trained}
-    return states | {"buckets": 4 * trained * (args.gpus > 1), "bfloat16 weights": 2 * trained}
+    buckets = 4 * trained if args.gpus > 1 else 0
+    return states | {"buckets": buckets, "bfloat16 weights": 2 * trained}
 
 
 def activation_bytes(model: str, rows: int, columns: int, size: int, lora: bool = False) -> float:
@@ -242,16 +243,17 @@ def largest_micro_batch(args: Args) -> int | None:
 def first_that_fits(args: Args) -> str:
     """Return the largest micro-batch on one device, plain or with Adam's states in the machine's memory, if need be
     with fewer episodes sampled at a time; "no" if nothing fits."""
-    ways = {"": {"zero": 0}, ", zero2_offload": {"zero": 2, "offload_optimizer": True}}
-    if args.lora_r:
-        del ways[", zero2_offload"]
+    ways = {"": {"zero": 0}}
+    if not args.lora_r:
+        ways[", zero2_offload"] = {"zero": 2, "offload_optimizer": True}
     rows = plan(args)["sample_batch_size"]
     halves = [rows >> n for n in range(rows.bit_length())] if args.stage == "ppo" else [rows]
     for way, changes in ways.items():
         for sampled in halves:
             size = largest_micro_batch(replace(args, sample_batch_size=sampled, **changes))
             if size:
-                return f"{size}{way}" + f", --sample-batch-size {sampled}" * (sampled < rows)
+                flag = "" if sampled == rows else f", --sample-batch-size {sampled}"
+                return f"{size}{way}{flag}"
     return "no"
 
 

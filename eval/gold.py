@@ -60,7 +60,8 @@ def tokens_of(tokenizer, samples: pandas.DataFrame) -> list[tuple[int, ...]]:
     rows = []
     for sample in samples.itertuples():
         query, response = (tokenizer(x, add_special_tokens=False).input_ids for x in (sample.query, sample.response))
-        rows.append((*query, *response, *[tokenizer.eos_token_id] * sample.has_eos))
+        end = [tokenizer.eos_token_id] if sample.has_eos else []
+        rows.append((*query, *response, *end))
     return rows
 
 

@@ -95,7 +95,8 @@ def tiny_run(args: Args, name: str, *flags, resume: bool = False, kill_after: in
     command = [sys.executable, "ppo.py", "--model", "tiny", "--output-dir", folder, "--sft-model-path", work / "model"]
     command += ["--reward-model-path", work / "reward", "--dataset", work / "sft", "--batch-size", 16]
     command += ["--total-episodes", 64, "--learning-rate", 1e-3, "--eval-rows", 8, "--save-every", 1, *flags]
-    command += ["--resume"] * resume
+    if resume:
+        command.append("--resume")
     folder.parent.mkdir(parents=True, exist_ok=True)
     log, metrics = folder.with_suffix(".log"), folder / "metrics.jsonl"
     with log.open("w") as output:
