@@ -272,5 +272,22 @@ def test_hours_are_the_h100s(stage):
 def test_the_page_is_what_the_plan_prints(capsys):
     plan.main(plan.Args(table=True))
     assert capsys.readouterr().out == (Path(plan.__file__).parent / "results/plan.md").read_text()
-    with pytest.raises(SystemExit, match="a batch of 128 does not split over 7 devices"):
-        plan.main(plan.Args("sft", gpus=7))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpus": 7}, "a batch of 128 does not split over 7 devices"),
+        ({"gpus": 0}, "--gpus, --micro-batch-size and --sample-batch-size are at least 1"),
+        ({"zero": 0, "offload_optimizer": True}, "--offload-optimizer needs DeepSpeed"),
+        ({"lora_r": 4}, "--lora-r is of ppo alone"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(SystemExit, match=f"^error: {message}"):
+        plan.plan(plan.Args("sft", **changes))
+
+
+def test_a_micro_batch_is_at_most_a_device_s_share():
+    found = plan.plan(plan.Args("sft", gpus=8, micro_batch_size=64))
+    assert (found["micro_batch_size"], found["micro_batches"]) == (16, 1)
