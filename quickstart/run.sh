@@ -8,7 +8,7 @@
 #   --seed        of the stages (default 1)
 #   --posts-seed  of the generated posts (default 1)
 #   --fast        fewer posts and updates, size xs: a look at everything in under three minutes
-#   --continue    keep the stages of this size and seed that are finished, up to the first that is not
+#   --continue    keep the stages of this size and seed that are finished; the others start anew
 #   --data-only   stop once the data are there
 #
 # Data are made once, in data/quickstart/posts-N; runs land in runs/quickstart/posts-N/{stage}/nano-{size}/{seed}, the
@@ -21,11 +21,11 @@ usage() {
         "[--data-only]" >&2
     exit 1
 }
-size="" seed=1 posts_seed=1 fast="" continue="" data_only=""
+size="" seed=1 posts_seed=1 fast="" resume="" data_only=""
 while (($#)); do
     case $1 in
         --fast) fast=-fast ;;
-        --continue) continue=yes ;;
+        --continue) resume=--resume ;;
         --data-only) data_only=yes ;;
         --size | --seed | --posts-seed)
             [[ $# -gt 1 && -n $2 ]] || usage "$1 needs a value; "
@@ -72,23 +72,17 @@ fi
 
 # ---- stages ---------------------------------------------------------------------------------------------------------
 rm -rf "$runs/report/$model/$seed"
-stage() { # run a stage unless --continue finds it finished; a run folder from before is removed
-    local name=$1 run=$runs/$1/$model/$seed last=rouge.csv
+stage() { # run a stage; without --continue, a run folder from before is removed
+    local name=$1 run=$runs/$1/$model/$seed
     shift
-    [[ $name != reward ]] || last=accuracy.csv
-    if [[ $continue && -e $run/eval/$last ]]; then
-        echo "keeping $run, which is finished"
-        return
-    fi
-    if [[ -e $run ]]; then
+    if [[ -e $run && -z $resume ]]; then
         echo "removing $run of an earlier quickstart"
         rm -r "$run"
     fi
-    continue="" # what comes after it is out of date
-    step python "$name.py" --model "quickstart/bases/$model" --seed "$seed" --output-dir "$run" "$@"
+    step python "$name.py" --model "quickstart/bases/$model" --seed "$seed" --output-dir "$run" $resume "$@"
 }
-samples() { # of a policy, unless --continue finds them: with their ROUGE and, with a reward model, its scores
-    [[ $continue && -e $1/eval/rouge.csv ]] || step python eval/samples.py "$1" --dataset "$posts" "${@:2}"
+samples() { # of a policy, unless they are there: with their ROUGE and, with a reward model, its scores
+    [[ -e $1/eval/rouge.csv ]] || step python eval/samples.py "$1" --dataset "$posts" "${@:2}"
 }
 sft=$runs/sft/$model/$seed
 reward=$runs/reward/$model/$seed

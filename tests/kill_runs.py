@@ -3,18 +3,16 @@
     python tests/kill_runs.py                              # 20 kills per stage -> benchmark/results/faults.md
     python tests/kill_runs.py --kills 2 --stages ppo --output /tmp/faults.md
 
-Each stage trains a nano model for six updates with a checkpoint after every second one, TensorBoard, W&B (offline) and
-the evaluation: once to its end, and then once per kill. The first half of the kills aims at the writing of a
-checkpoint, the others at any moment. The resumed run must leave the same weights, metrics.jsonl (except for times),
-tables and TensorBoard events as the complete run, and the same in W&B from its checkpoint on.
+Each stage trains a nano model for six updates with a checkpoint after every second one, TensorBoard and the
+evaluation: once to its end, and then once per kill. The first half of the kills aims at the writing of a checkpoint,
+the others at any moment. The resumed run must leave the same weights, metrics.jsonl (except for times), tables and
+TensorBoard events as the complete run.
 """
 
-import json
 import os
 import random
 import shutil
 import signal
-import struct
 import sys
 import tempfile
 import time
@@ -32,7 +30,6 @@ from eval_helpers import markdown  # noqa: E402
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader  # noqa: E402
 from tensorboard.compat.proto.event_pb2 import SessionLog  # noqa: E402
 from tqdm import tqdm  # noqa: E402
-from wandb.proto import wandb_internal_pb2  # noqa: E402
 
 import dpo  # noqa: E402
 import ppo  # noqa: E402
@@ -74,8 +71,6 @@ def fork(output: str, work) -> int:
             code = end.code if isinstance(end.code, int) else 1
         except BaseException as error:
             print(repr(error), flush=True)
-        if "wandb" in sys.modules:  # as at a normal exit: its service writes the file to its end
-            sys.modules["wandb"].teardown()
         os._exit(code)
     return child
 
@@ -91,30 +86,6 @@ def finish(child: int) -> int:
 
 
 # ---- what a run leaves behind ------------------------------------------------------------------------------------
-
-
-def wandb_history(path: Path) -> dict[int, dict]:
-    """Return {step: metrics} of an offline W&B file. It is a LevelDB log: 7 bytes, then blocks of 32 KiB of records
-    with a header of checksum, length and type (1 whole, 2 first, 3 middle, 4 last)."""
-    data, place, text, found = path.read_bytes(), 7, b"", {}
-    while place + 7 <= len(data):
-        left = 32768 - place % 32768
-        if left < 7:
-            place += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, place)
-        if kind not in (1, 2, 3, 4):
-            break
-        text = (b"" if kind in (1, 2) else text) + data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):
-            record = wandb_internal_pb2.Record.FromString(text)
-            if record.WhichOneof("record_type") == "history":
-                step = record.history.step.num
-                assert step not in found, f"{path}: step {step} twice"
-                items = {x.key or "/".join(x.nested_key): json.loads(x.value_json) for x in record.history.item}
-                found[step] = {key: value for key, value in items.items() if not key.startswith(("_", "samples/"))}
-    return found
 
 
 def tensorboard_events(folder: Path) -> list[tuple[int, str, float]]:
@@ -144,32 +115,25 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 
 def left_behind(folder: Path) -> dict:
-    """Return what a run left, without times: weights (bytes), metrics, tables (text), TensorBoard, W&B, stray files. If
-    several W&B files have a step, the first one counts, as on W&B's server."""
-    history = {}
-    for path in sorted((folder / "wandb").glob("*run-*/*.wandb")):
-        history = {step: without_times(row) for step, row in wandb_history(path).items()} | history
+    """Return what a run left, without times: weights (bytes), metrics, tables (text), TensorBoard, stray files."""
     return {
         "weights": weights(folder),
         "metrics": metrics(folder),
         "tables": {x.name: x.read_text() for x in sorted(folder.glob("eval/*"))},
         "TensorBoard": [row for row in tensorboard_events(folder / "tensorboard") if not row[1].startswith("time/")],
-        "W&B": history,
         "stray files": sorted(str(x.relative_to(folder)) for x in folder.rglob("*.tmp")),
     }
 
 
 def complete(found: dict) -> str:
-    """Return what is wrong with what a complete run left, or "". Each line of metrics.jsonl must be in TensorBoard and,
-    if it was used, in W&B exactly once."""
+    """Return what is wrong with what a complete run left, or "". Each line of metrics.jsonl must be in TensorBoard
+    exactly once."""
     expected = {
         line["update"]: {key: value for key, value in line.items() if key != "update"} for line in found["metrics"]
     }
     events = [(step, key) for step, row in sorted(expected.items()) for key in sorted(row)]
     if [row[:2] for row in found["TensorBoard"]] != events:
         return "TensorBoard lacks or repeats an update"
-    if found["W&B"] and found["W&B"] != expected:
-        return "W&B lacks or repeats an update"
     return "" if found["weights"] and not found["stray files"] else "weights or stray files"
 
 
@@ -177,9 +141,9 @@ def complete(found: dict) -> str:
 
 
 def arguments(stage: str, world, sft_model: Path, reward_model: Path):
-    """Arguments of six updates of a stage on a small world, with checkpoints, evaluation and all trackers."""
+    """Arguments of six updates of a stage on a small world, with checkpoints and evaluation."""
     common = {"batch_size": 8, "total_episodes": 48, "seed": 7, "learning_rate": 1e-3, "eval_every": 3}
-    common |= {"save_every": 2, "track": True}
+    common["save_every"] = 2
     pairs = {"model": "nano", "preference_dataset": str(world.preference_dataset), "sft_model_path": str(sft_model)}
     pairs["run_eval"] = True
     own = {"sft": {"model": str(sft_model), "dataset": str(world.dataset)}}
@@ -195,7 +159,7 @@ def settings(root: Path) -> dict:
     world = conftest.make_world(root / "world")
     for stage, start_from in (("sft", world.model), ("reward", root / "sft")):
         first = arguments(stage, world, start_from, root / "reward")
-        first = replace(first, output_dir=str(root / stage), track=False, save_every=0)
+        first = replace(first, output_dir=str(root / stage), save_every=0)
         if finish(start(stage, first)):
             raise SystemExit(f"error: {first.output_dir}.log")
     return {stage: arguments(stage, world, root / "sft" / "model", root / "reward") for stage in STAGES}
@@ -230,11 +194,7 @@ def kill_stage(stage: str, whole, root: Path, args: Args) -> list[dict]:
         code = finish(start(stage, replace(run, resume=True)))
         log = [line for line in Path(f"{folder}.log").read_text().splitlines() if "continues after update" in line]
         found, came_from = left_behind(folder) if code == 0 else {}, int(log[-1].split()[-1]) if log else 0
-        different = [key for key in expected if key != "W&B" and found.get(key) != expected[key]]
-        history = found.get("W&B", {})  # the file lacks what W&B's service had not yet written at the kill
-        later = {step for step in expected["W&B"] if not ended and step > came_from}
-        if {step: expected["W&B"].get(step) for step in history} != history or not later <= history.keys():
-            different.append("W&B")
+        different = [key for key in expected if found.get(key) != expected[key]]
         row = {"stage": stage, "kill": kill + 1, "half-written": ", ".join(partial) or "-", "exit code": code}
         row["continued from"] = "nothing: the run was complete" if ended else f"update {came_from}"
         row["different"] = ", ".join(different) or "nothing"

@@ -1,6 +1,7 @@
 """Bad input of the stages: one clear message that names the flag, the path or the field, and no run folder.
 Weights that no stage can use are tested in test_saved_models.py, damaged files in test_faults.py."""
 
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,7 +84,9 @@ def test_data_that_cannot_be_read(stage_args, made, tmp_path):
         empty.save_to_disk(str(tmp_path / f"empty {split}"))
     small["train"].save_to_disk(str(tmp_path / "no splits"))
     (shutil.copytree(made.preference_dataset, tmp_path / "no json") / "dataset_dict.json").write_text("{")
-    for folder in [*map(str, tmp_path.iterdir()), f"{tmp_path}/nowhere", "nobody/nothing@main"]:  # torn: test_faults.py
+    torn = shutil.copytree(made.preference_dataset, tmp_path / "torn")
+    os.truncate(next((torn / "train").glob("data-*.arrow")), 4096)
+    for folder in [*map(str, tmp_path.iterdir()), f"{tmp_path}/nowhere", "nobody/nothing@main"]:
         expect("dpo", stage_args("dpo", preference_dataset=folder), f"--preference-dataset {folder}:")
 
 

@@ -1,5 +1,5 @@
-"""A test for each of the paper's 25 details except 8, against numbers that are computed here independently. The
-gradient, rows, learning rate and metrics of every optimiser step are tested in test_gradients.py.
+"""The paper's details 1 to 7 and 9 to 20, against numbers that are computed here independently. What an optimiser step
+does, and so all of the details 13 and 21 to 25, is tested in test_gradients.py.
 
 The reference computations run plain transformers models on unpadded or right-padded rows, without masks or position
 ids: under causal attention no token sees what lies to its right. `tests/undo_details.py` undoes every detail in a copy
@@ -8,10 +8,8 @@ of the scripts and checks that its test fails.
 
 import contextlib
 import hashlib
-import json
 import math
 import random
-import re
 import statistics
 import struct
 from collections import Counter, defaultdict
@@ -39,8 +37,7 @@ from conftest import (
     write_jsonl,
 )
 from datasets import Dataset, load_from_disk
-from safetensors.torch import load_file
-from test_tldr_dataset import naive_truncation
+from test_tldr_dataset import naive_truncation, pair
 from test_tldr_dataset import sentence as words
 from test_tldr_dataset import sft_row as post
 from torch.nn.utils.rnn import pad_sequence
@@ -107,18 +104,6 @@ def trained_reward(stage, folder: Path):
 # ---- fixtures: hand-made data --------------------------------------------------------------------------
 
 
-def pair(seed: int, article: str | None = None, **changes) -> dict:
-    info = {"id": f"p{seed}", "subreddit": None, "title": None, "post": None, "site": "news", "article": article}
-    if article is None:
-        info |= {"subreddit": "cats", "title": words(seed, 5), "post": words(seed + 1, 30), "site": None}
-    summaries = [
-        {"text": " " + words(seed + 2 + i, 6 + i), "policy": ("sup2", "ref")[i], "note": ("good", None)[i]}
-        for i in (0, 1)
-    ]
-    row = {"info": info, "summaries": summaries, "choice": seed % 2, "worker": "w", "batch": "batch3"}
-    return row | {"split": "train", "extra": {"confidence": None}} | changes
-
-
 def without_figures(args):
     """tldr_dataset.py without drawing, which takes most of its time on few rows."""
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -146,7 +131,7 @@ def hand_made(world, tmp_path_factory) -> SimpleNamespace:
         *(post(20 + i, post=text) for i, text in enumerate(LONG_POSTS)),
         post(30, summary=" a cat sat"),
     ]
-    tldr = [pair(40), pair(41, extra={"confidence": 8}), pair(42)]
+    tldr = [pair(40), pair(41, extra={"confidence": 8}), pair(42, extra={"confidence": None})]
     validation = [pair(50, split="valid1", extra={"confidence": 3}), pair(51, batch="batch9", extra={"confidence": 1})]
     batches = ("cnndm0", "batch0_cnndm", "cnndm2")
     news = [pair(60 + i, article=words(60 + i, 40), batch=batch) for i, batch in enumerate(batches)]
@@ -198,28 +183,19 @@ PAIRS["learning_rate"] = LEARNING_RATE
 
 
 @pytest.fixture(scope="module")
-def reward_run(short, tmp_path_factory) -> SimpleNamespace:
+def reward_run(short, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("reward") / "run"
     paths = {"sft_model_path": str(short.model), "dataset": str(short.dataset), "output_dir": str(folder)}
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        orders, evaluations = record(monkeypatch, reward, "data_order"), record(monkeypatch, reward, "evaluate_pairs")
-        reward.main(reward.Args(**PAIRS, **paths, preference_dataset=str(short.preference_dataset)))
-    return SimpleNamespace(
-        folder=folder,
-        orders=[call.result.tolist() for call in orders],
-        evaluated=[call.args[-1] for call in evaluations],
-        metrics=read_jsonl(folder / "metrics.jsonl"),
-    )
+    reward.main(reward.Args(**PAIRS, **paths, preference_dataset=str(short.preference_dataset)))
+    return folder
 
 
 @pytest.fixture(scope="module")
-def dpo_run(short, tmp_path_factory) -> SimpleNamespace:
+def dpo_run(short, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dpo") / "run"
     paths = {"sft_model_path": str(short.model), "preference_dataset": str(short.preference_dataset)}
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        orders = record(monkeypatch, dpo, "data_order")
-        dpo.main(dpo.Args(**PAIRS, **paths, output_dir=str(folder)))
-    return SimpleNamespace(folder=folder, orders=[call.result.tolist() for call in orders])
+    dpo.main(dpo.Args(**PAIRS, **paths, output_dir=str(folder)))
+    return folder
 
 
 PPO_BATCH, PPO_UPDATES, RESPONSE_LENGTH = 24, 3, 12  # 72 episodes: one pass over 64 queries, and 8 of the next
@@ -232,20 +208,14 @@ def talker(world, tmp_path_factory) -> Path:
 
 
 def run_ppo(short, talker, reward_run, folder: Path, **changes) -> SimpleNamespace:
-    """A run of ppo.py: .metrics, .start (the weights before training), .evaluations and .passes (the calls of `sample`
-    for evaluations and of `forward_passes`), and .episodes: the queries, keys and responses of each update."""
-    arguments = {"model": "nano", "sft_model_path": str(talker), "reward_model_path": str(reward_run.folder)}
+    """A run of ppo.py: .metrics, .evaluations and .passes (the calls of `sample` for evaluations and of
+    `forward_passes`), and .episodes: the queries, keys and responses of each update."""
+    arguments = {"model": "nano", "sft_model_path": str(talker), "reward_model_path": str(reward_run)}
     arguments |= {"dataset": str(short.dataset), "output_dir": str(folder), "seed": SEED, "batch_size": PPO_BATCH}
     arguments |= {"response_length": RESPONSE_LENGTH, "micro_batch_size": MICRO_BATCH, "sample_every": 0}
     arguments |= {"total_episodes": PPO_BATCH * PPO_UPDATES, "learning_rate": LEARNING_RATE, "eval_rows": 5}
-    tokenizer, start, prepare = padded_tokenizer(talker), {}, ppo.prepare
-
-    def keep_start(accelerator, model, args):
-        start.update((key, weight.clone()) for key, weight in model.state_dict().items())
-        return prepare(accelerator, model, args)
-
+    tokenizer = padded_tokenizer(talker)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(ppo, "prepare", keep_start)
         passes, samples = record(monkeypatch, ppo, "forward_passes"), record(monkeypatch, ppo, "sample")
         ppo.main(ppo.Args(**arguments | changes))
     episodes = []
@@ -259,7 +229,6 @@ def run_ppo(short, talker, reward_run, folder: Path, **changes) -> SimpleNamespa
         episodes=episodes,
         passes=passes,
         evaluations=[call for call in samples if call.args[6] != 0.7],
-        start=start,
         metrics=read_jsonl(folder / "metrics.jsonl"),
     )
 
@@ -286,7 +255,7 @@ def test_detail_01_columns_and_splits(hand_made):
             chosen, rejected = raw["summaries"][raw["choice"]], raw["summaries"][1 - raw["choice"]]
             assert (stored["chosen_policy"], stored["rejected_policy"]) == (chosen["policy"], rejected["policy"])
             assert stored["chosen"] == chosen["text"] + EOS and stored["rejected"] == rejected["text"] + EOS
-    assert [row["extra"]["confidence"] for row in hand_made.preference["train"]] == [None, 8, None]
+    assert [row["extra"]["confidence"] for row in hand_made.preference["train"]] == [5, 8, None]
     assert set(hand_made.preference["validation_cnndm"]["batch"]) == {"batch0_cnndm", "cnndm0", "cnndm2"}
     # the batch alone is enough: such a row is never taken for a TL;DR pair
     for batch in ("batch0_cnndm", "cnndm0", "cnndm2"):
@@ -461,24 +430,19 @@ def test_detail_07_no_dropout(world, tmp_path):
 # ---- Details 9 to 16: SFT and reward model -----------------------------------------------------------------
 
 
-def test_detail_09_sft_training():
-    """Table 3; the training itself: test_gradients.py::test_sft."""
-    args = sft.Args()
-    assert (sft.ADAM_EPS, args.learning_rate, args.batch_size, args.num_train_epochs) == (1e-5, 3e-6, 128, 1)
-
-
-def test_detail_10_reward_training(short, reward_run):
-    """Table 4, and one epoch; the training itself: test_gradients.py::test_reward."""
-    args = reward.Args()
-    assert (reward.ADAM_EPS, args.learning_rate, args.batch_size, args.num_train_epochs) == (1e-5, 3e-6, 64, 1)
-    pairs = len(load_from_disk(str(short.preference_dataset))["train"])
-    updates = pairs // BATCH
-    metrics = reward_run.metrics
-    assert [row["update"] for row in metrics] == list(range(1, updates + 1))
-    assert json.loads((reward_run.folder / "args.json").read_text())["total_episodes"] == pairs
-    assert len({row for order in reward_run.orders for row in order}) == updates * BATCH
-    rates = [LEARNING_RATE * (1 + math.cos(math.pi * update / updates)) / 2 for update in range(updates)]
-    assert close([row["learning_rate"] for row in metrics], rates, 1e-9)
+def test_tables_3_4_6_and_7():
+    """What these settings do in a run: test_gradients.py."""
+    for stage, batch_size in ((sft, 128), (reward, 64), (dpo, 64)):
+        args = stage.Args()
+        assert (args.learning_rate, args.batch_size, args.num_train_epochs) == (3e-6, batch_size, 1), stage
+    assert dpo.Args().beta == 0.05 and {stage.ADAM_EPS for stage in (sft, reward, dpo, ppo)} == {1e-5}
+    args = vars(ppo.Args())
+    table_7 = {"total_episodes": 1_000_000, "batch_size": 512, "num_mini_batches": 1, "num_ppo_epochs": 4}
+    table_7 |= {"kl_coef": 0.05, "gamma": 1.0, "lam": 0.95, "cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1}
+    table_7 |= {"temperature": 0.7, "learning_rate": 3e-6, "response_length": 53}
+    table_7 |= {"penalty_reward_value": -1.0, "whiten_rewards": False}
+    assert {key: args[key] for key in table_7} == table_7
+    assert args["total_episodes"] // args["batch_size"] == 1953
 
 
 def test_detail_11_reward_model_start(world, tmp_path, monkeypatch):
@@ -514,26 +478,11 @@ def test_detail_12_reward_at_the_last_token(world, reward_run):
         ([5, 6, 7, p, 8, 9, p, p], 2),  # what lies behind the first pad does not count
         ([0, p, p, p, p, p, p, p], 0),  # one token
     ]
-    model = PlainReward(reward_run.folder / "model")
-    own = trained_reward(reward, reward_run.folder / "model")
+    model = PlainReward(reward_run / "model")
+    own = trained_reward(reward, reward_run / "model")
     tokens = torch.tensor([row for row, _ in rows])
     with torch.no_grad():
         assert close(reward.response_rewards(own, tokens, pad), model.last([row[: last + 1] for row, last in rows]))
-
-
-def test_detail_13_other_positions_are_only_logged(world, reward_run):
-    """Of what a run logs: test_gradients.py::test_reward."""
-    pad = padded_tokenizer(world.model).pad_token_id
-    own = trained_reward(reward, reward_run.folder / "model")
-    plain = PlainReward(reward_run.folder / "model")
-    rows = torch.tensor([[5, 6, 8, 9, 0], [5, 6, 7, 8, 0]])
-    labels = torch.tensor([[pad, pad, 8, 9, 0], [pad, pad, pad, 8, 0]])
-    pairs = dict(zip(reward.PAIR_COLUMNS, (rows, labels, rows, labels), strict=True))
-    *rewards, others = reward.pair_rewards(own, reward.pair_rows(pairs, pad))
-    logits = plain([[5, 6, 8, 9, 0], [5, 6, 7, 8, 0]])
-    expected = torch.stack([logits[0, 2], logits[0, 3], logits[1, 3]]).repeat(2)
-    assert close(others.sort().values, expected.detach().sort().values)
-    assert not others.requires_grad and all(reward.requires_grad for reward in rewards)
 
 
 def test_detail_14_padding_does_not_change_a_reward(world, reward_run, tmp_path):
@@ -544,7 +493,7 @@ def test_detail_14_padding_does_not_change_a_reward(world, reward_run, tmp_path)
     tokenizer.save_pretrained(tmp_path / "gpt2")
     queries, responses = [[5, 6, 7, 8, 9], [10, 11, 12]], [[13, 14, 0], [15, 16, 17, 18, 0]]
     rows = [q + r for q, r in zip(queries, responses, strict=True)]
-    for folder in (reward_run.folder / "model", tmp_path / "gpt2"):
+    for folder in (reward_run / "model", tmp_path / "gpt2"):
         model, scorer = trained_reward(reward, folder), trained_reward(ppo, folder)
         with torch.no_grad():
             expected = PlainReward(folder).eval().last(rows)
@@ -561,14 +510,14 @@ def test_detail_14_padding_does_not_change_a_reward(world, reward_run, tmp_path)
 
 
 def test_detail_15_rewards_are_centred(short, reward_run):
-    model, column = PlainReward(reward_run.folder / "model"), "query_reference_response_token"
+    model, column = PlainReward(reward_run / "model"), "query_reference_response_token"
     data = load_from_disk(str(short.dataset))["train"]
     with torch.no_grad():
         centred = model.last([row[column][: row[f"{column}_len"]] for row in data]).double()
     assert abs(centred.mean()) < 1e-6
     before = centred - model.bias
     assert abs(before.mean()) > 0.01  # there was something to centre
-    table = read_csv(reward_run.folder / "eval/reference_rewards.csv")
+    table = read_csv(reward_run / "eval/reference_rewards.csv")
     reported = {row["statistic"]: float(row["value"]) for row in table}
     expected = {"max": before.max(), "mean": before.mean(), "min": before.min(), "std": before.std()}
     assert all(close(reported[key], value) for key, value in expected.items())
@@ -605,21 +554,20 @@ def test_detail_16_the_first_batch_of_dpo_has_no_preference(short, tmp_path, pre
 
 
 def test_detail_16_accuracy_by_group(short, reward_run):
-    assert reward_run.evaluated == ["validation", "validation_cnndm"]  # once each
-    model, expected = PlainReward(reward_run.folder / "model"), defaultdict(list)
+    model, expected = PlainReward(reward_run / "model"), defaultdict(list)
     data, sides = load_from_disk(str(short.preference_dataset)), ("chosen", "rejected")
     for split in ("validation", "validation_cnndm"):
-        pairs = read_csv(reward_run.folder / "eval" / f"pairs_{split}.csv")
-        for row, pair in zip(data[split], pairs, strict=True):
+        pairs = read_csv(reward_run / "eval" / f"pairs_{split}.csv")
+        for row, found_pair in zip(data[split], pairs, strict=True):
             with torch.no_grad():
                 found = model.last([row[f"query_{side}_token"][: row[f"query_{side}_token_len"]] for side in sides])
-            assert close([float(pair[f"{side}_reward"]) for side in sides], found)
+            assert close([float(found_pair[f"{side}_reward"]) for side in sides], found)
             first, second = sorted((row["chosen_policy"], row["rejected_policy"]))
             groups = {"overall": "all", "batch": row["batch"], "split": row["split"]}
             groups |= {"policies": f"{first}--{second}", "confidence": str(row["extra"]["confidence"])}
             for group in groups.items():
                 expected[split, *group].append((found[0] > found[1]).item())
-    table = read_csv(reward_run.folder / "eval/accuracy.csv")
+    table = read_csv(reward_run / "eval/accuracy.csv")
     found = {(row["data"], row["group"], row["value"]): row for row in table}
     assert found.keys() == expected.keys()
     for key, hits in expected.items():
@@ -630,43 +578,17 @@ def test_detail_16_accuracy_by_group(short, reward_run):
 # ---- Details 17 and 18: the reward model beside a judge, calibration -------------------------------------------
 
 
-def test_detail_17_agreement_with_a_judge(short, reward_run, tmp_path, monkeypatch):
-    """The judge reads the paper's prompt and prefers the summary that comes first in the alphabet. Which summary is A:
-    test_judge.py."""
-    data = load_from_disk(str(short.preference_dataset))["validation"]
-    texts = [[row[side].removesuffix(EOS).strip() for side in ("chosen", "rejected")] for row in data]
-
-    def ask(args, prompts, file, known):
-        for prompt in prompts:
-            query, a, b = re.fullmatch(
-                r"Which of the following summaries does a better job of summarizing the most important points in the "
-                r"given forum post, without including unimportant or irrelevant details\? Judge based on accuracy, "
-                r"coverage, and coherence\.\n\nPost:\n(.*)\n\nSummary A:\n(.*)\n\nSummary B:\n(.*)\n\nFIRST provide a "
-                r"one-sentence .*\nPreferred: <\"A\" or \"B\">",
-                prompt,
-                re.DOTALL,
-            ).groups()
-            assert sorted((a, b)) in [sorted(x) for x, q in zip(texts, data["query"], strict=True) if q == query]
-            known[judge.key(args, prompt)] = f"Comparison: x.\nPreferred: {'A' if a < b else 'B'}"
-        return []
-
-    monkeypatch.setattr(judge, "ask", ask)
-    pairs, folder = tmp_path / "p.csv", tmp_path / "runs" / "reward" / "nano" / "1"
-    rm_report.main(rm_report.Args(preference_dataset=str(short.preference_dataset), write_pairs=str(pairs)))
-    judge.main(judge.Args((str(pairs),), "m", base_url="http://localhost:1"))
-    folder.parent.mkdir(parents=True)
-    folder.symlink_to(reward_run.folder)
-    paths = {"judged": str(tmp_path / "judge_m_of_p.csv"), "output": str(tmp_path / "report")}
-    rm_report.main(rm_report.Args(("nano",), (1,), str(tmp_path / "runs"), **paths))
-    rewards = read_csv(reward_run.folder / "eval" / "pairs_validation.csv")
-    prefers = [float(row["chosen_reward"]) > float(row["rejected_reward"]) for row in rewards]
-    alike = [(chosen < rejected) == hit for (chosen, rejected), hit in zip(texts, prefers, strict=True)]
-    assert all(chosen != rejected for chosen, rejected in texts) and 0 < sum(alike) < len(alike)
-    [row] = read_csv(tmp_path / "report_agreement.csv")
-    assert int(row["pairs"]) == len(data) and close(float(row["agreement"]), sum(alike) / len(alike))
-    judged = pandas.DataFrame({"id": [0, 1, 2, 3], "win": ["1.0", "0.5", "", "0.0"]})  # a tie and no answer: left out
-    pairs = {("m", 1): pandas.DataFrame({"chosen_reward": [1.0, 1, 1, 1], "rejected_reward": [0.0, 0, 0, 0]})}
-    assert rm_report.judge_agreement(pairs, judged) == {("m", 1): (2, 0.5)}
+def test_detail_17_agreement_with_a_judge():
+    """Which summary is A: test_judge.py. Files of pairs and of answers: test_rm_report.py."""
+    assert judge.PROMPT.format(post="P", a="1", b="2").startswith(
+        "Which of the following summaries does a better job of summarizing the most important points in the given "
+        "forum post, without including unimportant or irrelevant details? Judge based on accuracy, coverage, and "
+        "coherence.\n\nPost:\nP\n\nSummary A:\n1\n\nSummary B:\n2\n\nFIRST provide a one-sentence comparison"
+    )
+    judged = pandas.DataFrame({"id": [0, 1, 2, 3, 4], "win": ["1.0", "0.5", "", "0.0", "1.0"]})
+    rewards = pandas.DataFrame({"chosen_reward": [1.0, 1, 1, 1, 1], "rejected_reward": [0.0, 0, 0, 0, 0]})
+    pairs = {("m", 1): rewards}  # a tie of the judge and a missing answer are left out
+    assert rm_report.judge_agreement(pairs, judged) == {("m", 1): (3, 2 / 3)}
 
 
 def test_detail_18_calibration():
@@ -702,17 +624,13 @@ def summed_logprobs(model, rows: list[dict], side: str, pad: int) -> torch.Tenso
     return torch.stack(found)
 
 
-def test_detail_19_dpo(short, reward_run, dpo_run):
-    """Table 6, the data order and the evaluation; the training: test_gradients.py::test_dpo."""
-    args = dpo.Args()
-    assert (dpo.ADAM_EPS, args.learning_rate, args.batch_size, args.num_train_epochs) == (1e-5, 3e-6, 64, 1)
-    assert args.beta == 0.05
-    assert dpo_run.orders == [sum(reward_run.orders, [])] and len(reward_run.orders) == 5  # the reward model's order
+def test_detail_19_implicit_rewards(short, dpo_run):
+    """The implicit rewards and their accuracy on the reward model's evaluation splits. The training, in the reward
+    model's order of the data: test_gradients.py::test_dpo."""
     data, pad = load_from_disk(str(short.preference_dataset)), padded_tokenizer(short.model).pad_token_id
-    reference, saved = (AutoModelForCausalLM.from_pretrained(x) for x in (short.model, dpo_run.folder / "model"))
+    reference, saved = (AutoModelForCausalLM.from_pretrained(x) for x in (short.model, dpo_run / "model"))
 
-    # implicit rewards and their accuracy on the reward model's evaluation splits
-    table = {(row["data"], row["group"]): row for row in read_csv(dpo_run.folder / "eval/accuracy.csv")}
+    table = {(row["data"], row["group"]): row for row in read_csv(dpo_run / "eval/accuracy.csv")}
     for split in ("validation", "validation_cnndm"):
         rows = list(data[split])
         with torch.no_grad():
@@ -720,27 +638,16 @@ def test_detail_19_dpo(short, reward_run, dpo_run):
                 0.05 * (summed_logprobs(saved, rows, side, pad) - summed_logprobs(reference, rows, side, pad))
                 for side in ("chosen", "rejected")
             ]
-        pairs = read_csv(dpo_run.folder / "eval" / f"pairs_{split}.csv")
+        pairs = read_csv(dpo_run / "eval" / f"pairs_{split}.csv")
         for side, own in zip(("chosen", "rejected"), expected, strict=True):
             assert close([float(row[f"{side}_reward"]) for row in pairs], own, 1e-4)
         accuracy = (expected[0] > expected[1]).float().mean()
         assert close(float(table[split, "overall"]["accuracy"]), accuracy)
-    metrics = read_jsonl(dpo_run.folder / "metrics.jsonl")
+    metrics = read_jsonl(dpo_run / "metrics.jsonl")
     assert close(metrics[-1]["eval/accuracy"], float(table["validation", "overall"]["accuracy"]))
 
 
 # ---- Details 20 to 25: PPO ---------------------------------------------------------------------------------
-
-
-def test_detail_20_table_7():
-    """The schedule of the learning rate: test_gradients.py::test_ppo."""
-    args = vars(ppo.Args())
-    table_7 = {"total_episodes": 1_000_000, "batch_size": 512, "num_mini_batches": 1, "num_ppo_epochs": 4}
-    table_7 |= {"kl_coef": 0.05, "gamma": 1.0, "lam": 0.95, "cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1}
-    table_7 |= {"temperature": 0.7, "learning_rate": 3e-6, "response_length": 53}
-    table_7 |= {"penalty_reward_value": -1.0, "whiten_rewards": False}
-    assert {key: args[key] for key in table_7} == table_7 and ppo.ADAM_EPS == 1e-5
-    assert args["total_episodes"] // args["batch_size"] == 1953
 
 
 def test_detail_20_sampling_has_noise_of_its_own_for_every_seed_update_and_episode(talker, ppo_run):
@@ -769,7 +676,7 @@ def test_detail_20_validation_score_on_a_fixed_batch(short, reward_run, ppo_run)
         key = call.args[3][i : i + 1]
         assert sample_by_hand(policy, query, tokenizer, key, RESPONSE_LENGTH, 0.01) == response
     rows = [query + response for query, response in zip(queries, responses, strict=True)]
-    scores = PlainReward(reward_run.folder / "model").last(rows)
+    scores = PlainReward(reward_run / "model").last(rows)
     assert close(ppo_run.metrics[-1]["eval/score"], scores.detach().mean())
 
 
@@ -801,60 +708,14 @@ def test_detail_20_first_ratios_that_are_not_1(short, talker, reward_run, tmp_pa
     assert math.isclose(row["policy/first_ratio_deviation"], 1 - math.exp(-largest), abs_tol=1e-5)
 
 
-def test_detail_21_queries_without_replacement(short, ppo_run):
-    train = load_from_disk(str(short.dataset))["train"]
-    stored = [tuple(row["query_token"][-row["query_token_len"] :]) for row in train]
-    assert len(set(stored)) == len(stored) == 64
-    drawn = [stored.index(tuple(query)) for episode in ppo_run.episodes for query in episode.queries]
-    assert len(drawn) == 72 and sorted(drawn[:64]) == list(range(64))  # a pass: nothing dropped or repeated
-    assert len(set(drawn[64:])) == 8 and drawn[64:] != drawn[:8]  # reshuffled
-    assert drawn[:64] != list(range(64))
-
-
-def test_detail_22_value_model(reward_run, ppo_run):
-    """Its values, its training and that the policy is another model: test_gradients.py::test_ppo."""
-    trained, prefix = load_file(reward_run.folder / "model" / "model.safetensors"), "value_model.model."
-    start = {key.removeprefix(prefix): x for key, x in ppo_run.start.items() if key.startswith(prefix)}
-    assert start.pop("score.bias").item() == 0
-    assert_same_weights(start, trained)  # all weights, the head included
-    saved = ppo.load_reward_model(str(ppo_run.folder / "value_model"), ppo_run.tokenizer).model.state_dict()
-    expected = load_file(ppo_run.folder / "value_model" / "model.safetensors") | {"score.bias": torch.zeros(1)}
-    assert_same_weights(saved, expected)
-    means = [head_of(folder)[1] for folder in (reward_run.folder / "model", ppo_run.folder / "value_model")]
-    assert 0 < abs(means[0] - means[1]) < 0.1 < abs(means[0])  # the trained bias has become part of it
-
-
-def test_detail_23_truncation_penalty_and_place_of_the_score():
-    """The penalty, and all of it in a run: test_gradients.py::test_ppo."""
-    # the score lies one past EOS, on the last position where there is no room
-    scores, lengths = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([2, 3, 4, 1])
-    logratio = torch.tensor([[0.1, 0.2, 0, 0], [0.1, 0.2, 0.3, 0], [0.1, 0.2, 0.3, 0.4], [0.5, 0, 0, 0]])
-    kl = [[-0.01, -0.02, 1, 0], [-0.01, -0.02, -0.03, 2], [-0.01, -0.02, -0.03, 3 - 0.04], [-0.05, 4, 0, 0]]
-    assert close(ppo.token_rewards(scores, logratio, lengths, 0.1), kl, 1e-6)
-
-
-def whiten_by_hand(rows: list[list[float]], shift: bool) -> list[list[float]]:
-    """The third number of the first row is padding."""
-    real = [*rows[0][:2], *rows[1]]
-    mean, deviation = statistics.fmean(real), math.sqrt(statistics.pvariance(real) + 1e-8)
-    first, second = ([(x - mean) / deviation + (0.0 if shift else mean) for x in row] for row in rows)
-    return [[*first[:2], 0.0], second]
-
-
-ROWS, MASK = [[1.0, -2.0, 100.0], [4.0, 0.5, 3.0]], torch.tensor([[True, True, False], [True, True, True]])
-
-
-def test_detail_24_reward_whitening():
-    """In a run, with and without: test_gradients.py::test_ppo."""
-    assert close(ppo.whiten(torch.tensor(ROWS), MASK, shift_mean=False), whiten_by_hand(ROWS, False), 1e-6)
-    small = [[1e-4 * x for x in row] for row in ROWS]  # of a size where epsilon counts
-    assert close(ppo.whiten(torch.tensor(small), MASK, shift_mean=False), whiten_by_hand(small, False), 1e-5)
-    assert ppo.Args().whiten_rewards is False
-
-
-def test_detail_25_advantage_whitening():
-    """In a run of two mini-batches: test_gradients.py::test_ppo."""
-    assert close(ppo.whiten(torch.tensor(ROWS), MASK), whiten_by_hand(ROWS, True), 1e-6)
+def test_whitening_of_small_numbers():
+    """Details 24 and 25, of a size where epsilon counts. In runs: test_gradients.py::test_ppo."""
+    numbers, mask = torch.tensor([[1e-4, -2e-4, 1e-2], [4e-4, 5e-5, 3e-4]]), torch.ones(2, 3, dtype=torch.bool)
+    mask[0, 2] = False  # padding
+    real = numbers[mask].double()
+    expected = (real - real.mean()) / (real.var(correction=0) + 1e-8).sqrt()
+    assert close(ppo.whiten(numbers, mask)[mask], expected, 1e-5)
+    assert close(ppo.whiten(numbers, mask, shift_mean=False)[mask], expected + real.mean(), 1e-5)
 
 
 def test_every_patch_of_undo_details_fits():

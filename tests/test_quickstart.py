@@ -28,9 +28,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE, EXTRA = {"person", "event", "object"}, {"age", "feeling", "question"}
-# the world as posts.py describes it: shares of the posts (and of the pretraining documents) with so many facts, and of
-# the near-perfect summaries with a flaw
-POST_FACTS, DOCUMENT_FACTS = {4: 1 / 6, 5: 2 / 6, 6: 3 / 6}, {4: 1 / 4, 5: 2 / 4, 6: 1 / 4}
+# the world as posts.py describes it: shares of the posts with so many facts, and of the near-perfect summaries with a
+# flaw
+POST_FACTS = {4: 1 / 6, 5: 2 / 6, 6: 3 / 6}
 FLAWED = 0.1
 SPLITS = ("train", "validation", "test")
 MEDIUM = {"num_train": 2000, "num_validation": 300, "num_test": 300, "num_comparisons": 2000}
@@ -205,7 +205,7 @@ def test_confidence_is_on_the_side_of_the_choice_and_follows_the_gap(pairs):
         assert max(gaps[level]) <= min(gaps[level + 1]) + 1e-5
 
 
-# ---- yardsticks and pretraining documents ---------------------------------------------------------------------------
+# ---- yardsticks ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])
@@ -221,40 +221,12 @@ def test_yardsticks(raw, split):
     assert close(complete, 1 - FLAWED)
 
 
-DOCUMENT = re.compile(r"SUBREDDIT: r/(\w+)\n\nTITLE: (.+)\n\nPOST: (.+\n.+\n.+)\n\n([^\0]+)")
-
-
-def test_pretraining_documents_restate_their_own_post(raw, all_posts):
-    """And it is no post of the data set."""
-    texts = [row["text"] for row in read_jsonl(raw / "pretraining.jsonl")]
-    assert len(texts) == 400 == len(set(texts))
-    known, numbers = {row["post"] for row in all_posts}, []
-    for text in texts:
-        assert "TL;DR" not in text and "{" not in text
-        _, title, post, rest = DOCUMENT.fullmatch(text).groups()
-        facts = kinds_told(post)
-        assert post not in known and CORE <= set(facts)
-        numbers.append(len(facts))
-        for line in [title, *rest.split("\n\n")]:
-            assert kinds_told(line).items() <= facts.items(), line
-    for n, share in DOCUMENT_FACTS.items():
-        assert close([number == n for number in numbers], share)
-
-
 # ---- nano -----------------------------------------------------------------------------------------------------------
 
 
 def make_nano(folder: Path, tokenizer: Path, **kwargs) -> Path:
     nano.main(nano.Args(output_dir=str(folder), tokenizer=str(tokenizer), **kwargs))
     return folder
-
-
-def test_weights_follow_the_seed(raw, tmp_path):
-    weights = []
-    for name, seed in (("first", 1), ("again", 1), ("other", 2)):
-        folder = make_nano(tmp_path / name, raw / "tokenizer", seed=seed)
-        weights.append((folder / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1] != weights[2]
 
 
 # ---- pretrain -------------------------------------------------------------------------------------------------------
@@ -363,20 +335,9 @@ def test_bad_input_is_one_message_and_leaves_nothing_behind(raw, base, tmp_path,
 # ---- run.sh: the commands that it gives, recorded by a stand-in for python -------------------------------------------
 
 STAND_IN = """
-import json, os, pathlib, sys
-args = sys.argv[1:]
+import json, os, sys
 with open(os.environ["CALLS"], "a") as calls:
-    calls.write(json.dumps(args) + "\\n")
-if args[0] == os.environ["DIES"]:
-    sys.exit(3)
-made = {"reward.py": "accuracy", "dpo.py": "accuracy", "eval/samples.py": "rouge"}
-if args[0] == "eval/samples.py" or "--output-dir" in args:  # what a finished command leaves, stages in a new folder
-    folder = pathlib.Path(args[args.index("--output-dir") + 1] if "--output-dir" in args else args[1])
-    if args[0] != "eval/samples.py":
-        folder.mkdir(parents=True)
-    (folder / "eval").mkdir(exist_ok=True)
-    if args[0] in made:
-        (folder / "eval" / (made[args[0]] + ".csv")).touch()
+    calls.write(json.dumps(sys.argv[1:]) + "\\n")
 """
 
 
@@ -392,11 +353,10 @@ def make_clone(folder: Path) -> Path:
     return folder
 
 
-def quickstart(clone: Path, *args: str, dies: str = "", code: int = 0) -> list[list[str]]:
-    """The argument lists that python gets, without the installation, in a run that ends with an exit code. The script
-    `dies` fails."""
+def quickstart(clone: Path, *args: str, code: int = 0) -> list[list[str]]:
+    """The argument lists that python gets, without the installation, in a run that ends with an exit code."""
     (clone / "calls").write_text("")
-    environment = os.environ | {"VIRTUAL_ENV": str(clone / "venv"), "CALLS": str(clone / "calls"), "DIES": dies}
+    environment = os.environ | {"VIRTUAL_ENV": str(clone / "venv"), "CALLS": str(clone / "calls")}
     command = ["bash", str(clone / "quickstart/run.sh"), *args]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=clone.parent)
     assert done.returncode == code, done.stderr
@@ -412,7 +372,7 @@ def names(calls: list[list[str]]) -> list[str]:
     return [call[0] for call in calls]
 
 
-def test_a_runs_folders_and_seeds(tmp_path):
+def test_folders_and_seeds_of_a_run(tmp_path):
     """Every command uses the folders of its posts seed, size and seed; posts.py alone gets the posts seed."""
     calls = quickstart(make_clone(tmp_path), "--size", "m", "--seed", "3", "--posts-seed", "2")
     text = " ".join(sum(calls, []))
@@ -423,20 +383,17 @@ def test_a_runs_folders_and_seeds(tmp_path):
         assert call[call.index("--seed") + 1] == ("2" if call[0] == "quickstart/posts.py" else "3"), call
 
 
-def test_continue_runs_what_is_not_finished_and_what_was_made_from_it(tmp_path):
-    """A command that fails ends the run, and --continue goes on there; the data are made once."""
+def test_continue_keeps_what_is_there(tmp_path):
+    """A stage's --resume leaves a finished run as it is (test_faults.py)."""
     clone = make_clone(tmp_path)
-    runs = clone / "runs/quickstart/posts-1"
-    assert names(quickstart(clone, "--continue", dies="dpo.py", code=3))[-1] == "dpo.py"
-    assert names(quickstart(clone, "--continue")) == ["dpo.py", SAMPLES, REPORT]
-    assert names(quickstart(clone, "--continue")) == [REPORT]
-    for stage in ("ppo", "dpo"):  # killed before the evaluation
-        (runs / stage / "nano-s/1/eval/rouge.csv").unlink()
-    assert names(quickstart(clone, "--continue")) == ["ppo.py", SAMPLES, "dpo.py", SAMPLES, REPORT]
-    (runs / "reward/nano-s/1/eval/accuracy.csv").unlink()
-    assert names(quickstart(clone, "--continue")) == SCRIPTS[SCRIPTS.index("reward.py") :]
-    assert names(quickstart(clone, "--continue", "--seed", "2")) == SCRIPTS[2:]  # another run is not finished
-    assert names(quickstart(clone)) == SCRIPTS[2:]  # without the flag everything runs again
+    sft = clone / "runs/quickstart/posts-1/sft/nano-s/1"
+    (sft / "eval").mkdir(parents=True)
+    (sft / "eval/rouge.csv").touch()
+    (clone / "data/quickstart/posts-1/raw").mkdir(parents=True)
+    calls = quickstart(clone, "--continue")
+    assert names(calls) == [name for name in SCRIPTS if name != DATA[0]][:2] + SCRIPTS[4:] and sft.exists()
+    assert all(("--resume" in call) == (call[0] in [f"{stage}.py" for stage in STAGES]) for call in calls)
+    assert names(quickstart(clone)) == SCRIPTS[1:] and not sft.exists()
 
 
 @pytest.mark.parametrize("arguments", ["--size xl", "--seed 1 --posts-seed", "--seed ../.."])

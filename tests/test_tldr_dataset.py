@@ -56,6 +56,7 @@ def sft_row(seed: int = 0, **changes) -> dict:
 
 def pair(seed: int = 0, policies=("ref", "sup2"), article: str | None = None, info: dict | None = None, **changes):
     tldr = {"subreddit": "cats", "title": sentence(seed + 1, 5), "post": sentence(seed + 2, 30), "article": None}
+    tldr["site"] = None
     news = {"subreddit": None, "title": None, "post": None, "site": "news", "article": article}
     summaries = [
         {"text": " " + sentence(seed + 3 + i, 6 + i), "policy": policy, "note": None}
