@@ -150,8 +150,10 @@ def test_data_like_the_authors_and_data_that_no_stage_can_use(world, monkeypatch
 @pytest.fixture(scope="module")
 def wrong_models(world, made) -> dict[str, str]:
     """Folders by what is wrong with the model."""
-    found = {name: made.root / name for name in ("nowhere", "bare", "untokenized", "small", "other reward")}
+    found = {name: made.root / name for name in ("nowhere", "bare", "torn", "untokenized", "small", "other reward")}
     found["bare"].mkdir()
+    shutil.copytree(made.model, found["torn"])
+    os.truncate(found["torn"] / "model.safetensors", 4096)
     shutil.copytree(made.model, found["untokenized"], ignore=shutil.ignore_patterns("tokenizer*", "special*"))
     config = nano.nano_config("gpt_neox", "xs", 100, 0, 0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(found["small"])
@@ -166,6 +168,7 @@ def wrong_models(world, made) -> dict[str, str]:
     [
         ("sft", {"model": "{nowhere}"}, ["--model {nowhere}"]),
         ("dpo", {"sft_model_path": "{bare}"}, ["no checkpoint there"]),
+        ("dpo", {"sft_model_path": "{torn}"}, ["the model in {torn} cannot be read"]),
         ("dpo", {"sft_model_path": "nobody/nothing"}, ["Hub"]),
         ("ppo", {"reward_model_path": "{nowhere}"}, ["--reward-model-path {nowhere}", "no checkpoint there"]),
         ("sft", {"model": "{untokenized}"}, ["tokenizer"]),  # transformers makes one up, which made none of the data

@@ -30,17 +30,14 @@ ROOT = Path(__file__).resolve().parents[1]
 LAST = 6
 
 
-def toy(args, at=None, registered=None) -> list[int]:
+def toy(args, at=None) -> list[int]:
     """Run a stage of six updates in which a linear model learns to return 0, and return the updates that it made. It
-    calls `at` with the number of each update before the step, and multiplies the loss by what that returns. The state
-    of `registered` is saved with the checkpoints."""
+    calls `at` with the number of each update before the step, and multiplies the loss by what that returns."""
     AcceleratorState._reset_state(True)  # accelerate keeps one state a process
     sft.check_args(args)
     accelerator = sft.make_accelerator(args)
     torch.manual_seed(1)
     model, optimizer = sft.prepare(accelerator, torch.nn.Linear(300, 300), args)
-    if registered is not None:
-        accelerator.register_for_checkpointing(registered)
     first = sft.begin_run(accelerator, args)
     done = []
     if first == 0:
@@ -277,23 +274,6 @@ def test_a_full_disk_while_saving(tmp_path, whole):
     assert str(end.value).startswith(f"error: {folder}/checkpoints/update_000004 ") and "\n" not in str(end.value)
     assert [x.name for x in (folder / "checkpoints").glob("update_??????")] == ["update_000002"]
     assert toy(toy_args(folder, resume=True)) == [3, 4, 5, 6] and end_of(folder) == whole
-
-
-# ---- damaged models ---------------------------------------------------------------------------------------------
-
-READERS = [sft.load_policy, ppo.load_reward_model]  # the other scripts have copies: test_copies.py
-
-
-@pytest.mark.parametrize("read", READERS)
-def test_damaged_weights(world, tmp_path, read):
-    folder, tokenizer = tmp_path / "model", sft.load_tokenizer(str(world.model))
-    if read == sft.load_policy:
-        shutil.copytree(world.model, folder)
-    else:
-        make_reward_model(world.model, folder)
-    cut_short(folder / "model.safetensors")
-    with pytest.raises(SystemExit, match=f"^error: .*{folder}.* read"):
-        read(str(folder), tokenizer)
 
 
 # ---- losses that are no numbers ---------------------------------------------------------------------------------

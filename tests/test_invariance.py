@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +15,9 @@ import pandas
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import free_port, script
+from conftest import free_port, make_talker, script
 from datasets import Sequence, Value, load_from_disk
 from kill_runs import STAGES, complete, left_behind, metrics
-from transformers import AutoModelForCausalLM
 
 import sft
 
@@ -28,9 +26,8 @@ SCRIPTS = STAGES | {"ensembles": script("ensembles/ppo.py")}
 # Relative 1e-5 with a floor for values near 0. Sums in float32 carry errors of 1e-7 times their largest term, so a
 # key whose value is a small difference of larger numbers needs a floor of its own:
 FLOORS = {
-    **dict.fromkeys(
-        (f"policy/sampling_logprob_difference_{x}" for x in ("mean", "max")), 1.0
-    ),  # is nothing but rounding
+    "policy/sampling_logprob_difference_mean": 1.0,  # it and the maximum are nothing but rounding
+    "policy/sampling_logprob_difference_max": 1.0,
     "policy/ratio_variance": 2e-6,  # mean of squares minus squared mean, both near 1
     # a reward is a sum over hidden units that largely cancel; DPO's is beta times a difference of sums of
     # log-probabilities, each of the order of 100
@@ -73,28 +70,15 @@ def assert_same(case: str, split: str, folder: Path, other: Path, record_propert
     """Compare metrics and tables of two runs, and add a line to the summary that conftest.py prints."""
     difference, where = assert_same_metrics(folder, other)
     assert_same_tables(folder, other)
-    record_property(
-        "invariance", [case, split, len(metrics(folder)), f"{difference:.1e}", where if difference else "-"]
-    )
-
-
-def eager(source: Path, folder: Path) -> Path:
-    """A copy of a nano model of which about every tenth token is EOS, so that response lengths differ."""
-    model = AutoModelForCausalLM.from_pretrained(source)
-    tokenizer = sft.AutoTokenizer.from_pretrained(source)
-    with torch.no_grad():
-        model.base_model.final_layer_norm.bias.fill_(0.5)
-        model.get_output_embeddings().weight[tokenizer.eos_token_id] = 0.08
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    row = [case, split, len(metrics(folder)), f"{difference:.1e}", where if difference else "-"]
+    record_property("invariance", row)
 
 
 @pytest.fixture(scope="module")
 def setting(world, tmp_path_factory) -> SimpleNamespace:
     """Arguments of every stage, .args[stage](name, **changes), over a common SFT and reward model, and .root."""
     root = tmp_path_factory.mktemp("invariance")
-    base = eager(world.model, root / "base")
+    base = make_talker(world, root / "base", eos=0.1)
     common = {"batch_size": 8, "total_episodes": 24, "seed": 7, "learning_rate": 1e-3, "eval_every": 2}
     pairs = {"model": "nano", "preference_dataset": str(world.preference_dataset), "run_eval": True}
     pairs["sft_model_path"] = str(base)
@@ -153,8 +137,6 @@ def killed(stage: str, args, point: str) -> Path:
                 if point == "checkpoint 2 before its name" and str(target).endswith("update_000002"):
                     kill()
                 swap(source, target)
-                if point == "checkpoint 2 after its name" and str(target).endswith("update_000002"):
-                    kill()
 
             module.write_metrics, os.replace = write_or_die, swap_or_die
             run(stage, args)
@@ -165,8 +147,7 @@ def killed(stage: str, args, point: str) -> Path:
 
 
 POINTS = [("sft", "update 3 amid its metrics"), ("reward", "update 3 after its metrics")]
-POINTS += [("dpo", "checkpoint 2 before its name"), ("dpo", "checkpoint 2 after its name")]
-POINTS += [("ppo", "update 3 after its metrics")]
+POINTS += [("dpo", "checkpoint 2 before its name"), ("ppo", "update 3 after its metrics")]
 SAVED = {"save_every": 2}
 
 
@@ -206,18 +187,9 @@ LAST["dpo"] = ["eval/pairs_validation.csv", "eval/pairs_validation_cnndm.csv", "
 LAST["reward"] = ["eval/reference_rewards.csv", *LAST["dpo"]]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_kill_between_the_last_writes_changes_nothing(setting, whole, written, stage):
-    """The files are written in this order, and a run killed before the last one writes the others again."""
-    assert [str(path) for path in written[whole[stage]][-len(LAST[stage]) :]] == LAST[stage]
-    args = setting.args(stage, f"gap_{stage}", **SAVED)
-    folder = Path(shutil.copytree(whole[stage], args.output_dir))
-    (folder / "model").rename(folder / "model.tmp")
-    settings = json.loads((folder / "args.json").read_text())
-    (folder / "args.json").write_text(json.dumps(settings | {"output_dir": args.output_dir}))
-    run(stage, replace(args, resume=True))
-    found, expected = left_behind(folder), left_behind(whole[stage])
-    assert [key for key in expected if found[key] != expected[key]] == [] and complete(found) == ""
+def test_the_model_is_written_last(whole, written):
+    for stage, folder in whole.items():
+        assert [str(path) for path in written[folder][-len(LAST[stage]) :]] == LAST[stage]
 
 
 # ---- hardware split ---------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import random
 import re
 import shlex
 import shutil
@@ -28,10 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE, EXTRA = {"person", "event", "object"}, {"age", "feeling", "question"}
-# the world as posts.py describes it: shares of the posts with so many facts, and of the near-perfect summaries with a
-# flaw
+# the shares of posts with so many facts, as posts.py describes them
 POST_FACTS = {4: 1 / 6, 5: 2 / 6, 6: 3 / 6}
-FLAWED = 0.1
 SPLITS = ("train", "validation", "test")
 MEDIUM = {"num_train": 2000, "num_validation": 300, "num_test": 300, "num_comparisons": 2000}
 MEDIUM |= {"num_validation_comparisons": 400, "num_cnndm_comparisons": 300, "num_pretraining": 400}
@@ -127,16 +124,9 @@ def test_bytes_depend_on_the_seed_and_not_on_the_process(tmp_path):
     assert not [name for name in here if here[name] == other[name] and name.endswith((".jsonl", "tokenizer.json"))]
 
 
-def test_no_post_is_in_two_splits(all_posts, tmp_path, monkeypatch):
+def test_no_post_is_in_two_splits(all_posts):
     assert len(all_posts) == 2600 == len({row["post"] for row in all_posts}) == len({row["id"] for row in all_posts})
     assert not any("{" in row["title"] + row["post"] + row["summary"] for row in all_posts)  # templates are filled
-    # a world of 40 texts, of which the splits need 30
-    facts = {"person": "boss", "age": "30", "event": "hid", "object": "tent"}
-    monkeypatch.setattr(posts, "draw_facts", lambda *_: facts)
-    monkeypatch.setattr(posts, "write_text", lambda *args: "At 30, my boss hid my tent" + "!" * args[-1].randrange(40))
-    counts = {"num_train": 20, "num_validation": 5, "num_test": 5, "num_cnndm_comparisons": 0, "num_pretraining": 0}
-    posts.main(posts.Args(output_dir=str(tmp_path / "raw"), **(SMALL | counts)))
-    assert len({row["post"] for split in SPLITS for row in read_jsonl(tmp_path / f"raw/posts/{split}.jsonl")}) == 30
 
 
 def kinds_told(text: str) -> dict[str, str]:
@@ -205,22 +195,6 @@ def test_confidence_is_on_the_side_of_the_choice_and_follows_the_gap(pairs):
         assert max(gaps[level]) <= min(gaps[level + 1]) + 1e-5
 
 
-# ---- yardsticks ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("split", ["validation", "test"])
-def test_yardsticks(raw, split):
-    rows, of = read_jsonl(raw / f"posts/{split}.jsonl"), read_jsonl(raw / f"yardsticks/{split}.jsonl")
-    assert [row["id"] for row in of] == [row["id"] for row in rows]
-    complete = []
-    for row, yardstick in zip(rows, of, strict=True):
-        assert yardstick["copied_title"] == row["title"]
-        facts, said = kinds_told(row["post"]), kinds_told(yardstick["near_perfect"])
-        assert said.items() <= facts.items() and len(said) >= len(facts) - 1
-        complete.append(said == facts)
-    assert close(complete, 1 - FLAWED)
-
-
 # ---- nano -----------------------------------------------------------------------------------------------------------
 
 
@@ -236,19 +210,6 @@ def make_nano(folder: Path, tokenizer: Path, **kwargs) -> Path:
 def base(raw, tmp_path_factory) -> Path:
     """A model of size xs with random weights for the tokenizer of `raw`."""
     return make_nano(tmp_path_factory.mktemp("base") / "nano-xs", raw / "tokenizer")
-
-
-def test_batches_are_whole_and_hold_every_document_once():
-    documents = [torch.tensor([i] * random.Random(i).randint(2, 300)) for i in range(230)]  # a pool of 200, and 30
-    batches = pretrain.batches_of(documents, 4, seed=3)
-    assert [len(batch) for batch in batches] == [4] * 57
-    numbers = [document[0].item() for batch in batches for document in batch]
-    assert len(set(numbers)) == 4 * 57
-    assert all(document.equal(documents[document[0]]) for batch in batches for document in batch)
-    again, other = pretrain.batches_of(documents, 4, seed=3), pretrain.batches_of(documents, 4, seed=4)
-    assert [d[0].item() for batch in again for d in batch] == numbers
-    assert sorted(d[0].item() for batch in other for d in batch) != sorted(numbers)  # others are left over
-    assert sum(map(len, pretrain.batches_of(documents[:200], 4, seed=3))) == 200
 
 
 def test_pretraining_is_the_documented_loop(raw, base, tmp_path):
@@ -309,27 +270,17 @@ def test_the_bases_of_the_repository_can_copy(raw, size, parameters):
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("module", "change", "named"),
-    [
-        (posts, {"label_noise": 1.5}, "--label-noise"),
-        (nano, {"tokenizer": "/nowhere"}, "--tokenizer /nowhere"),
-        (pretrain, {"held_out": 393}, "--held-out"),
-        (pretrain, {"documents": "/nowhere"}, "/nowhere/pretraining.jsonl"),
-        (pretrain, {"output_dir": "{there}"}, "exists"),
-    ],
-)
-def test_bad_input_is_one_message_and_leaves_nothing_behind(raw, base, tmp_path, module, change, named):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/note").write_text("keep")
-    common = {posts: SMALL, nano: {"tokenizer": str(raw / "tokenizer")}}
-    common[pretrain] = {"model": str(base), "documents": str(raw), "batch_size": 8}
-    if "output_dir" in change:
-        change = {"output_dir": str(tmp_path / "mine")}
-    with pytest.raises(SystemExit, match="^error: ") as error:
-        module.main(module.Args(**{"output_dir": str(tmp_path / "new")} | common[module] | change))
-    assert named in str(error.value) and "\n" not in str(error.value)
-    assert files(tmp_path) == {"mine/note": b"keep"}
+def test_bad_input_is_one_message_and_leaves_nothing_behind(raw, base, tmp_path):
+    given = {"model": str(base), "documents": str(raw), "batch_size": 8, "output_dir": str(tmp_path / "new")}
+    for changes, named in (
+        ({"held_out": 393}, "--held-out"),
+        ({"documents": "/nowhere"}, "/nowhere/pretraining.jsonl"),
+    ):
+        with pytest.raises(SystemExit, match=f"^error: .*{named}"):
+            pretrain.main(pretrain.Args(**given | changes))
+    with pytest.raises(SystemExit, match="^error: .*--label-noise"):
+        posts.main(posts.Args(output_dir=str(tmp_path / "new"), label_noise=1.5))
+    assert not [*tmp_path.iterdir()]
 
 
 # ---- run.sh: the commands that it gives, recorded by a stand-in for python -------------------------------------------
@@ -511,7 +462,7 @@ def test_the_command_of_an_ablation_runs(fast_work, name):
     args = run_here([script, *flags], **sizes)
     lines = read_jsonl(Path(args.output_dir, "metrics.jsonl"))
     assert lines[-1]["update"] == 2 and Path(args.output_dir, "model/config.json").exists()
-    if name == "short":  # what the edit does
+    if name == "short":
         plain = run_here(["ppo.py", *flags[:-1], "runs/plain"], **sizes)
         without = read_jsonl(Path(plain.output_dir, "metrics.jsonl"))[0]
         shorter = without["objective/score"] - 0.01 * without["response/length"]  # the first samples are the same

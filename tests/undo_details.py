@@ -284,7 +284,7 @@ test_faults.py::test_resume_takes sft.py: no other micro-batch on --resume
 test_faults.py::test_accumulation sft.py: accelerate's accumulation is not looked at
 - os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
 + pass
-test_invariance.py::test_a_kill_between ppo.py: the value model comes last
+test_invariance.py::test_the_model_is ppo.py: the value model comes last
 -     save_model(accelerator, args, "value_model", value_model.finished(), tokenizer)
 -     save_model(accelerator, args, "model", policy, tokenizer)
 +     save_model(accelerator, args, "model", policy, tokenizer)
