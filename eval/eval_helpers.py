@@ -1,8 +1,17 @@
 """Helpers that the tools share. The stage scripts have copies of their own."""
 
 import importlib.util
+import os
+import subprocess
+from collections.abc import Iterable
 from contextlib import contextmanager
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
 from statistics import mean, stdev
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.progress import track
 
 
 def fail(message: str):
@@ -57,3 +66,31 @@ def nucleus(logits, top_p: float):
         probs = ordered.softmax(1)
         ordered = ordered.masked_fill(probs.cumsum(1) - probs >= top_p, -float("inf"))
     return logits.new_empty(logits.shape).scatter_(1, order, ordered)
+
+
+class Job(NamedTuple):
+    """A command, the log that it appends to, and the file that it leaves behind (None for data)."""
+
+    name: str
+    command: list[str]
+    log: Path
+    result: Path | None
+
+
+def run_jobs(jobs: Iterable[Job], side_by_side: int, root: Path):
+    """Run jobs in the folder `root`, each with its share of the cores. Ends with an error that names those that failed,
+    once the others have run."""
+    if side_by_side < 1:
+        fail(f"--jobs {side_by_side}: at least 1")
+    jobs, environment = list(jobs), os.environ | {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // side_by_side))}
+
+    def exit_code(job: Job) -> int:
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        with job.log.open("a") as log:
+            options = {"stdout": log, "stderr": subprocess.STDOUT}
+            return subprocess.run(job.command, cwd=root, env=environment, **options).returncode
+
+    with ThreadPool(side_by_side) as pool:
+        codes = list(track(pool.imap(exit_code, jobs), "runs", len(jobs), console=Console(stderr=True)))
+    if failed := [f"{job.name} ({job.log})" for job, code in zip(jobs, codes, strict=True) if code]:
+        fail(f"failed, with these logs: {', '.join(failed)}; repeat the command after a repair")

@@ -22,6 +22,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Literal
@@ -31,8 +32,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "eval"))
-from eval_helpers import fail, markdown, or_fail  # noqa: E402
-from study_runs import Job, run_jobs  # noqa: E402
+from eval_helpers import Job, fail, markdown, or_fail, run_jobs  # noqa: E402
 
 RUNS = "runs/quickstart"  # where run.sh writes
 SIZES = ("xs", "s", "m")  # small to large
@@ -91,48 +91,28 @@ def main(args: Args):
         values = getattr(args, flag)
         if not values or len(set(values)) < len(values):
             fail(f"--{flag.replace('_', '-')} is {values}; it must name one or more, each once")
-    if args.jobs < 1:
-        fail(f"--jobs is {args.jobs}; it must be 1 or more")
     runs_folder, output_dir = ROOT / RUNS, ROOT / args.output_dir
     sizes = [size for size in SIZES if size in args.sizes]
 
     # ---- what is left to run ----------------------------------------------------------------------------------------
-    reports = {  # (posts seed, size, seed) -> folder
-        (posts, size, seed): runs_folder / f"posts-{posts}" / "report" / f"nano-{size}" / str(seed)
-        for posts in args.posts_seeds
-        for size in sizes
-        for seed in args.seeds
-    }
-    jobs = {}  # posts seed -> its runs, the largest size first
-    data_jobs = {}  # posts seed -> what makes its data, where a run is left
-    for posts in args.posts_seeds:
-        logs = runs_folder / f"posts-{posts}" / "logs"
-        of_posts = []
-        for size in reversed(sizes):
-            for seed in args.seeds:
-                flags = ["--continue", "--size", size, "--seed", str(seed), "--posts-seed", str(posts)]
-                command = ["bash", "quickstart/run.sh", *flags]
-                result = reports[posts, size, seed] / "table.csv"
-                log = logs / f"nano-{size}-{seed}.log"
-                of_posts.append(Job(f"posts-{posts} nano-{size} {seed}", command, log, result))
-        jobs[posts] = [job for job in of_posts if not job.result.exists()]
-        if jobs[posts]:
-            command = ["bash", "quickstart/run.sh", "--data-only", "--posts-seed", str(posts)]
-            data_jobs[posts] = Job(f"posts-{posts} data", command, logs / "data.log", None)
-    left = [job for of_posts in jobs.values() for job in of_posts]
-    finished = len(reports) - len(left)
-    if args.dry_run:
-        print(f"# {finished} of {len(reports)} runs are finished")
-        print("\n".join(shlex.join(job.command) for job in [*data_jobs.values(), *left]))
-        return
+    def folder_of(posts: int, size: str, seed: int) -> Path:
+        return runs_folder / f"posts-{posts}" / "report" / f"nano-{size}" / str(seed)
 
-    # ---- run: data first, as the runs of a posts seed share them ----------------------------------------------------
-    failures = run_jobs(data_jobs.values(), 1, ROOT)
-    with_data = [posts for posts, job in data_jobs.items() if job.name not in failures]
-    failures |= run_jobs([job for posts in with_data for job in jobs[posts]], args.jobs, ROOT)
-    if failures:
-        logs = ", ".join(map(str, failures.values()))
-        fail(f"{', '.join(failures)} failed, so that no table is written; read {logs}, and repeat the command")
+    reports = {key: folder_of(*key) for key in product(args.posts_seeds, sizes, args.seeds)}
+    data, left = {}, []  # what makes the data of a posts seed, where a run is left
+    for posts, size, seed in product(args.posts_seeds, reversed(sizes), args.seeds):
+        result, logs = reports[posts, size, seed] / "table.csv", runs_folder / f"posts-{posts}" / "logs"
+        if not result.exists():
+            command = f"bash quickstart/run.sh --data-only --posts-seed {posts}".split()
+            data[posts] = Job(f"posts-{posts} data", command, logs / "data.log", None)
+            command = f"bash quickstart/run.sh --continue --size {size} --seed {seed} --posts-seed {posts}".split()
+            left.append(Job(f"posts-{posts} nano-{size} {seed}", command, logs / f"nano-{size}-{seed}.log", result))
+    if args.dry_run:
+        print(f"# {len(reports) - len(left)} of {len(reports)} runs are finished")
+        print("\n".join(shlex.join(job.command) for job in [*data.values(), *left]))
+        return
+    run_jobs(data.values(), 1, ROOT)
+    run_jobs(left, args.jobs, ROOT)
 
     # ---- tables -----------------------------------------------------------------------------------------------------
     runs, times = read_reports(reports, "table.csv"), read_reports(reports, "times.csv")

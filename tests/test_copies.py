@@ -24,13 +24,12 @@ OURS = [
         f"eval/{name}.py"
         for name in ("check_data", "eval_helpers", "figures", "gold", "judge", "rm_report", "run_metrics")
     ),
-    *(f"eval/{name}.py" for name in ("samples", "study_runs", "visualize_tokens")),
+    *(f"eval/{name}.py" for name in ("samples", "visualize_tokens")),
     *(f"llama2/{name}.py" for name in ("margins", "preference_dataset")),
     *(f"quickstart/{name}.py" for name in ("curves", "nano", "posts", "pretrain", "report", "scaling", "truth")),
 ]
 # tools may take from the stage scripts, and from each other what is named here; no stage script imports
-IMPORTS = {"ensembles/study.py": "study_runs", "quickstart/scaling.py": "study_runs"}
-IMPORTS |= {
+IMPORTS = {
     "ensembles/alpaca_dataset.py": "preference_dataset",
     "eval/gold.py": "judge",
     "quickstart/posts.py": "truth",

@@ -1,0 +1,28 @@
+"""eval/eval_helpers.py: jobs side by side, and failures."""
+
+import itertools
+from pathlib import Path
+
+import eval_helpers
+import pytest
+
+
+def job(root: Path, name: str, script: str) -> eval_helpers.Job:
+    return eval_helpers.Job(name, ["bash", "-ec", script], root / "logs" / f"{name}.log", None)
+
+
+def test_jobs_run_side_by_side_each_with_its_share_of_the_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr(eval_helpers.os, "cpu_count", lambda: 7)
+    script = "echo begin $OMP_NUM_THREADS $PWD >>calls; sleep 0.5; echo end >>calls"
+    eval_helpers.run_jobs([job(tmp_path, name, script) for name in "abcd"], 2, tmp_path)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    running = list(itertools.accumulate(-1 if line == "end" else 1 for line in calls))
+    assert max(running) == 2 and running[-1] == 0 and len(calls) == 8
+    assert {line for line in calls if line != "end"} == {f"begin 3 {tmp_path}"}
+
+
+def test_a_failing_job_stops_no_other(tmp_path):
+    jobs = [job(tmp_path, "a", "echo broken; exit 3"), job(tmp_path, "b", "touch b")]
+    with pytest.raises(SystemExit, match=f"^error: .*: a \\({jobs[0].log}\\);"):
+        eval_helpers.run_jobs(jobs, 1, tmp_path)
+    assert (tmp_path / "b").exists() and jobs[0].log.read_text() == "broken\n"
