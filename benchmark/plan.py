@@ -2,20 +2,28 @@
 
     python benchmark/plan.py ppo --model 6.9b --gpus 8 --gpu-memory 80
     python benchmark/plan.py ppo --model 1b --gpus 1 --zero 0 --lora-r 16 --gpu-memory 24
-    python benchmark/plan.py --table > benchmark/results/plan.md      # every stage and size of the paper
+    python benchmark/plan.py > benchmark/results/plan.md              # every stage and size of the paper
 
 It needs neither network nor weights. tests/test_plan.py compares the memory with what nano runs allocate and with the
 peaks of 1b on one H100 (benchmark/results/h100). --reserve stands for what the terms leave out: the CUDA context, NCCL
-and the gaps of the allocator. An evaluation needs less memory than training, and the reference of dpo.py has left it
-before. The hours are those of 1b on that H100 (random weights, few updates), in proportion to the parameters and
-divided by the number of GPUs, whatever the micro-batch, the offloading and the number of reward models.
+and the gaps of the allocator. Evaluation and PPO's scoring need less memory than sampling or training, and the
+reference of dpo.py has left it before. The hours are those of 1b on that H100 (random weights, few updates), in
+proportion to the parameters and divided by the number of GPUs, whatever the micro-batch, the offloading and the number
+of reward models.
 """
 
+import sys
 from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
 from typing import Annotated, Literal
 
 import pandas
 import tyro
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
+
+from eval_helpers import fail, markdown  # noqa: E402
 
 # width, layers, rows of the embedding and of the head (config.json of EleutherAI/pythia-*-deduped)
 SHAPES = {"1b": (2048, 16, 50304), "2.8b": (2560, 32, 50304), "6.9b": (4096, 32, 50432)}
@@ -33,15 +41,16 @@ SPEEDS = {"sft": 143.73, "reward": 76.51, "dpo": 80.37, "ppo": 16.01}  # items/s
 # shortest query's response on, so their number depends on the pairs of a micro-batch: about 384 on one H100
 COLUMNS = {"sft": (576, 576), "reward": (816, 0), "dpo": (816, 512), "ppo": (576, 53)}
 QUERY, RESPONSE = 512, 53  # columns of a query, and --response-length of ppo.py
-FORWARD_ROWS = 32  # --forward-batch-size
 SAMPLE_ROWS = {"1b": 256, "2.8b": 128, "6.9b": 64}  # --sample-batch-size of ppo.py; 32 for other models
+# bytes of a logit with its softmax and gradients, in float32: three at a time, in dpo almost 5
+LOGIT = {"sft": 12.0, "reward": 0.0, "dpo": 19.0, "ppo": 12.0}
 PINNED = 1.1  # torch rounds each page-locked tensor up to a power of two: 1.09 to 1.10 times as much at 6.9b
 
 
 @dataclass
 class Args:
     stage: Annotated[Literal["sft", "reward", "dpo", "ppo"] | None, tyro.conf.Positional] = None
-    """the script"""
+    """the script; without it, tables of every stage and size on 8 GPUs of 80 GB, and of what fits one GPU"""
     model: Literal["70m", "1b", "1.4b", "2.8b", "6.9b"] = "1b"
     """size of every model of the stage"""
     gpus: int = 8
@@ -64,11 +73,6 @@ class Args:
     """Adam's states in the machine's memory (zero2_offload.yaml)"""
     reserve: float = 4
     """GB for what is not counted"""
-    table: bool = False
-    """print every stage and size on 8 GPUs of 80 GB instead, and what fits one GPU"""
-
-
-# ==== models ======================================================================================
 
 
 def parameters(model: str, head: bool) -> tuple[int, int, int]:
@@ -80,18 +84,13 @@ def parameters(model: str, head: bool) -> tuple[int, int, int]:
     return (linear + vocab * width, other, 0) if head else (linear, other, width + 1)
 
 
-def adapter_size(model: str, rank: int) -> int:
-    """Return the number of parameters of LoRA adapters of all linear layers but the head: rank x (inputs + outputs)."""
-    width, layers, _ = SHAPES[model]
-    return layers * rank * (4 + 2 + 5 + 5) * width
-
-
 def trained_size(args: Args) -> int:
-    """Return the number of parameters that are trained. With LoRA, these are adapters and the value model's head, and
-    policy and value model share the weights of the frozen models."""
+    """Return the number of parameters that are trained. With LoRA, these are the value model's head and the adapters of
+    all linear layers but the heads, rank x (inputs + outputs) each; the other weights are the frozen models'."""
     language, reward = (sum(parameters(args.model, head)) for head in (True, False))
     if args.lora_r:
-        return 2 * adapter_size(args.model, args.lora_r) + parameters(args.model, False)[2]
+        width, layers, _ = SHAPES[args.model]
+        return 2 * layers * args.lora_r * (4 + 2 + 5 + 5) * width + width + 1
     return {"sft": language, "reward": reward, "dpo": language, "ppo": language + reward}[args.stage]
 
 
@@ -103,9 +102,6 @@ def frozen_models(args: Args) -> list[float]:
         linear, other, score = parameters(args.model, head)
         found.append(2.0 * linear + (2 if args.zero else 4) * other + 4 * score)
     return found[:1] + found[1:] * args.reward_models
-
-
-# ==== memory ======================================================================================
 
 
 def state_bytes(trained: int, args: Args) -> dict[str, float]:
@@ -121,62 +117,42 @@ def state_bytes(trained: int, args: Args) -> dict[str, float]:
     return states | {"buckets": buckets, "bfloat16 weights": 2 * trained}
 
 
-def activation_bytes(model: str, rows: int, columns: int, size: int, lora: bool = False) -> float:
+def activation_bytes(args: Args, rows: int, columns: int, size: int) -> float:
     """Return the bytes kept for a backward pass, with `size` bytes a number. A layer keeps 18 numbers per token and
     unit of width: its input, two layer norms' outputs (1 + 2), queries, keys and values (3), rotated queries and keys
     (2), attention's output (1) twice over in the head's and in the model's order, and the MLP's two inner ones (8).
-    Adapters make it 20 (measured)."""
-    width, layers, _ = SHAPES[model]
-    return float(rows * columns * ((20 if lora else 18) * layers + 1) * width * size)
-
-
-def mask_bytes(stage: str, rows: int, columns: int, layers: int, size: int) -> float:
-    """Return the bytes of the mask of pairs (rows, columns, columns), a byte each. For the backward pass, attention
-    keeps it once a layer, as numbers. Other stages have no mask."""
-    return float(rows * columns**2 * (1 + layers * size)) if stage in ("reward", "dpo") else 0.0
-
-
-def logit_bytes(stage: str, rows: int, columns: int, vocab: int) -> float:
-    """Return the bytes of the logits with their softmax and gradients in float32: three at a time, in dpo almost 5."""
-    return {"sft": 12.0, "reward": 0.0, "dpo": 19.0, "ppo": 12.0}[stage] * rows * columns * vocab
-
-
-def forward_bytes(model: str, rows: int, columns: int, size: int) -> float:
-    """Return the bytes of a pass without gradients: 12 numbers per token and unit of width, of one layer at a time."""
-    return 12.0 * rows * columns * SHAPES[model][0] * size
+    Adapters make it 20 (measured). PPO trains two models. Pairs have a mask (rows, columns, columns) of a byte each,
+    which attention keeps once a layer, as numbers."""
+    width, layers, _ = SHAPES[args.model]
+    numbers = ((20 if args.lora_r else 18) * layers + 1) * width * (2 if args.stage == "ppo" else 1)
+    mask = columns * (1 + layers * size) if args.stage in ("reward", "dpo") else 0
+    return float(rows * columns * (numbers * size + mask))
 
 
 def sampling_bytes(model: str, rows: int) -> dict[str, float]:
-    """Return the bytes of sampling: a static cache in bfloat16 for query and response; the queries' pass; and six
-    float32 arrays (rows, vocab) for the logits, scaled and masked, and the noise with its hashes."""
+    """Return the bytes of sampling: a static cache in bfloat16 for query and response; 12 numbers per token and unit of
+    width for the queries' pass, of one layer at a time; and six float32 arrays (rows, vocab) for the logits, scaled and
+    masked, and the noise with its hashes."""
     width, layers, vocab = SHAPES[model]
     return {
         "keys and values": float(rows * (QUERY + RESPONSE) * 2 * layers * width * 2),
-        "pass": forward_bytes(model, rows, QUERY, 2),
+        "pass": 12.0 * rows * QUERY * width * 2,
         "logits": 6 * 4.0 * rows * vocab,
     }
 
 
 def phases_of(args: Args, micro: int, sample_rows: int, offload: bool) -> dict[str, dict[str, float]]:
     """Return {phase: {term: bytes of a device}} of a stage, with `micro` rows a pass and `sample_rows` in sampling."""
-    _, layers, vocab = SHAPES[args.model]
     states = state_bytes(trained_size(args), args)
     columns, logits = COLUMNS[args.stage]
-    activations = activation_bytes(args.model, micro, columns, 2, args.lora_r > 0)
-    if args.stage == "ppo":  # policy and value model
-        activations *= 2
-    activations += mask_bytes(args.stage, micro, columns, layers, 2)
-    training = states | {"activations": activations, "logits": logit_bytes(args.stage, micro, logits, vocab)}
+    training = states | {"activations": activation_bytes(args, micro, columns, 2)}
+    training["logits"] = LOGIT[args.stage] * micro * logits * SHAPES[args.model][2]
     if args.stage != "ppo":
         return {"training": training}
     kept = {key: value for key, value in states.items() if key != "gradients"}
     waiting = 0.0 if offload else sum(frozen_models(args))
-    scoring = kept | {"frozen models": waiting or max(frozen_models(args))}  # offloaded models come one at a time
-    rows = max(micro, min(FORWARD_ROWS, STAGES["ppo"][0] // args.gpus))
-    scoring["pass"] = forward_bytes(args.model, rows, columns, 2)
-    scoring["logits"] = 8.0 * micro * RESPONSE * vocab
     sampling = kept | {"frozen models": waiting} | sampling_bytes(args.model, sample_rows)
-    return {"sampling": sampling, "scoring": scoring, "training": training | {"frozen models": waiting}}
+    return {"sampling": sampling, "training": training | {"frozen models": waiting}}
 
 
 def host_bytes(args: Args, offload: bool) -> float:
@@ -193,24 +169,14 @@ def host_bytes(args: Args, offload: bool) -> float:
     return max(processes * max(loading, stays), processes * stays + trained * (2 if args.zero else 4))
 
 
-# ==== the plan ====================================================================================
-
-
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
-
-
 def plan(args: Args) -> dict:
     """Return the sizes of a stage: "micro_batch_size", "micro_batches" (of a device and batch), "sample_batch_size",
     "terms" {phase: {term: bytes}}, "peak" (bytes of a device), "host" (bytes of a machine) and "hours" (None with LoRA,
     whose speed was not measured)."""
     batch, items, chosen = STAGES[args.stage]
-    if min(args.gpus, args.micro_batch_size or 1, args.sample_batch_size or 1) < 1:
-        fail("--gpus, --micro-batch-size and --sample-batch-size are at least 1")
     if args.offload_optimizer and not args.zero:
         fail("--offload-optimizer needs DeepSpeed: --zero 2")
-    if batch % args.gpus:
+    if args.gpus < 1 or batch % args.gpus:
         fail(f"a batch of {batch} does not split over {args.gpus} devices")
     if args.lora_r and (args.stage != "ppo" or args.zero or args.offload):
         fail("--lora-r is of ppo alone, with --zero 0 and without --offload")
@@ -243,63 +209,51 @@ def largest_micro_batch(args: Args) -> int | None:
 def first_that_fits(args: Args) -> str:
     """Return the largest micro-batch on one device, plain or with Adam's states in the machine's memory, if need be
     with fewer episodes sampled at a time; "no" if nothing fits."""
-    ways = {"": {"zero": 0}}
-    if not args.lora_r:
-        ways[", zero2_offload"] = {"zero": 2, "offload_optimizer": True}
     rows = plan(args)["sample_batch_size"]
-    halves = [rows >> n for n in range(rows.bit_length())] if args.stage == "ppo" else [rows]
-    for way, changes in ways.items():
-        for sampled in halves:
-            size = largest_micro_batch(replace(args, sample_batch_size=sampled, **changes))
-            if size:
-                flag = "" if sampled == rows else f", --sample-batch-size {sampled}"
-                return f"{size}{way}{flag}"
+    sampled = [rows >> n for n in range(rows.bit_length())] if args.stage == "ppo" else [rows]
+    ways = [("", {"zero": 0})] + [(", zero2_offload", {"zero": 2, "offload_optimizer": True})] * (not args.lora_r)
+    for (way, changes), size in product(ways, sampled):
+        if micro := largest_micro_batch(replace(args, sample_batch_size=size, **changes)):
+            return f"{micro}{way}" + ("" if size == rows else f", --sample-batch-size {size}")
     return "no"
 
 
 def table() -> str:
     """Return Markdown tables: memory and time of every stage and size on 8 GPUs of 80 GB, and what one GPU takes."""
-    text = "| stage | model | micro-batch | GB per GPU, 8 with ZeRO-2 | largest micro-batch in 80 GB | hours |"
-    text += " GB of the machine | one GPU of 80 GB: micro-batch | one of 24 GB |\n"
-    text += "|---" * 9 + "|\n"
-    for stage in STAGES:
-        for model in PAPER:
-            args = Args(stage=stage, model=model)
-            found = plan(args)
-            cells = [stage, model, found["micro_batch_size"], f"{found['peak'] / 1e9:.0f}"]
-            cells += [largest_micro_batch(args) or "none", f"{found['hours']:.2f}", f"{found['host'] / 1e9:.0f}"]
-            cells += [first_that_fits(replace(args, gpus=1, gpu_memory=memory)) for memory in (80, 24)]
-            text += f"| {' | '.join(map(str, cells))} |\n"
-    text += "\n| PPO on one GPU with LoRA of rank 16: micro-batch | 24 GB | 40 GB | 80 GB |\n" + "|---" * 4 + "|\n"
+    rows, lora = [], []
+    for stage, model in product(STAGES, PAPER):
+        args = Args(stage, model)
+        found = plan(args)
+        row = {"stage": stage, "model": model, "micro-batch": found["micro_batch_size"]}
+        row["GB per GPU, 8 with ZeRO-2"] = f"{found['peak'] / 1e9:.0f}"
+        row["largest micro-batch in 80 GB"] = largest_micro_batch(args) or "none"
+        row |= {"hours": f"{found['hours']:.2f}", "GB of the machine": f"{found['host'] / 1e9:.0f}"}
+        for memory, title in ((80, "one GPU of 80 GB: micro-batch"), (24, "one of 24 GB")):
+            row[title] = first_that_fits(replace(args, gpus=1, gpu_memory=memory))
+        rows.append(row)
     for model in PAPER:
         args = Args("ppo", model, gpus=1, zero=0, lora_r=16)
-        cells = [first_that_fits(replace(args, gpu_memory=memory)) for memory in (24, 40, 80)]
-        text += f"| {' | '.join([model, *cells])} |\n"
-    return text
+        sizes = {f"{memory} GB": first_that_fits(replace(args, gpu_memory=memory)) for memory in (24, 40, 80)}
+        lora.append({"PPO on one GPU with LoRA of rank 16: micro-batch": model} | sizes)
+    return f"{markdown(rows)}\n{markdown(lora)}"
 
 
 def main(args: Args):
-    if args.table:
+    if args.stage is None:
         print("# Memory and time by the arithmetic of benchmark/plan.py\n\nNo run in this table was measured.", end=" ")
         return print(f"The hours are those of 1b on one H100, in proportion to the parameters.\n\n{table()}", end="")
-    if args.stage is None:
-        fail("which stage? sft, reward, dpo or ppo; or --table for all")
     found = plan(args)
     terms = pandas.DataFrame(found["terms"]) / 1e9
     terms.loc["reserve"] = args.reserve
     terms.loc["sum"] = terms.sum()
     print(f"{args.stage} {args.model}, {args.gpus} GPU(s), ZeRO-{args.zero}: GB per GPU")
     print(terms.to_string(na_rep="", float_format="%.2f"))
-    batch, items, _ = STAGES[args.stage]
-    print(
-        f"batch of {batch} = {args.gpus} x {found['micro_batches']} micro-batches of up to {found['micro_batch_size']}"
-    )
+    print(f"micro-batches of a device: {found['micro_batches']} of up to {found['micro_batch_size']}")
     fits = "fits" if found["peak"] <= args.gpu_memory * 1e9 else "does NOT fit"
-    largest = largest_micro_batch(args) or "none"
-    print(f"{found['peak'] / 1e9:.1f} GB {fits} {args.gpu_memory:g} GB; largest micro-batch: {largest}")
+    print(f"{found['peak'] / 1e9:.1f} GB {fits} {args.gpu_memory:g} GB; largest: {largest_micro_batch(args) or 'none'}")
     print(f"a machine's memory: {found['host'] / 1e9:.0f} GB (to load the models and to save the trained ones)")
     if found["hours"]:
-        print(f"{found['hours']:.2f} h for {items:,} items, in proportion to 1b on one H100")
+        print(f"{found['hours']:.2f} h for {STAGES[args.stage][1]:,} items, in proportion to 1b on one H100")
 
 
 if __name__ == "__main__":

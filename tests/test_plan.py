@@ -69,7 +69,7 @@ def test_batches_are_those_of_the_scripts(stage):
     assert batch == args.batch_size and largest == presets
     if stage == "ppo":  # the others go over their data once
         assert items == args.total_episodes
-        assert (plan.RESPONSE, plan.FORWARD_ROWS) == (args.response_length, args.forward_batch_size)
+        assert plan.RESPONSE == args.response_length
         assert plan.SAMPLE_ROWS == ppo.SAMPLE_BATCH_SIZES
 
 
@@ -132,7 +132,6 @@ def with_gradients(model):
 def test_adapters_are_those_of_peft():
     policy, value = language_model("tiny"), classifier("tiny")
     counts = [x.get_nb_trainable_parameters()[0] for x in (add_adapters(policy), add_adapters(value))]
-    assert counts == [plan.adapter_size("tiny", 8)] * 2
     assert plan.trained_size(plan.Args("ppo", "tiny", lora_r=8)) == sum(counts) + value.score.weight.numel() + 1
 
 
@@ -157,7 +156,8 @@ def test_activations_of_adapters_under_autocast():
             found = loss()
         found.backward()
 
-    expected = 2 * plan.activation_bytes("tiny", rows, width, 2, lora=True) + plan.logit_bytes("ppo", 4, columns, VOCAB)
+    expected = plan.activation_bytes(plan.Args("ppo", "tiny", lora_r=8), rows, width, 2)
+    expected += plan.LOGIT["ppo"] * 4 * columns * VOCAB
     assert expected == pytest.approx(peak_bytes(step), rel=0.07) and head.weight.grad.abs().sum() > 0
 
 
@@ -196,17 +196,10 @@ def losses(stage: str):
 def test_activations_and_logits_are_what_a_pass_allocates(stage):
     model, loss, (rows, width), columns = losses(stage)
     with_gradients(model)
-    expected = plan.activation_bytes("tiny", rows, width, 4) * (2 if stage == "ppo" else 1)
-    expected += plan.logit_bytes(stage, 4, columns, VOCAB) + plan.mask_bytes(stage, rows, width, LAYERS, 4)
+    logits = plan.LOGIT[stage] * 4 * columns * VOCAB
+    expected = plan.activation_bytes(plan.Args(stage, "tiny"), rows, width, 4) + logits
     assert expected == pytest.approx(peak_bytes(lambda: loss().backward()), rel=0.07)
-    assert plan.logit_bytes(stage, 4, columns, VOCAB) > 0.1 * expected or stage in ("reward", "ppo")
-
-
-def test_a_pass_without_gradient_allocates_what_the_plan_says():
-    model, row = language_model("tiny").base_model, tokens(4, 320)
-    with torch.no_grad():
-        found = peak_bytes(lambda: model(row, use_cache=False))
-    assert plan.forward_bytes("tiny", 4, 320, 4) == pytest.approx(found, rel=0.05)
+    assert logits > 0.1 * expected or stage in ("reward", "ppo")
 
 
 def test_sampling_allocates_what_the_plan_says():
@@ -270,7 +263,7 @@ def test_hours_are_the_h100s(stage):
 
 
 def test_the_page_is_what_the_plan_prints(capsys):
-    plan.main(plan.Args(table=True))
+    plan.main(plan.Args())
     assert capsys.readouterr().out == (Path(plan.__file__).parent / "results/plan.md").read_text()
 
 
@@ -278,7 +271,7 @@ def test_the_page_is_what_the_plan_prints(capsys):
     ("changes", "message"),
     [
         ({"gpus": 7}, "a batch of 128 does not split over 7 devices"),
-        ({"gpus": 0}, "--gpus, --micro-batch-size and --sample-batch-size are at least 1"),
+        ({"gpus": 0}, "a batch of 128 does not split over 0 devices"),
         ({"zero": 0, "offload_optimizer": True}, "--offload-optimizer needs DeepSpeed"),
         ({"lora_r": 4}, "--lora-r is of ppo alone"),
     ],
