@@ -154,9 +154,8 @@ def summary_of(policy: str, row: dict, rng: random.Random) -> str:
     if policy == "long":  # every fact and then some, or what a reference tells, part of it again
         form = rng.choice(["filler", "filler", "twice", "stutter"])
         if form == "filler":
-            return " ".join(
-                [summarise(facts, rng), *(fill(line, {}, rng) for line in rng.sample(SENTENCES["filler"], 6))]
-            )
+            text = summarise(facts, rng)
+            return " ".join([text, *(fill(line, {}, rng) for line in rng.sample(SENTENCES["filler"], 6))])
         told = reference_facts(facts, rng)
         text = summarise(told, rng)
         if form == "stutter":
@@ -263,10 +262,8 @@ def main(args: Args):
     for split, count in (("train", args.num_comparisons), ("validation", args.num_validation_comparisons)):
         rng = random.Random(f"{args.seed} comparisons {split}")
         splits = ["train"] if split == "train" else ["valid1", "valid2"]
-        comparisons[split] = [
-            compare(rng.choice(posts[split]), rng.choice(splits), args, rng)
-            for _ in progress(count, f"comparisons, {split}")
-        ]
+        draws = progress(count, f"comparisons, {split}")
+        comparisons[split] = [compare(rng.choice(posts[split]), rng.choice(splits), args, rng) for _ in draws]
     rng = random.Random(f"{args.seed} comparisons cnndm")
     for i in range(args.num_cnndm_comparisons):
         facts = draw_facts(rng)
@@ -304,19 +301,16 @@ def main(args: Args):
     unfinished = output_dir.with_name(output_dir.name + ".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     columns = ("id", "subreddit", "title", "post", "summary")
-    for split, rows in posts.items():
-        write_jsonl(unfinished / "posts" / f"{split}.jsonl", [{key: row[key] for key in columns} for row in rows])
-    for split, rows in comparisons.items():
-        write_jsonl(unfinished / "comparisons" / f"{split}.jsonl", rows)
-    for split, rows in yardsticks.items():
-        write_jsonl(unfinished / "yardsticks" / f"{split}.jsonl", rows)
+    posts = {split: [{key: row[key] for key in columns} for row in rows] for split, rows in posts.items()}
+    for kind, splits in {"posts": posts, "comparisons": comparisons, "yardsticks": yardsticks}.items():
+        for split, rows in splits.items():
+            write_jsonl(unfinished / kind / f"{split}.jsonl", rows)
     if documents:
         write_jsonl(unfinished / "pretraining.jsonl", documents)
     tokenizer.save_pretrained(unfinished / "tokenizer")
     unfinished.rename(output_dir)
-    sizes = ", ".join(f"{len(rows)} {split}" for split, rows in posts.items())
-    pairs = ", ".join(f"{len(rows)} {split}" for split, rows in comparisons.items())
-    print(f"{output_dir}: posts {sizes}; comparisons {pairs}; tokenizer of {len(tokenizer)} tokens")
+    pairs = len(comparisons["train"]) + len(comparisons["validation"])
+    print(f"{output_dir}: {len(seen)} posts, {pairs} comparisons, tokenizer of {len(tokenizer)} tokens")
 
 
 if __name__ == "__main__":

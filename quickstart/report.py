@@ -14,8 +14,6 @@ The judge is the truth of `truth.py`, which no training stage has seen. Interval
 The same runs give the same table.csv, to the last digit.
 """
 
-import csv
-import json
 import re
 import sys
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ from truth import FACTS, find_facts, judge, score
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
 
-from eval_helpers import fail, or_fail  # noqa: E402
+from eval_helpers import fail, markdown, or_fail  # noqa: E402
 from run_metrics import read_metrics  # noqa: E402
 
 STAGES = {"SFT": "sft", "reward": "reward", "PPO": "ppo", "DPO": "dpo"}
@@ -71,15 +69,11 @@ class Args:
 
 
 def read_rows(path: Path, columns: list[str]) -> list[dict]:
-    """Return the rows of a .jsonl or .csv file, in which every value is text. Each row must have the columns."""
-    with or_fail(f"{path} cannot be read"), path.open(encoding="utf-8", newline="") as file:
-        rows = [json.loads(line) for line in file] if path.suffix == ".jsonl" else list(csv.DictReader(file))
-    if not rows:
-        fail(f"{path} has no row")
-    for column in columns:
-        if any(row.get(column) is None for row in rows):
-            fail(f"{path} has a row without {column}; is it cut off, or of another version?")
-    return rows
+    """Return these columns of the rows of a .jsonl or .csv file; of a .csv file, every value is text."""
+    with or_fail(f"{path} cannot be read; is it cut off, or of another version?"):
+        if path.suffix == ".jsonl":
+            return pandas.read_json(path, lines=True)[columns].to_dict("records")
+        return pandas.read_csv(path, dtype=str, keep_default_na=False)[columns].to_dict("records")
 
 
 def bootstrap_interval(values: list[float], resamples: int) -> tuple[float, float]:
@@ -95,18 +89,6 @@ def agreement(gaps: list[float], better: list[float]) -> float:
     gap of 0 agrees with neither, and pairs whose `better` is 0.5 are left out."""
     hits = [gap > 0 if side == 1 else gap < 0 for gap, side in zip(gaps, better, strict=True) if side != 0.5]
     return fmean(hits) if hits else float("nan")
-
-
-def shown(value) -> str:
-    """Return a cell of a table: 3 decimals of a float, nothing for None."""
-    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def markdown_table(header: list[str], rows: list[list]) -> str:
-    """Return a Markdown table, with line breaks replaced by spaces and bars escaped, so that no cell breaks it."""
-    lines = [header, ["---"] * len(header), *([shown(value) for value in row] for row in rows)]
-    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in line] for line in lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -144,16 +126,12 @@ def read_accuracies(args: Args, folders: dict[str, Path]) -> tuple[dict[str, dic
     with or_fail(f"--preference-dataset {args.preference_dataset} cannot be read"):
         data = load_from_disk(args.preference_dataset)
     for split in ("validation", "validation_cnndm"):
-        if split not in data:
-            continue
         pairs = data[split].select_columns(["query", "chosen", "rejected"]).to_list()
         # 1 where the truth prefers the chosen response, 0 where the rejected one, 0.5 where neither
         better = [judge(p["query"], p["chosen"].removesuffix(EOS), p["rejected"].removesuffix(EOS)) for p in pairs]
         notes.append(f"{len(pairs)} pairs of {split} ({better.count(0.5)} of equal truth left out of clean)")
         for name, stage in (("reward", "reward"), ("dpo_implicit", "DPO")):
             path = folders[stage] / "eval" / f"pairs_{split}.csv"
-            if stage == "DPO" and not path.exists():
-                continue
             rows = read_rows(path, ["chosen_reward", "rejected_reward"])
             if len(rows) != len(pairs):
                 fail(f"{path} has {len(rows)} rows, {args.preference_dataset} has {len(pairs)} pairs of {split}")
@@ -161,7 +139,7 @@ def read_accuracies(args: Args, folders: dict[str, Path]) -> tuple[dict[str, dic
             suffix = split.removeprefix("validation")
             found[name][f"accuracy_noisy{suffix}"] = agreement(gaps, [1] * len(pairs))
             found[name][f"accuracy_clean{suffix}"] = agreement(gaps, better)
-    return {name: values for name, values in found.items() if values}, "; ".join(notes)
+    return found, "; ".join(notes)
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -216,21 +194,9 @@ def fact_shares(posts: list[dict], summaries: list[str]) -> dict[str, float]:
 
 
 def value_table(title: str, values: dict[str, dict], names: list[str], metrics: list[str]) -> str:
-    """Return a table of these rows, if they are there, as Markdown."""
-    rows = [[name, *(values[name].get(metric) for metric in metrics)] for name in names if name in values]
-    return f"{title}:\n\n{markdown_table(['', *metrics], rows)}"
-
-
-def kinds_table(posts: list[dict], values: dict[str, dict]) -> str:
-    """Return the shares of right and wrong facts by kind as Markdown."""
-    title = "Facts by kind: share of the posts with such a fact whose summary states it, and of all that state another"
-    header = ["kind", "posts", *(f"{name} {x}" for name in POLICIES for x in ("right", "wrong"))]
-    held = [find_facts(post["post"]) for post in posts]
-    rows = []
-    for kind in FACTS:
-        shares = [values[name].get(f"{kind}_{x}") for name in POLICIES for x in ("right", "wrong")]
-        rows.append([kind, sum(bool(facts[kind]) for facts in held), *shares])
-    return f"{title}:\n\n{markdown_table(header, rows)}"
+    """Return a table of these rows as Markdown."""
+    rows = [{"": name} | {metric: values[name].get(metric, "") for metric in metrics} for name in names]
+    return f"{title}:\n\n{markdown(rows)}"
 
 
 def samples_text(title: str, posts: list[dict], texts: dict[str, list[str]]) -> str:
@@ -239,8 +205,11 @@ def samples_text(title: str, posts: list[dict], texts: dict[str, list[str]]) -> 
     for n in range(count):
         i = n * len(posts) // count
         quoted = posts[i]["post"].replace("\n", "\n> ")
-        rows = [[name, texts[name][i], score(posts[i]["post"], texts[name][i])] for name in ("reference", *POLICIES)]
-        text += f"\n## {posts[i]['id']}\n\n> {quoted}\n\n{markdown_table(['', 'summary', 'true score'], rows)}"
+        rows = []
+        for name in ("reference", *POLICIES):
+            one_line = " ".join(texts[name][i].split()).replace("|", "\\|")  # a cell of the table
+            rows.append({"": name, "summary": one_line, "true score": score(posts[i]["post"], texts[name][i])})
+        text += f"\n## {posts[i]['id']}\n\n> {quoted}\n\n{markdown(rows)}"
     return text
 
 
@@ -273,18 +242,18 @@ def main(args: Args):
     values |= accuracies
 
     # ---- tables ---------------------------------------------------------------------------------
-    share = f"PPO has {shown(values['PPO']['share_of_near_perfect'])} of the truth of near_perfect"
+    share = f"PPO has {values['PPO']['share_of_near_perfect']:.3f} of the truth of near_perfect"
     shown_metrics = ["rougeL", "truth", "win_rate", "win_rate_low", "win_rate_high", "words", "tokens", "eos_rate"]
+    kinds = [f"{kind}_{x}" for kind in FACTS for x in ("right", "wrong")]
     title = "True score above SFT, with its 95 % interval"
     tables = [
         value_table(f"{len(posts)} posts of validation; {share}", values, list(texts), shown_metrics),
         value_table(title, values, ["PPO-SFT", "DPO-SFT"], list(values["PPO-SFT"])),
         value_table(f"Accuracy on {splits}", values, ["reward", "dpo_implicit"], list(values["reward"])),
-        kinds_table(posts, values),
+        value_table("Shares of right and wrong facts, by kind", values, list(POLICIES), kinds),
     ]
-    seconds = pandas.DataFrame(
-        [(STAGES[name], rows[-1].get("time/total")) for name, rows in metrics.items()], columns=["stage", "seconds"]
-    )
+    times = [rows[-1].get("time/total") for rows in metrics.values()]
+    seconds = pandas.DataFrame({"stage": list(STAGES.values()), "seconds": times})
     print("\n".join(tables), seconds.to_string(index=False), sep="\n")
 
     # ---- files: table.csv last, so that a report that has it is complete ------------------------
@@ -297,8 +266,7 @@ def main(args: Args):
     draw_curves(metrics).savefig(output_dir / "learning_curves.png", dpi=80)
     seconds.to_csv(output_dir / "times.csv", index=False)
     long = [(row, metric, value) for row, each in values.items() for metric, value in each.items()]
-    pandas.DataFrame(long, columns=["row", "metric", "value"]).to_csv(output_dir / "table.tmp", index=False)
-    (output_dir / "table.tmp").rename(output_dir / "table.csv")
+    pandas.DataFrame(long, columns=["row", "metric", "value"]).to_csv(output_dir / "table.csv", index=False)
 
 
 if __name__ == "__main__":

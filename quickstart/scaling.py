@@ -13,7 +13,7 @@ OUTPUT_DIR/  runs.csv      posts_seed, size, seed, row, metric, value: the repor
              table.md      mean ± sample standard deviation over seeds, gains from size to size, and each run
              times.csv     seconds of each stage, summed over the runs of a size
 
-eval/figures.py draws the paper's figures of these runs, with the command that is printed last.
+README.md has the command that draws the paper's figures of these runs.
 """
 
 import os
@@ -75,14 +75,12 @@ def shown(name: str, values: pandas.Series) -> str:
 
 def read_reports(reports: dict, name: str) -> pandas.DataFrame:
     """Return a file of all reports (text), with the columns posts_seed, size and seed before its own."""
-    tables = []
-    for (posts, size, seed), folder in reports.items():
+    tables = {}
+    for key, folder in reports.items():
         with or_fail(f"{folder / name} cannot be read; remove {folder} and start again"):
-            table = pandas.read_csv(folder / name, dtype=str, keep_default_na=False)
-        for column, value in (("seed", seed), ("size", size), ("posts_seed", posts)):
-            table.insert(0, column, value)
-        tables.append(table)
-    return pandas.concat(tables)
+            tables[key] = pandas.read_csv(folder / name, dtype=str, keep_default_na=False)
+    keys = ["posts_seed", "size", "seed"]
+    return pandas.concat(tables, names=keys).reset_index(keys)
 
 
 def main(args: Args):
@@ -153,9 +151,6 @@ def main(args: Args):
         rows += [[posts, size, stage, len(args.seeds), f"{value:.1f}"] for stage, value in seconds.items()]
     times = pandas.DataFrame(rows, columns=["posts_seed", "size", "stage", "runs", "seconds"])
     times.to_csv(output_dir / "times.csv", index=False)
-    command = ["python", "eval/figures.py", "--models", *(f"nano-{size}" for size in sizes), "--seeds", *args.seeds]
-    command += ["--runs", f"{RUNS}/posts-{args.posts_seeds[0]}", "--judge", "quickstart/truth.py:score"]
-    print(f"figures: {shlex.join(map(str, [*command, '--output-dir', args.output_dir]))}")
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ def test_an_interrupted_report_has_no_table_csv(small_told, small, monkeypatch):
     assert not (small.output / "table.csv").exists()
 
 
-# ---- what may be missing, and what may not --------------------------------------------------------------------------
+# ---- what may not be missing ----------------------------------------------------------------------------------------
 
 
 def change_csv(path: Path, change):
@@ -230,7 +230,7 @@ def change_csv(path: Path, change):
     [
         ("ppo/nano-s/1/eval/samples_validation.csv", lambda f: f[::-1], "other posts than"),
         ("dpo/nano-s/1/eval/samples_validation.csv", lambda f: f.assign(reference="else"), "p0 with that reference"),
-        ("dpo/nano-s/1/eval/samples_validation.csv", lambda f: f.drop(columns="has_eos"), "without has_eos"),
+        ("dpo/nano-s/1/eval/samples_validation.csv", lambda f: f.drop(columns="has_eos"), "has_eos"),
         ("reward/nano-s/1/eval/pairs_validation.csv", lambda f: f[:-1], "7 rows, "),
     ],
 )
@@ -239,14 +239,3 @@ def test_a_table_of_other_data_is_refused(small, path, change, message):
     with pytest.raises(SystemExit, match=f"^error: .*{small.runs / path}.*{message}"):
         report.main(small.args)
     assert not small.output.exists()
-
-
-def test_without_implicit_rewards_and_without_cnndm(small_told, small):
-    for path in [*small.dpo.glob("eval/pairs_*"), small.reward / "eval/pairs_validation_cnndm.csv"]:
-        path.unlink()
-    rows = DatasetDict.load_from_disk(str(small.preference))["validation"].to_list()
-    shutil.rmtree(small.preference)
-    DatasetDict({"validation": Dataset.from_list(rows)}).save_to_disk(str(small.preference))
-    report.main(small.args)
-    left = {key: x for key, x in table(small_told).items() if "cnndm" not in key[1] and key[0] != "dpo_implicit"}
-    assert table(small) == left
