@@ -147,9 +147,6 @@ def test_what_reads_no_weights_refuses_halved_ties(world, graded, module):
     assert not (graded.root / "refused").exists()
 
 
-# ---- two reward models in PPO ------------------------------------------------------------------------------------
-
-
 def test_safety_gate_by_hand():
     border = math.log(0.15 / 0.85)
     helpful = [2.0, -3.0, 1.0, 0.5, 4.0]
