@@ -1,51 +1,17 @@
 """Turn preference sets of many kinds into one pre-tokenised mixture with graded margins (Llama 2, section 3.2).
 
     python llama2/preference_dataset.py --base EleutherAI/pythia-1.4b --output-dir data/llama2 --bad-rows skip \
-        --sources helpful=hh:raw/hh/helpful-base/train.jsonl.gz:train:helpfulness \
-        helpful=hh:raw/hh/helpful-base/test.jsonl.gz:validation:helpfulness \
-        harmless=hh:raw/hh/harmless-base:safety shp=shp:raw/shp steer=helpsteer2:raw/HelpSteer2/preference \
-        --mix helpful=0.4 harmless=0.1 shp=0.25 steer=1/4
-    python sft.py --model data/llama2/base --seed 1 --dataset data/llama2/sft
-    python llama2/reward.py --sft-model-path runs/sft/base/1 --dataset data/llama2/sft \
-        --preference-dataset data/llama2/preference --margin small
+        --sources helpful=hh:raw/hh/helpful-base harmless=hh:raw/hh/harmless-base:safety --mix helpful=1/4 harmless=0.75
 
 A source is name=reader:path[:train|:validation][:helpfulness|:safety]. Its path is a file or a folder of files: JSON
-Lines or a JSON array, gzipped or not, or Parquet. To fetch a published set, run `hf download Anthropic/hh-rlhf
---repo-type dataset --local-dir raw/hh`. Each reader knows the columns of one set and turns its scale into the grades of
-Llama 2, which have the small margins of its table 27: significantly 1, better 2/3, slightly 1/3, negligibly 0. Pairs
-without a grade have `none` and margin 0 (equation 1).
-
-    hh              Anthropic Helpful and Harmless: no grades
-    tldr            OpenAI Summarize, comparisons: by the distance of the confidence from 5 (4, 3, 2, at most 1)
-    webgpt          OpenAI WebGPT: by the size of score_0 (from 3/4, 1/2, 1/4, below); 0 is a tie
-    stack_exchange  HuggingFaceH4/stack-exchange-preferences: the best and the worst answer of each question, by the
-                    difference of pm_score, which is log2(1 + votes), rounded, plus 1 if accepted (3, 2, 1); 0 is a tie
-    shp             Stanford Human Preferences: by log2 of the ratio of the scores (from 3, 2, 1, below); 0 is a tie
-    gptj            Synthetic GPT-J: no grades
-    helpsteer2      HelpSteer2: by the size of preference_strength (3, 2, 1); 0 is a tie
-    strength        chosen and rejected (messages), preference_strength (3, 2, 1); 0 is a tie
-    five_levels     prompt, completion_a, completion_b, preference (better, slightly better, tie)
-    pairs           your own: prompt or messages, chosen, rejected; optionally chosen_safe, rejected_safe, rating
-                    (a grade, "tie", or a number from 0, which is the margin of reward.py's --margin column)
+Lines or a JSON array, gzipped or not, or Parquet. Each reader knows the columns of one published set and turns its
+scale into the grades of Llama 2. README.md lists the readers, their rules and the rows that are left out.
 
 A dialogue becomes <|prompter|>TEXT<|endoftext|><|assistant|>TEXT<|endoftext|>… If --base lacks the two turn tokens,
 OUTPUT_DIR/base is a copy that has them; use it for all later stages. Posts (tldr) have the format of tldr_dataset.py.
 Dialogues longer than --max-query-length lose their oldest exchanges, and posts lose their end (Detail 2).
 
-These rows are left out and counted: rows that are still too long, ties (unless --ties half), pairs whose chosen
-response is unsafe while the rejected one is safe (section 3.2.1), and all but the first of duplicates: the same prompt,
-chosen and rejected response, grade and margin. Any other bad row ends the run with an error that names it, or is left
-out and counted with --bad-rows skip.
-
-Unless its source names a split, a pair is assigned by a hash of the seed and the first turn of its dialogue (or the
-post), so all stages of a dialogue stay together. A column `split` of the rows is not read. No prompt is in both splits:
-train loses the prompts that any source has in validation. Prompts are compared as they are, spaces included. --mix
-affects only train. Validation has all pairs but ties.
-
-This writes OUTPUT_DIR/preference (the columns of tldr_dataset.py without the raw ones, and margin, grade, weight,
-source, tag, turns, chosen_safe, rejected_safe; `batch` is the source), OUTPUT_DIR/sft (each prompt once, with a chosen
-response that is not labelled unsafe) and OUTPUT_DIR/statistics (the paper's table 6, counts and grades). At the default
-lengths, a pair takes 64 KiB of disk space and a prompt 36, and another 64 KiB a pair while this runs.
+This writes OUTPUT_DIR/preference, OUTPUT_DIR/sft and OUTPUT_DIR/statistics, which README.md describes.
 """
 
 import gzip
@@ -71,17 +37,14 @@ from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import fail, markdown, one_line, or_fail  # noqa: E402
+from eval_helpers import fail, one_line, or_fail  # noqa: E402
 
 import tldr_dataset  # noqa: E402
 from ppo import checkpoint_folder  # noqa: E402
 
 TURNS = ("<|prompter|>", "<|assistant|>")
 MARGINS = {"significantly": 1.0, "better": 2 / 3, "slightly": 1 / 3, "negligibly": 0.0, "none": 0.0}  # table 27, small
-SPLITS = ("train", "validation")
-SFT_COLUMNS = ["id", "source", "tag", "query", "query_token", "query_token_len"]
-SFT_COLUMNS += ["chosen", "chosen_token", "chosen_token_len", "query_chosen", "query_chosen_token"]
-SFT_COLUMNS += ["query_chosen_token_len", "query_chosen_token_response_label"]
+OPTIONAL = ("chosen_safe", "rejected_safe", "choice", "policies", "chosen_policy", "rejected_policy")
 FATES = ["rows", "bad rows", "ties", "unsafe chosen", "duplicates", "prompt too long", "response too long"]
 FATES += ["prompt in validation", "train", "validation", "ties halved", "shortened"]
 
@@ -110,7 +73,7 @@ class Args:
     """seed of the split, the mixture and the order"""
 
 
-# ---- raw rows ------------------------------------------------------------------------------------
+# ---- input ---------------------------------------------------------------------------------------
 
 
 def parse_source(text: str) -> dict:
@@ -118,8 +81,7 @@ def parse_source(text: str) -> dict:
     pattern = r"(?P<name>[\w.-]+)=(?P<reader>\w+):(?P<path>.+?)(:(?P<split>train|validation))?"
     found = re.fullmatch(pattern + "(:(?P<tag>helpfulness|safety))?", text)
     if not found or found["reader"] not in READERS:
-        readers = ", ".join(READERS)
-        fail(f"--sources {text}: write name=reader:path[:train|:validation][:helpfulness|:safety]; readers: {readers}")
+        fail(f"--sources {text}: write name=reader:path[:split][:tag]; the readers are {', '.join(READERS)}")
     path = Path(found["path"]).expanduser()
     endings = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
     files = [file for file in sorted(path.rglob("*") if path.is_dir() else [path]) if file.name.endswith(endings)]
@@ -130,38 +92,49 @@ def parse_source(text: str) -> dict:
 
 def parse_mix(mix: tuple[str, ...], names: list[str]) -> dict[str, Fraction]:
     """Return {name: share} of --mix in the order of names, or {} without it."""
-    try:
-        shares = {name: Fraction(share) for name, _, share in (text.partition("=") for text in mix)}
-    except (ValueError, ZeroDivisionError):
-        shares = {}
-    if mix and (sorted(shares) != sorted(names) or sum(shares.values()) != 1 or min(shares.values()) <= 0):
-        sources = f"every source ({', '.join(names)}) with a share above 0, such as 0.25 or 1/4"
-        fail(f"--mix {' '.join(mix)}: write name=share for {sources}; the shares add up to 1")
+    with or_fail(f"--mix {' '.join(mix)}: write name=share, such as {names[0]}=1/4, once for every source"):
+        shares = {name: Fraction(share) for name, share in (text.split("=") for text in mix)}
+        is_whole = sorted(shares) == sorted(names) and sum(shares.values()) == 1 and min(shares.values()) > 0
+        require(not mix or is_whole, f"shares above 0 of {', '.join(names)} should add up to 1")
     return {name: shares[name] for name in names if mix}
 
 
-def stream_rows(path: Path) -> Iterator[tuple[str, object]]:
-    """Yield (where, row) of a file, in which `where` names the file and the row. The rows of JSON Lines are their text.
-    Only a JSON array is loaded as a whole."""
+def load_base(path: str, turns: bool) -> tuple:
+    """Return (model, tokenizer) of --base. If `turns` are needed and missing, both get them; otherwise model is None.
+    The turns are not special tokens, because decoding should keep them."""
+    folder, model = checkpoint_folder("--base", path), None
+    with or_fail(f"--base {path} cannot be read"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if turns and not set(TURNS) <= set(tokenizer.get_vocab()):
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    if tokenizer.eos_token is None:
+        fail(f"--base {path}: its tokenizer has no EOS token, which ends every turn and response")
+    if model is not None:
+        tokenizer.add_tokens([AddedToken(turn, normalized=False) for turn in TURNS])
+        if model.get_input_embeddings().num_embeddings < len(tokenizer) + 1:  # and [PAD], which the stages add
+            torch.manual_seed(1)
+            model.resize_token_embeddings(len(tokenizer) + 1, pad_to_multiple_of=64, mean_resizing=False)
+    return model, tokenizer
+
+
+def stream_rows(path: Path) -> Iterator[object]:
+    """Yield the rows of a file; those of JSON Lines as their text. Only a JSON array is loaded as a whole."""
     with or_fail(f"{path} cannot be read"):
         if path.suffix == ".parquet":
-            batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=500)
-            for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
-                yield f"{path}, row {number}", row
+            for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=500):
+                yield from batch.to_pylist()
             return
         opened = gzip.open if path.suffix == ".gz" else open
         with opened(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             is_array = path.name.endswith((".json", ".json.gz")) and file.read(64).lstrip().startswith("[")
             file.seek(0)
-            for number, row in enumerate(json.load(file) if is_array else file, 1):
-                if is_array or row.strip():
-                    yield f"{path}, row {number}", row
+            yield from json.load(file) if is_array else (line for line in file if line.strip())
 
 
 # ---- readers -------------------------------------------------------------------------------------
 # Each turns a row into chosen and rejected (texts), messages (the dialogue before them) or post (for format_query), and
-# grade (a key of MARGINS, or "tie"). Optional: margin, chosen_safe, rejected_safe, choice, confidence, policies. A bad
-# row raises an exception, here or in check_pair.
+# grade (a key of MARGINS, or "tie"). Optional: margin, confidence and the columns in OPTIONAL. A bad row raises an
+# exception, here or in check_pair.
 
 
 def require(condition: bool, message: str):
@@ -188,7 +161,7 @@ def dialogue(*texts: str) -> list[dict]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-def by_choice(messages: list[dict] | None, texts: list[str], choice: int, grade: str) -> dict:
+def by_choice(messages: list[dict], texts: list[str], choice: int, grade: str) -> dict:
     """Return the pair of two texts, of which texts[choice] is preferred."""
     sides = {"chosen": texts[choice], "rejected": texts[1 - choice]}
     return {"messages": messages, "choice": choice, "grade": grade} | sides
@@ -197,8 +170,7 @@ def by_choice(messages: list[dict] | None, texts: list[str], choice: int, grade:
 def by_last_turn(chosen: list[dict], rejected: list[dict], grade: str) -> dict:
     """Return the pair of two dialogues that differ only in their last turn."""
     require(chosen[:-1] == rejected[:-1], "chosen and rejected are not the same dialogue up to their last turn")
-    for name, messages in (("chosen", chosen), ("rejected", rejected)):
-        require(messages[-1]["role"] == "assistant", f"{name} does not end with a turn of the assistant")
+    require(chosen[-1]["role"] == rejected[-1]["role"] == "assistant", "the last turn should be of the assistant")
     sides = {"chosen": chosen[-1]["content"], "rejected": rejected[-1]["content"]}
     return {"messages": chosen[:-1], "grade": grade} | sides
 
@@ -218,9 +190,11 @@ def read_tldr(row: dict) -> dict:
     confidence = fields["extra"]["confidence"]
     require(confidence in (*range(1, 10), None), f"extra.confidence should be from 1 to 9, not {confidence!r:.80}")
     grade = "none" if confidence is None else list(MARGINS)[min(4 - abs(confidence - 5), 3)]
-    texts, policies = ([summary[field] for summary in fields["summaries"]] for field in ("text", "policy"))
-    pair = by_choice(None, texts, fields["choice"], grade)
-    return pair | {"post": fields["info"], "confidence": confidence, "policies": policies}
+    choice, summaries = fields["choice"], fields["summaries"]
+    pair = {"post": fields["info"], "choice": choice, "grade": grade, "confidence": confidence}
+    for side, summary in (("chosen", summaries[choice]), ("rejected", summaries[1 - choice])):
+        pair |= {side: summary["text"], f"{side}_policy": summary["policy"]}
+    return pair | {"policies": "--".join(sorted(summary["policy"] or "null" for summary in summaries))}
 
 
 def read_webgpt(row: dict | list) -> dict:
@@ -235,7 +209,6 @@ def read_webgpt(row: dict | list) -> dict:
 
 def read_stack_exchange(row: dict) -> dict:
     answers = row["answers"]
-    require(len(answers) > 1, f"answers should be a list of two or more, not {len(answers)}")
     scores = [number_field(answer, "pm_score", -1, 1000) for answer in answers]
     gap = max(scores) - min(scores)
     best = answers[scores.index(max(scores))]
@@ -253,10 +226,6 @@ def read_shp(row: dict) -> dict:
     return by_choice(dialogue(row["history"]), texts, choice, grade_of(doublings))
 
 
-def read_gptj(row: dict) -> dict:
-    return {"messages": dialogue(row["prompt"]), "chosen": row["chosen"], "rejected": row["rejected"], "grade": "none"}
-
-
 def read_helpsteer2(row: dict) -> dict:
     # the turns of a longer prompt are separated by lines <extra_id_1>Assistant and <extra_id_1>User
     turns = re.split(r"\n*<extra_id_1>(?:User|Assistant)\n", row["prompt"])
@@ -271,10 +240,8 @@ def read_strength(row: dict) -> dict:
 
 
 def read_five_levels(row: dict) -> dict:
-    levels = {"tie": (0, "tie")}
-    for choice, name in enumerate("ab"):
-        levels |= {f"{name}-is-better": (choice, "better"), f"{name}-is-slightly-better": (choice, "slightly")}
-    require(row["preference"] in list(levels), f"preference should be one of {', '.join(levels)}")
+    levels = {"a-is-better": (0, "better"), "a-is-slightly-better": (0, "slightly"), "tie": (0, "tie")}
+    levels |= {"b-is-better": (1, "better"), "b-is-slightly-better": (1, "slightly")}
     return by_choice(dialogue(row["prompt"]), [row["completion_a"], row["completion_b"]], *levels[row["preference"]])
 
 
@@ -294,7 +261,7 @@ def read_pairs(row: dict) -> dict:
 
 
 READERS = {"hh": read_hh, "tldr": read_tldr, "webgpt": read_webgpt, "stack_exchange": read_stack_exchange}
-READERS |= {"shp": read_shp, "gptj": read_gptj, "helpsteer2": read_helpsteer2, "strength": read_strength}
+READERS |= {"shp": read_shp, "gptj": read_pairs, "helpsteer2": read_helpsteer2, "strength": read_strength}
 READERS |= {"five_levels": read_five_levels, "pairs": read_pairs}
 
 
@@ -330,8 +297,7 @@ def read_pair(where: str, row: object, source: dict, args: Args) -> dict:
         check_pair(pair)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         if args.bad_rows == "error":
-            reader = f"the reader {source['reader']} cannot use it ({one_line(error)})"
-            fail(f"{where}: {reader}; --bad-rows skip leaves such rows out")
+            fail(f"{where}: the reader {source['reader']} cannot use it ({one_line(error)}); see --bad-rows skip")
         raise LeftOut("bad rows") from error
     safe = (pair.get("chosen_safe"), pair.get("rejected_safe"))
     if safe == (False, True) or (pair["grade"] == "tie" and safe == (True, False)):  # section 3.2.1
@@ -342,15 +308,6 @@ def read_pair(where: str, row: object, source: dict, args: Args) -> dict:
 def digest(*parts: object) -> bytes:
     """Return a hash of 16 bytes of the parts."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).digest()
-
-
-def pair_key(pair: dict) -> bytes:
-    """Return a hash that only duplicates share. The order of the responses does not matter in a tie."""
-    prompt = tldr_dataset.format_query(pair["post"]) if "post" in pair else pair["messages"]
-    responses = [pair["chosen"], pair["rejected"]]
-    if pair["grade"] == "tie":
-        responses.sort()
-    return digest(prompt, responses, pair["grade"], pair.get("margin"))
 
 
 def dialogue_columns(pair: dict, tokenizer, args: Args) -> dict:
@@ -427,14 +384,18 @@ def other_order(columns: dict) -> dict:
     """Return the columns of a pair with chosen and rejected exchanged."""
     sides = {"chosen": "rejected", "rejected": "chosen"}
     found = {re.sub("chosen|rejected", lambda side: sides[side[0]], name): x for name, x in columns.items()}
-    choice = None if columns["choice"] is None else 1 - columns["choice"]
-    return found | {"second": True, "choice": choice}
+    return found | {"choice": None if columns["choice"] is None else 1 - columns["choice"]}
 
 
 def pair_columns(pair: dict, source: dict, seen: set[bytes], held_out: set[bytes], tokenizer, args: Args) -> dict:
     """Return all columns of a pair but its id. Raises LeftOut if it is not kept. `seen` has the hashes of all pairs so
     far, and `held_out` those of the prompts in validation."""
-    key = pair_key(pair)
+    prompt = tldr_dataset.format_query(pair["post"]) if "post" in pair else pair["messages"]
+    responses = [pair["chosen"], pair["rejected"]]
+    is_tie = pair["grade"] == "tie"
+    if is_tie:
+        responses.sort()  # a tie in the other order is a duplicate, too
+    key = digest(prompt, responses, pair["grade"], pair.get("margin"))
     if key in seen:
         raise LeftOut("duplicates")
     seen.add(key)
@@ -444,20 +405,12 @@ def pair_columns(pair: dict, source: dict, seen: set[bytes], held_out: set[bytes
         joined = columns[f"query_{side}_token_len"]
         if columns[f"{side}_token_len"] > args.max_response_length or joined > longest:
             raise LeftOut("response too long")
-    is_tie = pair["grade"] == "tie"
     columns["split"] = split_of(columns, is_tie, source, held_out, args)
     grade = "negligibly" if is_tie else pair["grade"]
     columns |= {"grade": grade, "margin": pair.get("margin", MARGINS[grade]), "weight": 0.5 if is_tie else 1.0}
-    columns |= {"source": source["name"], "batch": source["name"], "tag": source["tag"], "second": False}
-    columns |= {name: pair.get(name) for name in ("chosen_safe", "rejected_safe", "choice")}
-    columns |= {"extra": {"confidence": pair.get("confidence")}, "policies": None}
-    columns |= {"chosen_policy": None, "rejected_policy": None}
-    if "policies" in pair:
-        columns["chosen_policy"] = pair["policies"][pair["choice"]]
-        columns["rejected_policy"] = pair["policies"][1 - pair["choice"]]
-        columns["policies"] = "--".join(sorted(policy or "null" for policy in pair["policies"]))
+    columns |= {"source": source["name"], "batch": source["name"], "tag": source["tag"]}
+    columns |= {name: pair.get(name) for name in OPTIONAL} | {"extra": {"confidence": pair.get("confidence")}}
     columns["query_key"] = int.from_bytes(digest(columns["query"])[:8], "big", signed=True)
-    columns["response_tokens"] = columns["chosen_token_len"] + columns["rejected_token_len"] - 2  # without EOS
     return columns
 
 
@@ -467,7 +420,8 @@ def stored_pairs(sources: list[dict], tokenizer, args: Args, counts: dict[str, C
     # validation first and train last, because then every prompt in validation is known
     for source in sorted(sources, key=lambda source: ("validation", None, "train").index(source["split"])):
         count = counts[source["name"]]
-        for where, row in (row for file in source["files"] for row in stream_rows(file)):
+        rows = ((f"{file}, row {i}", row) for file in source["files"] for i, row in enumerate(stream_rows(file), 1))
+        for where, row in rows:
             count["rows"] += 1
             try:
                 pair = read_pair(where, row, source, args)
@@ -484,7 +438,7 @@ def stored_pairs(sources: list[dict], tokenizer, args: Args, counts: dict[str, C
                 yield other_order(columns)
 
 
-# ---- mixture -------------------------------------------------------------------------------------
+# ---- mixture and statistics ----------------------------------------------------------------------
 
 
 def mix_counts(shares: dict[str, Fraction], available: dict[str, int]) -> dict[str, int]:
@@ -498,48 +452,25 @@ def mix_counts(shares: dict[str, Fraction], available: dict[str, int]) -> dict[s
     return {name: int(share * total) for name, share in shares.items()}
 
 
-def mixed_rows(frame: pd.DataFrame, names: list[str], take: dict[str, int], seed: int) -> np.ndarray:
-    """Return the stored rows of train in random order: take[name] pairs drawn from each source. The two rows of a tie
-    follow each other."""
+def mixed_rows(frame: pd.DataFrame, take: dict[str, int], seed: int) -> np.ndarray:
+    """Return the stored rows of train in random order: take[name] pairs drawn from each source. The two rows of a tie,
+    which are stored one after the other, stay together."""
     drawn = []
-    for i, name in enumerate(names):
+    for i, name in enumerate(take):
         is_own = (frame["source"] == name) & (frame["split"] == "train") & ~frame["second"]
         drawn.append(np.random.default_rng([seed, i]).permutation(np.flatnonzero(is_own))[: take[name]])
-    pairs = np.random.default_rng([seed, len(names)]).permutation(np.concatenate(drawn))
-    tied = (frame["weight"].to_numpy()[pairs] == 0.5).astype(int)
-    rows = np.repeat(pairs, 1 + tied)
-    rows[np.cumsum(1 + tied) - 1] += tied  # the second row of a tie is stored after the first
-    return rows
-
-
-def prompt_rows(frame: pd.DataFrame, rows: np.ndarray) -> np.ndarray:
-    """Return, of some stored rows, the first of every query whose chosen response is not labelled unsafe."""
-    safe = rows[frame["chosen_safe"].iloc[rows].ne(False)]
-    return safe[~frame["query_key"].iloc[safe].duplicated()]
-
-
-# ---- statistics ----------------------------------------------------------------------------------
-
-TABLE_6_NOTE = """
-Over all pairs of train and validation, before --mix. Tokens of turns and EOS are not counted.
-
-- Comparisons: pairs; a tie kept in both orders is one.
-- Turns per dialogue: turns of the user, each with its answer; the compared response answers the last.
-- Tokens per example: all remaining turns of the dialogue and the response; a pair has two examples.
-- Tokens in prompt: the last turn of the user (for a post, the whole query).
-- Tokens in response: mean over chosen and rejected.
-- Total: the sum of the comparisons, and means over all pairs. The paper's total (2,919,326) is not the sum of its rows
-  (2,920,903), and its averages are not their mean, weighted or not (turns: 1.6, weighted 2.5, unweighted 1.9).
-"""
+    pairs = np.random.default_rng([seed, len(take)]).permutation(np.concatenate(drawn))
+    is_tie = frame["weight"].to_numpy() == 0.5
+    return np.array([row for pair in pairs for row in ([pair, pair + 1] if is_tie[pair] else [pair])], dtype=int)
 
 
 def table_6(frame: pd.DataFrame, names: list[str]) -> pd.DataFrame:
-    """Return the paper's table 6 for the stored pairs: a row per source and the total, as TABLE_6_NOTE defines them."""
-    frame = frame[~frame["second"]]
+    """Return the paper's table 6: a row per source and the total, as README.md defines them. frame: a row per pair."""
+    response = (frame["chosen_token_len"] + frame["rejected_token_len"]) / 2 - 1  # the mean of both, without EOS
     means = pd.DataFrame({"Avg. # Turns per Dialogue": frame["turns"]})
-    means["Avg. # Tokens per Example"] = frame["context_tokens"] + frame["response_tokens"] / 2
+    means["Avg. # Tokens per Example"] = frame["context_tokens"] + response
     means["Avg. # Tokens in Prompt"] = frame["prompt_tokens"]
-    means["Avg. # Tokens in Response"] = frame["response_tokens"] / 2
+    means["Avg. # Tokens in Response"] = response
     table = means.groupby(frame["source"]).mean().reindex(names)
     table.loc["Total"] = means.mean()
     table = table.map("{:.1f}".format)
@@ -556,32 +487,9 @@ def write_tables(frame: pd.DataFrame, counts: dict[str, Counter], mixed: dict[st
     grades = pd.crosstab(frame["source"], frame["grade"], frame["weight"], aggfunc="sum")
     grades = grades.reindex(index=names, columns=list(MARGINS)).fillna(0).astype(int)
     grades = grades.rename_axis(index="source", columns=None).reset_index()
-    sixth = table_6(frame, names)
-    for name, data in {"table_6": sixth, "counts": table, "grades": grades}.items():
+    for name, data in {"table_6": table_6(frame[~frame["second"]], names), "counts": table, "grades": grades}.items():
         data.to_csv(folder / f"{name}.csv", index=False)
         print(f"\n{name}.csv\n{data.to_string(index=False)}")
-    (folder / "table_6.md").write_text(markdown(sixth.to_dict("records")) + TABLE_6_NOTE, encoding="utf-8")
-
-
-# ---- main ----------------------------------------------------------------------------------------
-
-
-def load_base(path: str, turns: bool) -> tuple:
-    """Return (model, tokenizer) of --base. If `turns` are needed and missing, both get them; otherwise model is None.
-    The turns are not special tokens, because decoding should keep them."""
-    folder, model = checkpoint_folder("--base", path), None
-    with or_fail(f"--base {path} cannot be read"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        if turns and not set(TURNS) <= set(tokenizer.get_vocab()):
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-    if tokenizer.eos_token is None:
-        fail(f"--base {path}: its tokenizer has no EOS token, which ends every turn and response")
-    if model is not None:
-        tokenizer.add_tokens([AddedToken(turn, normalized=False) for turn in TURNS])
-        if model.get_input_embeddings().num_embeddings < len(tokenizer) + 1:  # and [PAD], which the stages add
-            torch.manual_seed(1)
-            model.resize_token_embeddings(len(tokenizer) + 1, pad_to_multiple_of=64, mean_resizing=False)
-    return model, tokenizer
 
 
 def main(args: Args):
@@ -593,14 +501,12 @@ def main(args: Args):
         fail("--validation-share is from 0 to below 1, --max-query-length and --max-response-length are at least 1")
     sources = [parse_source(text) for text in args.sources]
     counts = {source["name"]: Counter() for source in sources}
-    names = list(counts)
-    shares = parse_mix(args.mix, names)
+    shares = parse_mix(args.mix, list(counts))
     model, tokenizer = load_base(args.base, any(source["reader"] != "tldr" for source in sources))
 
     with tldr_dataset.unfinished_folder(output_dir) as folder:
         finished = folder / "finished"
-        statistics = finished / "statistics"
-        statistics.mkdir(parents=True)
+        (finished / "statistics").mkdir(parents=True)
         if model is not None:
             model.save_pretrained(finished / "base")
             tokenizer.save_pretrained(finished / "base")
@@ -615,39 +521,41 @@ def main(args: Args):
         types |= {"margin": Value("float64"), "weight": Value("float64"), "turns": Value("int64")}
         types |= {"chosen_safe": Value("bool"), "rejected_safe": Value("bool")}
         written = list(types)
-        figures = ["query_key", "context_tokens", "prompt_tokens", "response_tokens"]  # for mixture and statistics only
-        types |= dict.fromkeys(figures, Value("int64")) | {"second": Value("bool")}  # second: the other order of a tie
+        figures = ["query_key", "context_tokens", "prompt_tokens"]  # for mixture and statistics only
+        types |= dict.fromkeys(figures, Value("int64"))
 
         def generate():
             for columns in stored_pairs(sources, tokenizer, args, counts):
                 yield {name: columns[name] for name in types}
-            if not any(count[split] for count in counts.values() for split in SPLITS):
-                left_out = ", ".join(f"{name}: {dict(count)}" for name, count in counts.items())
-                fail(f"no pair is left; this became of the rows: {left_out}")
+            if not any(count[split] for count in counts.values() for split in ("train", "validation")):
+                fail(f"no pair is left: {counts}")
 
         # the cache is new, so the fingerprint can be any name
         cache = {"cache_dir": str(folder / "cache"), "fingerprint": "stored"}
         stored = Dataset.from_generator(generate, features=Features(types), **cache)
-        columns = [*figures, "second", "source", "grade", "split", "weight", "turns", "chosen_safe"]
+        columns = ["id", "source", "grade", "split", "weight", "turns", "chosen_safe"]
+        columns += [*figures, "chosen_token_len", "rejected_token_len"]
         frame = stored.select_columns(columns).to_pandas()
+        frame["second"] = frame["id"].duplicated()  # the other order of a tie
 
         # ---- mix and write -----------------------------------------------------------------------
-        available = {name: counts[name]["train"] for name in names}
+        available = {name: count["train"] for name, count in counts.items()}
         take = mix_counts(shares, available) if shares else available
-        train = mixed_rows(frame, names, take, args.seed)
-        rows = {"train": train, "validation": np.flatnonzero(frame["split"] == "validation")}
+        rows = {"train": mixed_rows(frame, take, args.seed), "validation": frame.index[frame["split"] == "validation"]}
+        sft_names = [name for name in tldr_dataset.column_types("sft") if name not in tldr_dataset.SFT_COLUMNS]
+        as_chosen = {name.replace("reference_response", "chosen"): name for name in sft_names}
         preference, sft = DatasetDict(), DatasetDict()
-        for split in SPLITS:
+        for split in rows:
             if not len(rows[split]):
                 fail(f"no pair is in {split}: add rows, change --validation-share, or give a source for {split}")
             preference[split] = stored.select_columns(written).select(rows[split])
-            prompts = prompt_rows(frame, rows[split])
+            prompts = frame.iloc[rows[split]]
+            prompts = prompts[prompts["chosen_safe"].ne(False)].drop_duplicates("query_key")
             if len(prompts):
-                sft[split] = stored.select_columns(SFT_COLUMNS).select(prompts)
-        reference = {name: name.replace("chosen", "reference_response") for name in SFT_COLUMNS if "chosen" in name}
+                sft[split] = stored.select_columns(["id", "source", "tag", *as_chosen]).select(prompts.index)
         preference.save_to_disk(finished / "preference")
-        sft.rename_columns(reference).save_to_disk(finished / "sft")
-        write_tables(frame, counts, take, statistics)
+        sft.rename_columns(as_chosen).save_to_disk(finished / "sft")
+        write_tables(frame, counts, take, finished / "statistics")
     print(f"wrote {', '.join(str(folder) for folder in sorted(output_dir.iterdir()))}")
 
 

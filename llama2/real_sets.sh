@@ -36,7 +36,7 @@ run "${dataset[@]}" --base "$work/all/base" --output-dir "$work/safety" \
     --mix harmless=9/10 posts=5/100 levels=4/100 strength=1/100
 run python sft.py --model "$work/all/base" --seed 1 --dataset "$work/all/sft" --total-episodes 640 --learning-rate 3e-3 \
     --batch-size 32 --micro-batch-size 8 --output-dir "$runs/sft"
-cp "$work/all/statistics/"{table_6.md,table_6.csv,counts.csv,grades.csv} "$output"
+cp "$work/all/statistics/"{table_6.csv,counts.csv,grades.csv} "$output"
 for kind in helpfulness safety; do
     margin=$([[ $kind == helpfulness ]] && echo small || echo none)
     run python llama2/reward.py --model nano-xs --seed 1 --sft-model-path "$runs/sft" --dataset "$work/all/sft" \
