@@ -72,7 +72,7 @@ def read_rows(path: Path, columns: list[str]) -> list[dict]:
     """Return these columns of the rows of a .jsonl or .csv file; of a .csv file, every value is text."""
     with or_fail(f"{path} cannot be read; is it cut off, or of another version?"):
         if path.suffix == ".jsonl":
-            return pandas.read_json(path, lines=True)[columns].to_dict("records")
+            return pandas.read_json(path, lines=True, dtype=False)[columns].to_dict("records")
         return pandas.read_csv(path, dtype=str, keep_default_na=False)[columns].to_dict("records")
 
 
