@@ -636,7 +636,8 @@ def test_detail_17_agreement_with_a_judge(short, reward_run, tmp_path, monkeypat
     data = load_from_disk(str(short.preference_dataset))["validation"]
     texts = [[row[side].removesuffix(EOS).strip() for side in ("chosen", "rejected")] for row in data]
 
-    def ask(args, prompts, file, known):
+    def ask(args, prompts, file):
+        answers = {}
         for prompt in prompts:
             query, a, b = re.fullmatch(
                 r"Which of the following summaries does a better job of summarizing the most important points in the "
@@ -647,8 +648,8 @@ def test_detail_17_agreement_with_a_judge(short, reward_run, tmp_path, monkeypat
                 re.DOTALL,
             ).groups()
             assert sorted((a, b)) in [sorted(x) for x, q in zip(texts, data["query"], strict=True) if q == query]
-            known[judge.key(args, prompt)] = f"Comparison: x.\nPreferred: {'A' if a < b else 'B'}"
-        return []
+            answers[prompt] = f"Comparison: x.\nPreferred: {'A' if a < b else 'B'}"
+        return answers
 
     monkeypatch.setattr(judge, "ask", ask)
     pairs, folder = tmp_path / "p.csv", tmp_path / "runs" / "reward" / "nano" / "1"
