@@ -15,7 +15,7 @@ def pairs(differences: list[float]) -> list[dict]:
 
 
 def make_runs(root: Path):
-    """Two sizes, two seeds of the reward model and one of DPO; four pairs each."""
+    """Reward models of two sizes and two seeds, with four pairs each."""
     for size, seed, differences, accuracy in (
         ("xs", 1, [1, -1, 2, -3], 0.5),
         ("xs", 2, [1, 1, 1, -1], 0.75),
@@ -28,20 +28,17 @@ def make_runs(root: Path):
         odd = {"data": "validation", "group": "policies", "value": "a--b", "pairs": 4, "accuracy": accuracy}
         write_csv(folder / "accuracy.csv", [row, odd])
         write_csv(folder / "reference_rewards.csv", [{"statistic": "mean", "value": seed + 0.5}])
-    write_csv(root / "dpo" / "xs" / "1" / "eval" / "pairs_validation.csv", pairs([1, 1, -1, -1]))
 
 
 def test_the_tables(tmp_path, capsys):
     make_runs(tmp_path)
     output = tmp_path / "out" / "rm"
-    rm_report.main(rm_report.Args(("xs", "s"), (1, 2), str(tmp_path), bins=2, output=str(output)))
+    rm_report.main(rm_report.Args(("xs", "s"), (1, 2, 3), str(tmp_path), bins=2, output=str(output)))
     lines = Path(f"{output}.md").read_text().splitlines()
     assert "| validation | overall | all | 0.625 ± 0.177 | 0.875 ± 0.177 |" in lines  # (0.75 - 0.5) / sqrt 2
     assert "| rewards of references |  | mean | 2.000 ± 0.707 | 2.000 ± 0.707 |" in lines
-    assert "| reward model | 0.625 ± 0.177 | 0.875 ± 0.177 |" in lines and "| DPO, implicit | 0.500 |  |" in lines
     assert not any("policies" in line for line in lines)
-    printed = capsys.readouterr().out
-    assert "3 of 4 are not there" in printed and "dpo/s/2" in printed  # missing DPO runs
+    assert "2 of 6 are not there" in capsys.readouterr().out  # the runs of seed 3
     curve = pandas.read_csv(f"{output}_calibration.csv")
     assert curve[curve["model"] == "s"]["pairs"].sum() == 8  # of both seeds
     by_hand = [numpy.array(x, float) for x in ([1, 2, 3, 4], [1, 2, 3, -4])]
@@ -69,12 +66,3 @@ def test_a_text_with_a_carriage_return_is_one_cell(world, tmp_path):
     rm_report.main(rm_report.Args(preference_dataset=str(tmp_path / "data"), write_pairs=str(file)))
     assert b',"old Mac\rline end",' in file.read_bytes()
     assert pandas.read_csv(file)["response"].tolist() == ["old Mac\rline end"]
-
-
-def test_a_judgement_of_a_row_that_is_not_there_is_an_error(tmp_path):
-    """The agreement itself, and the pairs for the judge: test_details.py."""
-    make_runs(tmp_path)
-    write_csv(tmp_path / "judged.csv", [{"id": 9, "win": 1.0}])
-    output, judged = str(tmp_path / "rm"), str(tmp_path / "judged.csv")
-    with pytest.raises(SystemExit, match="rows up to 9, but the split of .* has 4 pairs"):
-        rm_report.main(rm_report.Args(("xs",), (1,), str(tmp_path), judged=judged, output=output))
