@@ -1,7 +1,6 @@
 """Win rate of sampled summaries against the references, or against another run's summaries of the same posts.
 
     python eval/judge.py runs/ppo/1b/* --judge gpt-3.5-turbo                        # any OpenAI-compatible endpoint
-    python eval/judge.py runs/ppo/1b/44413 --judge local --base-url http://localhost:8000/v1 --against runs/sft/1b/44413
     python eval/judge.py runs/ppo/1b/44413 --judge runs/reward/6.9b/44413           # a reward model
     python eval/judge.py runs/quickstart/.../44413 --judge quickstart/truth.py:score    # a function of post and summary
 

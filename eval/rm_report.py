@@ -63,12 +63,6 @@ def table_5(accuracies: dict, statistics: dict, models: tuple[str, ...]) -> list
     return table.reindex(columns=models).fillna("").reset_index().to_dict("records")
 
 
-def is_hit(frame: pandas.DataFrame) -> pandas.Series:
-    """Return whether the chosen reward is higher, for each pair (n,). A tie, which the stages mark, is no hit."""
-    hits = frame["chosen_reward"] > frame["rejected_reward"]
-    return hits & ~frame["tie"] if "tie" in frame else hits  # tables of earlier runs have no such column
-
-
 def calibration(differences: numpy.ndarray, bins: int) -> tuple[list[dict], float]:
     """Return rows of a calibration curve and the expected calibration error, for differences (n,) of the rewards of
     chosen and rejected. A pair's score difference is |difference|, its chance 1 / (1 + e^-|difference|) (the black line
@@ -86,12 +80,13 @@ def calibration(differences: numpy.ndarray, bins: int) -> tuple[list[dict], floa
 
 def judge_agreement(pairs: dict, judged: pandas.DataFrame) -> dict[tuple[str, int], tuple[int, float]]:
     """Return {(model, seed): (pairs, share of them that reward model and judge decide alike)} over the judge's valid
-    answers without ties; `id` in judged is the row of the split."""
+    answers without ties. `id` in judged is the row of the split. Equal rewards (`tie`) count as a preference for the
+    rejected response."""
     judged = judged[pandas.to_numeric(judged["win"], errors="coerce").isin([0.0, 1.0])]
     rows, wins = judged["id"].astype(int).to_numpy(), judged["win"].astype(float).to_numpy() == 1
     found = {}
     for key, frame in pairs.items():
-        hits = is_hit(frame).to_numpy()[rows]
+        hits = ((frame["chosen_reward"] > frame["rejected_reward"]) & ~frame["tie"]).to_numpy()[rows]
         found[key] = len(rows), float((hits == wins).mean())
     return found
 
@@ -121,15 +116,13 @@ def main(args: Args):
     text += markdown(table_5(accuracies, statistics, models))
 
     differences = {key: (x["chosen_reward"] - x["rejected_reward"]).to_numpy() for key, x in pairs.items()}
-    curves, each, pooled = [], {"": "each seed by itself"}, {"": "all seeds' pairs together"}
+    curves, errors = [], {}
     for m in models:
         of_model = [x for key, x in differences.items() if key[0] == m]
-        each[m] = with_sd([calibration(x, args.bins)[1] for x in of_model])
-        rows, error = calibration(numpy.concatenate(of_model), args.bins)
-        pooled[m] = f"{error:.3f}"
-        curves += [{"model": m} | row for row in rows]
+        errors[m] = with_sd([calibration(x, args.bins)[1] for x in of_model])
+        curves += [{"model": m} | row for row in calibration(numpy.concatenate(of_model), args.bins)[0]]
     pandas.DataFrame(curves).to_csv(f"{args.output}_calibration.csv", index=False)
-    text += "\n## Expected calibration error (Detail 18)\n\n" + markdown([each, pooled])
+    text += "\n## Expected calibration error (Detail 18), mean over seeds\n\n" + markdown([errors])
 
     if args.judged:
         found = judge_agreement(pairs, pandas.read_csv(args.judged))

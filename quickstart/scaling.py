@@ -13,7 +13,7 @@ OUTPUT_DIR/  runs.csv      posts_seed, size, seed, row, metric, value: the repor
              table.md      mean ± sample standard deviation over seeds, gains from size to size, and each run
              times.csv     seconds of each stage, summed over the runs of a size
 
-eval/figures.py draws the paper's figures of these runs, with the command that is printed last.
+eval/figures.sh draws the paper's figures of these runs, with the command that is printed last.
 """
 
 import os
@@ -173,9 +173,11 @@ def main(args: Args):
         rows += [[posts, size, stage, len(args.seeds), f"{value:.1f}"] for stage, value in seconds.items()]
     times = pandas.DataFrame(rows, columns=["posts_seed", "size", "stage", "runs", "seconds"])
     times.to_csv(output_dir / "times.csv", index=False)
-    command = ["python", "eval/figures.py", "--models", *(f"nano-{size}" for size in sizes), "--seeds", *args.seeds]
-    command += ["--runs", f"{RUNS}/posts-{args.posts_seeds[0]}", "--judge", "quickstart/truth.py:score"]
-    print(f"figures: {shlex.join(map(str, [*command, '--output-dir', args.output_dir]))}")
+    posts, models = f"posts-{args.posts_seeds[0]}", [f"nano-{size}" for size in sizes]
+    settings = {"MODELS": " ".join(models), "SEEDS": " ".join(map(str, args.seeds)), "RUNS": f"{RUNS}/{posts}"}
+    settings |= {"DATA": f"data/quickstart/{posts}/tldr", "BASE": f"quickstart/bases/{models[-1]}"}
+    settings |= {"JUDGE": "quickstart/truth.py:score", "OUTPUT": str(args.output_dir)}
+    print("figures:", *(f"{name}={shlex.quote(value)}" for name, value in settings.items()), "bash eval/figures.sh")
 
 
 if __name__ == "__main__":

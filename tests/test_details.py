@@ -666,7 +666,7 @@ def test_detail_17_agreement_with_a_judge(short, reward_run, tmp_path, monkeypat
     [row] = read_csv(tmp_path / "report_agreement.csv")
     assert int(row["pairs"]) == len(data) and close(float(row["agreement"]), sum(alike) / len(alike))
     judged = pandas.DataFrame({"id": [0, 1, 2, 3], "win": ["1.0", "0.5", "", "0.0"]})  # a tie and no answer: left out
-    pairs = {("m", 1): pandas.DataFrame({"chosen_reward": [1.0, 1, 1, 1], "rejected_reward": [0.0, 0, 0, 0]})}
+    pairs = {("m", 1): pandas.DataFrame({"chosen_reward": [1.0, 1, 1, 1], "rejected_reward": 0.0, "tie": False})}
     assert rm_report.judge_agreement(pairs, judged) == {("m", 1): (2, 0.5)}
 
 

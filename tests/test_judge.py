@@ -1,14 +1,14 @@
-"""eval/judge.py against a local server that answers like the API, fails like it, and counts requests."""
+"""eval/judge.py: openai's client in front of answers made here, scores by hand, and win rates by hand."""
 
 import csv
 import json
 import math
 import re
-import threading
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from pathlib import Path
 
+import httpx
 import judge
 import numpy
 import pandas
@@ -20,53 +20,35 @@ from transformers import AutoModelForSequenceClassification
 
 import ppo
 
+URL = "http://judge/v1"
+
 
 class Endpoint:
-    """A judge that prefers the summary with more words, or Summary A if both have as many: .url, .asked (Counter of
-    prompts that got an answer), .failing and .empty (posts that get an error 500 and an answer without content)."""
+    """A judge that prefers the summary with more words, or Summary A if both have as many. .asked has the prompts that
+    got an answer; the post .failing gets an error 500, and the post .empty an answer without content."""
 
     def __init__(self):
-        endpoint = self
-        self.asked, self.failing, self.empty, self.lock = Counter(), None, None, threading.Lock()
+        self.asked, self.failing, self.empty = [], None, None
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_):
-                pass
-
-            def do_POST(self):
-                prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"]
-                error, empty = (f"POST {i}:" in prompt for i in (endpoint.failing, endpoint.empty))
-                with endpoint.lock:
-                    endpoint.asked[prompt] += not error
-                text = f"Comparison: one has more.\nPreferred: {endpoint.prefers(prompt)}" if not empty else None
-                choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
-                answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
-                body = json.dumps(answer).encode()
-                self.send_response(500 if error else 200)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-
-    @staticmethod
-    def prefers(prompt: str) -> str:
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        prompt = json.loads(request.content)["messages"][0]["content"]
+        if f"POST {self.failing}:" in prompt:
+            return httpx.Response(500)
+        self.asked.append(prompt)
         a, b = re.search(r"Summary A:\n(.*)\n\nSummary B:\n(.*)\n\nFIRST provide", prompt, re.DOTALL).groups()
-        return 'C, both are "good"' if "unsure" in a + b else "A" if len(a.split()) >= len(b.split()) else "B"
+        preferred = "A" if len(a.split()) >= len(b.split()) else "B"
+        text = None if f"POST {self.empty}:" in prompt else f"Comparison: one has more.\nPreferred: {preferred}"
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+        return httpx.Response(200, json=answer)
 
 
 @pytest.fixture
-def endpoint():
+def endpoint(monkeypatch):
     found = Endpoint()
-    yield found
-    found.http.shutdown()
-    found.http.server_close()
+    client = httpx.Client(transport=httpx.MockTransport(found.answer))
+    monkeypatch.setattr(judge, "OpenAI", partial(judge.OpenAI, http_client=client))
+    return found
 
 
 def write_samples(path: Path, lengths: list[tuple[int, int]]) -> Path:
@@ -95,9 +77,9 @@ def judged_by(by: str, file: Path, **settings) -> pandas.DataFrame:
 LENGTHS = [(1 + i % 7, 1 + (i * 3) % 5) for i in range(40)]
 
 
-def test_the_places_of_the_summaries_and_the_win_rate(endpoint, tmp_path):
+def test_the_places_of_the_summaries_and_the_win_rate(endpoint, tmp_path, monkeypatch):
     file = write_samples(tmp_path / "run" / "eval" / "samples_validation.csv", LENGTHS)
-    found = judged_by("m", file, base_url=endpoint.url)
+    found = judged_by("m", file, base_url=URL)
     first = [judge.first_is_a(1, f"v{i}") for i in range(40)]
     assert 10 < sum(first) < 30 and found["summary_is_a"].tolist() == first
     wins = [float(m > n or (m == n and a)) for (m, n), a in zip(LENGTHS, first, strict=True)]
@@ -107,17 +89,19 @@ def test_the_places_of_the_summaries_and_the_win_rate(endpoint, tmp_path):
     a, b = ("s s s s", "r r r r r")[:: 1 if first[3] else -1]
     assert f"Summary A:\n{a}\n\nSummary B:\n{b}\n" in prompt
     assert pandas.read_csv(file.with_name("judge_m_rates.csv"))["win_rate"].tolist() == [sum(wins) / 40]
-    judge.main(judge.Args((str(tmp_path / "run"),), "m", base_url=endpoint.url))  # answers are kept
-    assert set(endpoint.asked.values()) == {1} and len(endpoint.asked) == 40
+    # answers are kept; another address, which the environment names, is another endpoint and is asked again
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://other/v1")
+    for url, times in ((URL + "/", 1), (None, 2), (URL, 2)):
+        judge.main(judge.Args((str(tmp_path / "run"),), "m", base_url=url))
+        asked = Counter(endpoint.asked)
+        assert set(asked.values()) == {times} and len(asked) == 40
 
 
 def test_an_answer_that_is_none_is_counted_and_never_guessed(endpoint, tmp_path):
     file, endpoint.empty = write_samples(tmp_path / "samples_validation.csv", LENGTHS[:10]), 5
-    frame = pandas.read_csv(file)
-    frame.loc[2, "response"] = "unsure"
-    frame.to_csv(file, index=False)
-    wins = judged_by("m", file, base_url=endpoint.url)["win"]
-    assert wins.isna().tolist() == [i in (2, 5) for i in range(10)]
+    assert judged_by("m", file, base_url=URL)["win"].isna().tolist() == [i == 5 for i in range(10)]
+    assert pandas.read_csv(tmp_path / "judge_m_rates.csv")["invalid"].tolist() == [1]
     for text, expected in (
         ("Comparison: A is good.\nPreferred: A", "A"),
         ("Comparison: x\n\nPreferred:  B.\n", "B"),
@@ -133,43 +117,27 @@ def test_a_stopped_run_continues_with_the_answers_so_far(endpoint, tmp_path, mon
     file, answers = write_samples(tmp_path / "samples_validation.csv", LENGTHS[:16]), tmp_path / "judge_m.jsonl"
     endpoint.failing = 15
     with pytest.raises(SystemExit, match="a request failed. The same command continues"):
-        judged_by("m", file, base_url=endpoint.url)
+        judged_by("m", file, base_url=URL)
     assert not (tmp_path / "judge_m.csv").exists()
     kept = [json.loads(line)["prompt"] for line in answers.read_text().splitlines()[1:]]
-    endpoint.failing, endpoint.asked = None, Counter()
-    expected = judged_by("m", file, base_url=endpoint.url)
-    assert kept and not endpoint.asked.keys() & set(kept) and len(endpoint.asked) == 16 - len(kept)
+    endpoint.failing, endpoint.asked = None, []
+    expected = judged_by("m", file, base_url=URL)
+    assert kept and not set(endpoint.asked) & set(kept) and len(endpoint.asked) == 16 - len(kept)
     answers.write_text(answers.read_text()[:-40])  # as a kill leaves it
     for _ in range(2):  # what was asked again is kept
-        pandas.testing.assert_frame_equal(judged_by("m", file, base_url=endpoint.url), expected)
-    assert sum(endpoint.asked.values()) == 16 - len(kept) + 1
-
-
-def test_an_answer_is_kept_for_its_endpoint_alone(endpoint, tmp_path, monkeypatch):
-    """The same endpoint under another address, which the environment names, is another one and is asked again."""
-    file = write_samples(tmp_path / "samples_validation.csv", LENGTHS[:10])
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
-    monkeypatch.setenv("OPENAI_BASE_URL", endpoint.url.replace("127.0.0.1", "localhost"))
-    for url, times in ((endpoint.url, 1), (None, 2), (endpoint.url + "/", 2), (None, 2)):
-        judged_by("m", file, base_url=url)
-        assert set(endpoint.asked.values()) == {times} and len(endpoint.asked) == 10
+        pandas.testing.assert_frame_equal(judged_by("m", file, base_url=URL), expected)
+    assert len(endpoint.asked) == 16 - len(kept) + 1
 
 
 def test_one_run_against_another(tmp_path):
-    """The second summary has a carriage return, which breaks no row."""
+    """0.1 + 0.2, above 0.3 in floating point, ties with it. The second summary has a carriage return, which breaks no
+    row."""
     ours = write_samples(tmp_path / "ppo" / "eval" / "samples_validation.csv", [(3, 9), (2, 9), (1, 9)])
     ours.write_bytes(ours.read_bytes().replace(b'"s s"', b'"s\rs"'))
-    write_samples(tmp_path / "sft" / "eval" / "samples_validation.csv", [(1, 5), (2, 5), (3, 5)])
-    words = write_judge(tmp_path / "words.py", "len(summary.split())")
+    write_samples(tmp_path / "sft" / "eval" / "samples_validation.csv", [(1, 5), (4, 5), (3, 5)])
+    words = write_judge(tmp_path / "words.py", "[None, 0.2, 0.3, 0.5, 0.1 + 0.2][len(summary.split())]")
     judged = judged_by(words, ours, against=str(tmp_path / "sft"))
     assert judged["win"].tolist() == [1.0, 0.5, 0.0] and judged["summary"].tolist() == ["s s s", "s\rs", "s"]
-
-
-def test_scores_that_differ_by_rounding_tie(tmp_path):
-    """0.1 + 0.2 is above 0.3 in floating point; 1.0 is above both."""
-    file = write_samples(tmp_path / "samples_validation.csv", [(3, 1), (1, 3), (3, 2), (2, 1)])
-    sums = write_judge(tmp_path / "sums.py", "[None, 0.3, 1.0, 0.1 + 0.2][len(summary.split())]")
-    assert judged_by(sums, file)["win"].tolist() == [0.5, 0.5, 0.0, 1.0]
 
 
 def test_a_score_that_is_no_finite_number_is_an_error(tmp_path):

@@ -154,55 +154,33 @@ def test_two_processes_write_the_same_tables(made, tmp_path):
         pandas.testing.assert_frame_equal(table(tmp_path, name), table(made.run, name), rtol=1e-6, atol=1e-6)
 
 
-def test_a_run_on_pairs_has_the_posts_of_its_sft_run(made, world, tmp_path, monkeypatch):
+def test_a_run_on_pairs_has_the_posts_of_its_sft_run(tmp_path, monkeypatch):
     """Its args.json names no posts, and names the SFT model by its run folder or by the model/ in it."""
     monkeypatch.chdir(tmp_path)
     about = asdict(dpo.Args(model="n", seed=SEED))
     assert "dataset" not in about
-    shutil.copytree(made.run / "model", "runs/pairs/model")
     Path("runs/sft/model").mkdir(parents=True)
-    Path("runs/sft/args.json").write_text(json.dumps({"dataset": str(world.dataset)}))
-    flags = {"splits": ("validation",), "response_length": 2}
+    Path("runs/sft/args.json").write_text(json.dumps({"dataset": "posts"}))
     for start in ("runs/sft", "runs/sft/model"):
-        Path("runs/pairs/args.json").write_text(json.dumps(about | {"sft_model_path": start}))
-        run("runs/pairs", **flags)
-        assert len(table(Path("runs/pairs"), "samples_validation")) == 16
-        shutil.rmtree("runs/pairs/eval")
+        assert samples.dataset_of("runs/pairs", about | {"sft_model_path": start}) == "posts"
     Path("runs/sft/args.json").unlink()
-    shutil.copytree(world.dataset, "data/tldr/sft")  # which the run may never have seen
+    Path("data/tldr/sft").mkdir(parents=True)  # which the run may never have seen
     with pytest.raises(SystemExit, match="^error: runs/pairs/args.json names no SFT data, .* with --dataset$"):
-        run("runs/pairs", **flags)
-    assert not Path("runs/pairs/eval").exists()
+        samples.dataset_of("runs/pairs", about | {"sft_model_path": "runs/sft"})
+    assert samples.dataset_of("runs/pairs", {}) == "data/tldr/sft"
 
 
-# ---- bad input ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "flags", "named"),
-    [
-        ("nowhere", {}, "checkpoint nowhere: no checkpoint there"),
-        ("unreadable", {}, "unreadable/args.json"),
-        ("{run}", {"dataset": "nowhere"}, "--dataset nowhere"),
-        ("{run}", {"splits": ("tset",)}, "--splits tset"),
-        ("{run}", {"reward_model_path": "broken"}, "validation, row 0, id {id}: --reward-model-path broken gives"),
-        ("{run}/model", {"dataset": "{data}", "track": True}, "--track"),
-    ],
-)
-def test_bad_input_is_one_message(made, world, tmp_path, monkeypatch, checkpoint, flags, named):
+def test_bad_input_is_one_message(made, world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    before = files(made.root)
-    shutil.copytree(made.reward, "broken")
-    state = load_file("broken/model.safetensors")
+    before, broken = files(made.root), shutil.copytree(made.reward, tmp_path / "broken")
+    state = load_file(broken / "model.safetensors")
     weights = state | {"score.weight": state["score.weight"] * float("nan")}
-    save_file(weights, "broken/model.safetensors", metadata={"format": "pt"})
-    Path("unreadable").mkdir()
-    Path("unreadable/args.json").write_text("{")
-    there = {path.name for path in tmp_path.iterdir()}
-    first = load_from_disk(str(world.dataset))["validation"]["id"][0]
-    words = {"run": made.run, "data": world.dataset, "id": first}
-    flags = {key: x.format(**words) if isinstance(x, str) else x for key, x in flags.items()}
-    with pytest.raises(SystemExit) as error:
-        run(checkpoint.format(**words), **flags)
-    assert str(error.value).startswith(f"error: {named.format(**words)}") and "\n" not in str(error.value)
-    assert {path.name for path in tmp_path.iterdir()} == there and files(made.root) == before
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    for checkpoint, flags, named in (
+        (made.run, {"splits": ("tset",)}, "--splits tset"),
+        (made.run, {"reward_model_path": "broken"}, "validation, row 0, id .*: --reward-model-path broken gives"),
+        (made.run / "model", {"dataset": str(world.dataset), "track": True}, "--track"),
+    ):
+        with pytest.raises(SystemExit, match=f"^error: {named}"):
+            run(checkpoint, **flags)
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"] and files(made.root) == before

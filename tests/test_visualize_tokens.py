@@ -76,30 +76,22 @@ def written(request, made, tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(tokens=tokens, page=page, penalty=request.param)
 
 
-# ---- by hand -----------------------------------------------------------------------------------------------------
-
-
-def test_ranks_by_hand():
-    logits = torch.tensor([[[3.0, 1.0, 2.0, 2.0, -1e9]] * 6])
-    ranks = visualize_tokens.token_ranks(logits, torch.tensor([[0, 1, 2, 3, 4, 0]]))
-    assert ranks.tolist() == [[1, 4, 2, 2, 5, 1]]  # both twos are second, and what is below them fourth
-    kinds = [visualize_tokens.kind(rank) for rank in (1, 2, 3, 4, 50)]
-    assert kinds == ["unshifted", "marginal", "marginal", "shifted", "shifted"]
-
-
 def test_shares_by_place_by_hand():
-    ranks = [[1, 9, 2], [4, 1], [3, 1, 1, 1], [7]]
-    ended = [True, True, False, True]
-    assert visualize_tokens.place_shares(ranks, ended) == {
+    ranks, ended, rows = [[1, 9, 2], [4, 1], [3, 1, 1, 1], [7]], [True, True, False, True], []
+    for row, end in zip(ranks, ended, strict=True):
+        tokens = [5] * (len(row) - 1) + [0 if end else 5]  # 0 is EOS
+        kinds = [visualize_tokens.kind(rank) for rank in row]
+        rows += [("m", *cells) for cells in zip(range(len(row)), tokens, kinds, strict=True)]
+    tokens = pandas.DataFrame([*rows, ("n", 0, 5, "marginal")], columns=["model", "position", "token_id", "kind"])
+    first, second = visualize_tokens.place_shares(tokens, 0)
+    assert first == {
+        "model": "m",
         "all": "0.500 / 0.200 / 0.300",
         "first": "0.333 / 0.333 / 0.333",  # 1, 4, 3; the 7 is an EOS
         "between": "0.750 / 0.000 / 0.250",  # 9; 1, 1, 1
         "EOS": "0.333 / 0.333 / 0.333",
     }
-    assert visualize_tokens.place_shares([[1, 2]], [False])["EOS"] == ""
-
-
-# ---- a run -------------------------------------------------------------------------------------------------------
+    assert second["first"] == "0.000 / 1.000 / 0.000" and second["EOS"] == second["between"] == ""
 
 
 def numbers(cells) -> list[float]:
@@ -170,7 +162,7 @@ def test_every_number_is_that_of_a_single_row(made, written):
         assert past["token"].tolist() == ["[PAD]"] * has_room and set(past["reward_logit"]) <= {""}
     assert ends >= {(True, True), (False, False)}  # some ended, some were cut off
     assert set(written.tokens["kind"]) == {"unshifted", "marginal", "shifted", ""}
-    assert all(title in written.page for title in visualize_tokens.TITLES.values())
+    assert all(name in written.page for name in MODELS)
     order = list(dict.fromkeys(zip(written.tokens["id"], written.tokens["model"], strict=True)))
     assert order == [(made.data[i]["id"], name) for i in range(5) for name in MODELS]
 
@@ -184,33 +176,21 @@ def test_one_aligned_model_is_enough(made, tmp_path):
     assert set(tokens[visualize_tokens.NUMBERS].to_numpy().flatten()) == {""}
     lines = (tmp_path / "x.md").read_text().splitlines()
     for name in ("base", "ppo", "reference"):  # all 7 counted responses are shown
-        responses = [rows for _, rows in tokens[tokens["model"] == name].groupby("id", sort=False)]
-        ranks = [rows["rank"].tolist() for rows in responses]
-        eos = [rows["token_id"].iloc[-1] == made.tokenizer.eos_token_id for rows in responses]
-        cells = [name, *visualize_tokens.place_shares(ranks, eos).values()]
-        assert f"| {' | '.join(cells)} |" in lines
-        cells = [name, "7", f"{sum(map(len, ranks)) / 7:.4g}", f"{sum(eos) / 7:.4g}"]
-        assert f"| {' | '.join(cells)} |" in lines
+        mine = tokens[tokens["model"] == name]
+        eos = (mine["token_id"] == made.tokenizer.eos_token_id).sum()
+        assert f"| {name} | 7 | {len(mine) / 7:.4g} | {eos / 7:.4g} |" in lines
+        shares = visualize_tokens.place_shares(mine, made.tokenizer.eos_token_id)[0].values()
+        assert f"| {' | '.join(shares)} |" in lines
 
 
-# ---- bad input ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"ppo": "{root}/nowhere"}, "--ppo {root}/nowhere"),
+def test_bad_input_is_one_message(made, world, tmp_path):
+    other = shutil.copytree(made.folders["sft"], tmp_path / "other")  # the same weights with another tokenizer
+    give_other_tokenizer(world, Path(other))
+    for changes, named in (
         ({"sft": None, "ppo": None, "dpo": None}, "--sft, --ppo and --dpo"),
-        ({"reward_model": "{root}/other"}, "--reward-model {root}/other"),
+        ({"reward_model": str(other)}, f"--reward-model {other}"),
         ({"counted": 17}, "--counted 17"),
-        ({"rows": 8}, "--rows 8"),
-    ],
-)
-def test_bad_input_is_one_message(made, world, tmp_path, changes, named):
-    root = made.root
-    if not (root / "other").exists():  # the same weights with another tokenizer
-        give_other_tokenizer(world, Path(shutil.copytree(root / "sft", root / "other")))
-    changes = {k: v.format(root=root) if isinstance(v, str) else v for k, v in changes.items()}
-    with pytest.raises(SystemExit) as error:
-        visualize_tokens.main(visualize_tokens.Args(**made.args | {"output": str(tmp_path / "x")} | changes))
-    assert named.format(root=root) in str(error.value) and not [*tmp_path.iterdir()]
+    ):
+        with pytest.raises(SystemExit, match=named):
+            visualize_tokens.main(visualize_tokens.Args(**made.args | {"output": str(tmp_path / "x")} | changes))
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
