@@ -7,7 +7,6 @@ import pandas
 import pytest
 import rm_report
 from conftest import write_csv
-from datasets import Dataset, load_from_disk
 
 
 def pairs(differences: list[float]) -> list[dict]:
@@ -50,15 +49,3 @@ def test_a_tie_is_no_hit():
     frame = pandas.DataFrame(pairs([1, 1e-7, -1])).assign(tie=[False, True, False])
     judged = pandas.DataFrame({"id": range(3), "win": 1.0})
     assert rm_report.judge_agreement({("m", 1): frame}, judged) == {("m", 1): (3, pytest.approx(1 / 3))}
-
-
-def test_a_text_with_a_carriage_return_is_one_cell(world, tmp_path):
-    """Quoted, because Python's csv module quotes no lone carriage return before 3.11.9 and 3.12.3."""
-    data = load_from_disk(str(world.preference_dataset))
-    row = data["validation"][0] | {"chosen": " old Mac\rline end<|endoftext|>"}
-    Dataset.from_list([row], features=data["validation"].features).save_to_disk(tmp_path / "data" / "validation")
-    (tmp_path / "data" / "dataset_dict.json").write_text('{"splits": ["validation"]}')
-    file = tmp_path / "pairs.csv"
-    rm_report.main(rm_report.Args(preference_dataset=str(tmp_path / "data"), write_pairs=str(file)))
-    assert b',"old Mac\rline end",' in file.read_bytes()
-    assert pandas.read_csv(file)["response"].tolist() == ["old Mac\rline end"]
