@@ -134,7 +134,7 @@ def test_accuracies_and_rouge_by_size_with_the_paper_s_where_it_has_them(drawn):
     assert implicit["y"].tolist() == [0.5, 0.75] and set(implicit["x"]) == {"6.9b"}
 
 
-def test_win_rates_by_size_length_and_length_ratio(drawn):
+def test_win_rates_by_size_length_and_length_ratio_and_tokens(drawn):
     first = read(drawn, 1)
     for stage, name in (("sft", "SFT"), ("ppo", "PPO"), ("dpo", "DPO")):
         assert first[first["series"] == name]["y"].tolist() == RATES[stage]
@@ -146,11 +146,8 @@ def test_win_rates_by_size_length_and_length_ratio(drawn):
     assert set(rows["panel"]) == {"6.9b, seed 1"} and set(rows["series"]) == {"PPO"}
     found = rows[["x", "y", "sd", "n"]].to_numpy().tolist()
     assert found == [[-1.25, 0.1, 0.01, 7], [-0.75, 0.2, 0.02, 7], [1.25, 0.3, 0.03, 7]]
-
-
-def test_the_tokens_of_the_first_ppo_response(drawn):
-    rows = read(drawn, 9)
-    found = rows[["series", "x", "y", "label"]].values.tolist()
+    ninth = read(drawn, 9)  # the tokens of the first PPO response
+    found = ninth[["series", "x", "y", "label"]].values.tolist()
     assert found == [["token_reward", 0, -1.5, " \\n"], ["value", 0, 1.5, " \\n"]]
 
 
@@ -174,10 +171,11 @@ def test_figures_sh_calls_the_tools_with_flags_that_they_know(tmp_path):
     subprocess.run(["bash", ROOT / "eval/figures.sh"], cwd=tmp_path, env=os.environ | environment, check=True)
     calls = [line.split("\t")[:-1] for line in (tmp_path / "log").read_text().splitlines()]
     tools = {"judge": judge, "rm_report": rm_report, "visualize_tokens": visualize_tokens, "figures": figures}
-    args = [(Path(x[0]).stem, tyro.cli(tools[Path(x[0]).stem].Args, args=x[1:])) for x in calls]
-    assert [name for name, _ in args] == ["rm_report", "judge", "rm_report", "visualize_tokens", "figures"]
+    stems = [Path(call[0]).stem for call in calls]
+    assert stems == ["rm_report", "judge", "rm_report", "visualize_tokens", "figures"]
+    args = [tyro.cli(tools[stem].Args, args=call[1:]) for stem, call in zip(stems, calls, strict=True)]
     samples = [f"runs/{x}/1/eval/samples_validation.csv" for x in ("sft/a", "sft/b", "ppo/b")]
-    assert args[1][1] == judge.Args((*samples, "runs/pairs_validation.csv"), "x/y.py:score")
-    assert args[2][1].judged == "runs/judge_x-y.py-score_of_pairs_validation.csv"
-    assert (args[3][1].ppo, args[3][1].dpo) == ("runs/ppo/b/1", None)
-    assert args[4][1] == figures.Args(("a", "b"), (1, 2), "runs", "runs/figures", "x/y.py:score")
+    assert args[1] == judge.Args((*samples, "runs/pairs_validation.csv"), "x/y.py:score")
+    assert args[2].judged == "runs/judge_x-y.py-score_of_pairs_validation.csv"
+    assert (args[3].ppo, args[3].dpo) == ("runs/ppo/b/1", None)
+    assert args[4] == figures.Args(("a", "b"), (1, 2), "runs", "runs/figures", "x/y.py:score")

@@ -141,12 +141,15 @@ def test_one_run_against_another(tmp_path):
     assert judged["win"].tolist() == [1.0, 0.5, 0.0] and judged["summary"].tolist() == ["s s s", "s\rs", "s"]
 
 
-def test_a_score_that_is_no_finite_number_is_an_error(tmp_path):
+def test_a_score_that_is_no_finite_number_and_a_missing_key_are_errors(tmp_path, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     file = write_samples(tmp_path / "samples_validation.csv", [(1, 1), (2, 3)])
     for returned in ("1 / (summary != 's s')", "None", "float('nan') if summary == 's s' else 1"):
         by = write_judge(tmp_path / "judge.py", returned)
         with pytest.raises(SystemExit, match=rf"^error: {file}, id v\d: --judge {by} .*\Z"):
             judge.main(judge.Args((str(file),), by))
+    with pytest.raises(SystemExit, match="^error: --judge m: set OPENAI_API_KEY"):
+        judge.main(judge.Args((str(file),), "m"))
     assert not list(tmp_path.glob("judge_*"))
 
 
@@ -177,13 +180,6 @@ def test_a_reward_model_s_verdicts_are_those_of_its_rewards(world, tmp_path, mon
     distinct = {(query, text) for side in texts for query, text in zip(data["query"], side, strict=True)}
     assert sum(len(call.args[1]) for call in calls) == len(distinct)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-def test_an_endpoint_without_a_key_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    file = write_samples(tmp_path / "samples_validation.csv", [(1, 2)])
-    with pytest.raises(SystemExit, match="^error: --judge m: set OPENAI_API_KEY"):
-        judge.main(judge.Args((str(file),), "m"))
 
 
 def test_bootstrap_interval_is_that_of_the_binomial():

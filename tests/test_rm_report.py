@@ -13,7 +13,7 @@ def pairs(differences: list[float]) -> list[dict]:
     return [{"batch": "b", "chosen_reward": 1.0 + x, "rejected_reward": 1.0} for x in differences]
 
 
-def make_runs(root: Path):
+def test_the_tables(tmp_path, capsys):
     """Reward models of two sizes and two seeds, with four pairs each."""
     for size, seed, differences, accuracy in (
         ("xs", 1, [1, -1, 2, -3], 0.5),
@@ -21,16 +21,11 @@ def make_runs(root: Path):
         ("s", 1, [1, 2, 3, 4], 1.0),
         ("s", 2, [1, 2, 3, -4], 0.75),
     ):
-        folder = root / "reward" / size / str(seed) / "eval"
+        folder = tmp_path / "reward" / size / str(seed) / "eval"
         write_csv(folder / "pairs_validation.csv", pairs(differences))
         row = {"data": "validation", "group": "overall", "value": "all", "pairs": 4, "accuracy": accuracy}
-        odd = {"data": "validation", "group": "policies", "value": "a--b", "pairs": 4, "accuracy": accuracy}
-        write_csv(folder / "accuracy.csv", [row, odd])
+        write_csv(folder / "accuracy.csv", [row, row | {"group": "policies", "value": "a--b"}])
         write_csv(folder / "reference_rewards.csv", [{"statistic": "mean", "value": seed + 0.5}])
-
-
-def test_the_tables(tmp_path, capsys):
-    make_runs(tmp_path)
     output = tmp_path / "out" / "rm"
     rm_report.main(rm_report.Args(("xs", "s"), (1, 2, 3), str(tmp_path), bins=2, output=str(output)))
     lines = Path(f"{output}.md").read_text().splitlines()
