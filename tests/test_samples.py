@@ -89,10 +89,9 @@ def test_rouge_takes_words_as_they_are_and_its_means(made, world, monkeypatch):
     references = [" I feel sad about my laptop<|endoftext|>", " my sister, my sister<|endoftext|>"]
     rows = {"id": ["a", "b"], "query": ["q", "r"], "query_token": [[1, 2]] * 2, "reference_response": references}
     data = Dataset.from_dict(rows | {"reference_response_token": [[3, 0]] * 2}).with_format("torch")
-    told = [tokenizer(text).input_ids for text in (" He feels sad, about laptops!", " Sister! My SISTER2<|endoftext|>")]
-    width = max(map(len, told))
-    told = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids in told])
-    monkeypatch.setattr(samples, "generate", lambda *_: (told, None))
+    responses = [" He feels sad, about laptops!", " Sister! My SISTER2<|endoftext|>"]
+    tokens = tokenizer(responses, padding=True, padding_side="right", return_tensors="pt").input_ids
+    monkeypatch.setattr(samples, "generate", lambda *_: (tokens, None))
     monkeypatch.setattr(samples, "KeyValueCache", lambda *_: None)
     AcceleratorState._reset_state(True)
     args = samples.Args("x", seed=1, response_length=9)

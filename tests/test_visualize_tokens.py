@@ -74,8 +74,7 @@ def written(request, made, tmp_path_factory) -> SimpleNamespace:
     (made.root / "ppo" / "args.json").write_text(json.dumps(settings))
     visualize_tokens.main(visualize_tokens.Args(**made.args, output=str(output)))
     tokens = pandas.read_csv(f"{output}_tokens.csv", keep_default_na=False, dtype={"token": str})
-    page = Path(f"{output}.html").read_text(encoding="utf-8")
-    return SimpleNamespace(tokens=tokens, page=page, penalty=request.param)
+    return SimpleNamespace(tokens=tokens, page=Path(f"{output}.html").read_text("utf-8"), penalty=request.param)
 
 
 def test_shares_by_place_by_hand():
@@ -170,11 +169,10 @@ def test_one_aligned_model_is_enough(made, tmp_path):
 
 
 def test_bad_input_is_one_message(made, world, tmp_path):
-    other = shutil.copytree(made.folders["sft"], tmp_path / "other")  # the same weights with another tokenizer
-    give_other_tokenizer(world, Path(other))
+    give_other_tokenizer(world, Path(shutil.copytree(made.folders["sft"], tmp_path / "other")))
     for changes, named in (
         ({"sft": None, "ppo": None, "dpo": None}, "--sft, --ppo and --dpo"),
-        ({"reward_model": str(other)}, f"--reward-model {other}"),
+        ({"reward_model": f"{tmp_path}/other"}, f"--reward-model {tmp_path}/other"),
         ({"counted": 17}, "--counted 17"),
     ):
         with pytest.raises(SystemExit, match=named):
