@@ -2,8 +2,8 @@
 # Judges the samples of a study's runs, reports on its reward models, shows its tokens and draws the paper's figures:
 #
 #   JUDGE=gpt-3.5-turbo bash eval/figures.sh        # runs/, the paper's sizes and seeds
-#   MODELS="nano-xs nano-s nano-m" RUNS=runs/quickstart/posts-1 DATA=data/quickstart/posts-1/tldr JUDGE=quickstart/truth.py:score \
-#       BASE=quickstart/bases/nano-m OUTPUT=quickstart/results/nano bash eval/figures.sh
+#   MODELS="nano-xs nano-s nano-m" RUNS=runs/quickstart/posts-1 DATA=data/quickstart/posts-1/tldr \
+#       BASE=quickstart/bases/nano-m JUDGE=quickstart/truth.py:score OUTPUT=quickstart/results/nano bash eval/figures.sh
 #
 # BASE is the pre-trained model of the last of MODELS, and BASE_URL the address of the judge's endpoint. Answers are
 # kept, so the same command continues.

@@ -134,13 +134,8 @@ def place_shares(tokens: pandas.DataFrame, eos_id: int) -> list[dict]:
 
     both = pandas.concat([tokens.assign(place="all"), tokens.assign(place=place)])
     table = both.pivot_table("kind", "model", "place", shares, sort=False)
-    return (
-        table.reindex(columns=["all", "first", "between", "EOS"])
-        .astype(object)
-        .fillna("")
-        .reset_index()
-        .to_dict("records")
-    )
+    table = table.reindex(columns=["all", "first", "between", "EOS"]).astype(object)
+    return table.fillna("").reset_index().to_dict("records")
 
 
 def token_table(response: torch.Tensor, numbers: dict[str, torch.Tensor], tokenizer) -> pandas.DataFrame:
