@@ -1,20 +1,17 @@
-"""The paper's figures, and a table "paper / ours", from run folders.
+"""The paper's figures, and a table "paper / ours", from run folders and the tables of the other tools.
 
     python eval/figures.py --judge gpt-3.5-turbo                    # runs/, the paper's sizes and seeds
     python eval/figures.py --models nano-xs nano-s nano-m --runs runs/quickstart/posts-1 \\
         --judge quickstart/truth.py:score --output-dir quickstart/results/nano
 
-Reads {runs}/{stage}/{model}/{seed}: metrics.jsonl and the tables that --run-eval and samples.py wrote to eval/. Calls
-rm_report.py, visualize_tokens.py and, with --judge, judge.py, whose answers are kept, so a second call costs nothing.
-Writes figure_1, 4, 5 and 7 to 13 as PNG and CSV, rm_report* and tokens*, and figures.md: the paper's numbers beside
-ours where the sizes match, win rates, and missing runs. Lines are means over seeds; bands and error bars are one sample
-standard deviation.
+figures.sh calls judge.py, rm_report.py and visualize_tokens.py first, and then this script. It reads
+{runs}/{stage}/{model}/{seed}: metrics.jsonl and the tables in eval/; and rm_report* and tokens* in the output folder.
+Writes figure_1, 4, 5 and 7 to 13 as PNG and CSV, and figures.md: the paper's numbers beside ours where the sizes match,
+win rates, and missing runs. Lines are means over seeds; bands and error bars are one sample standard deviation.
 """
 
-import json
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,20 +54,18 @@ class Args:
     output_dir: str = "runs/figures"
     """folder for everything that is written"""
     judge: str | None = None
-    """what judge.py takes: an endpoint's model, path.py:function, or a reward model; without it no win rates"""
-    base_url: str | None = None
-    """address of the judge's endpoint"""
+    """the --judge of the judge.py calls whose win rates are shown; without it none are"""
 
 
 class Panel(NamedTuple):
-    """One panel of a figure: `draw` is one of the draw_ functions, and rows are dicts with the series, x and y that it
-    describes. The rows are the figure's CSV file."""
+    """One panel of a figure: `draw` is one of the draw_ functions, and `lines` has a table with the columns x and y for
+    each series. The tables are the figure's CSV file."""
 
     title: str
     draw: Callable
     xlabel: str
     ylabel: str
-    rows: list[dict]
+    lines: dict[str, pandas.DataFrame]
 
 
 class Study(NamedTuple):
@@ -78,46 +73,40 @@ class Study(NamedTuple):
 
     args: Args
     metrics: dict[tuple, list[dict]]  # a dict per update; only runs with metrics
-    numbers: pandas.DataFrame  # a row per run: stage, model, seed and the columns of run_numbers()
+    numbers: pandas.DataFrame  # a row per run: stage, model, seed and its numbers
     bins: dict[tuple, pandas.DataFrame]  # judge.py's win rates by length ratio
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------
 
 
-def rows_of(file: Path) -> list[dict]:
-    """Return the rows of a CSV file, or [] if there is none."""
-    return pandas.read_csv(file).to_dict("records") if file.exists() else []
+def cell(file: Path, column: str, rows: str = "index >= 0") -> float:
+    """Return a number of a CSV file: its column in the first row that a pandas query selects, NaN if there is none."""
+    found = pandas.read_csv(file).query(rows)[column] if file.exists() else []
+    return found.iloc[0] if len(found) else numpy.nan
 
 
-def run_numbers(folder: Path, stem: str) -> dict[str, float]:
-    """Return the numbers in the tables of a run's eval/, NaN without a table. `stem` begins the names of judge.py's."""
-
-    def cell(name: str, column: str, **where) -> float:
-        rows = [row for row in rows_of(folder / "eval" / name) if all(row[key] == where[key] for key in where)]
-        return rows[0][column] if rows else numpy.nan
-
-    return {
-        "win rate": cell(f"{stem}_rates.csv", "win_rate"),
-        "at equal length": cell(f"{stem}_rates.csv", "length_controlled_win_rate"),
-        "tokens": cell("rouge.csv", "response_tokens", split="validation"),
-        "ROUGE-L": cell("rouge.csv", "rougeL", split="validation"),
-        "TL;DR": cell("accuracy.csv", "accuracy", data="validation", group="overall"),
-        "CNN/DM": cell("accuracy.csv", "accuracy", data="validation_cnndm", group="overall"),
-    }
-
-
-def read_study(args: Args, folders: dict[tuple, Path], stem: str) -> Study:
-    """Read the run folders, and rm_report.py's agreement of reward models and judge."""
-    agreement = rows_of(Path(args.output_dir, "rm_report_agreement.csv"))
-    agreement = {("reward", row["model"], row["seed"]): row["agreement"] for row in agreement}
+def read_study(args: Args, folders: dict[tuple, Path]) -> Study:
+    """Read the tables in eval/ of the run folders, and the agreement in rm_report.py's."""
+    judged = f"judge_{re.sub('[^A-Za-z0-9.-]+', '-', args.judge or '')}"
+    agreement = Path(args.output_dir, "rm_report_agreement.csv")  # of the reward model with this model and seed
     metrics, numbers, bins = {}, [], {}
     for key, run in folders.items():
-        row = dict(zip(("stage", "model", "seed"), key, strict=True)) | run_numbers(run, stem)
-        numbers.append(row | {"agreement": agreement.get(key, numpy.nan)})
+        (stage, model, seed), tables = key, run / "eval"
+        row = {"stage": stage, "model": model, "seed": seed}
+        row |= {
+            "win rate": cell(tables / f"{judged}_rates.csv", "win_rate"),
+            "at equal length": cell(tables / f"{judged}_rates.csv", "length_controlled_win_rate"),
+            "tokens": cell(tables / "rouge.csv", "response_tokens", "split == 'validation'"),
+            "ROUGE-L": cell(tables / "rouge.csv", "rougeL", "split == 'validation'"),
+            "TL;DR": cell(tables / "accuracy.csv", "accuracy", "data == 'validation' and group == 'overall'"),
+            "CNN/DM": cell(tables / "accuracy.csv", "accuracy", "data == 'validation_cnndm' and group == 'overall'"),
+            "agreement": cell(agreement, "agreement", f"model == '{model}' and seed == {seed}"),
+        }
+        numbers.append(row)
         if (run / "metrics.jsonl").exists():
             metrics[key] = read_metrics(run, may_be_empty=True)
-        if (file := run / "eval" / f"{stem}_bins.csv").exists():
+        if (file := tables / f"{judged}_bins.csv").exists():
             bins[key] = pandas.read_csv(file)
     return Study(args, metrics, pandas.DataFrame(numbers), bins)
 
@@ -160,39 +149,37 @@ def draw_points(axis, name: str, rows: pandas.DataFrame, i: int, args: Args):
 
 def write_figure(args: Args, name: str, title: str, columns: int, panels: list[Panel]) -> bool:
     """Write a figure and its CSV file. Returns False, and writes nothing, if no panel has rows."""
-    if not any(panel.rows for panel in panels):
+    panels = [panel._replace(lines={k: rows for k, rows in panel.lines.items() if len(rows)}) for panel in panels]
+    tables = {(panel.title, series): rows for panel in panels for series, rows in panel.lines.items()}
+    if not tables:
         return False
-    lines = -(-len(panels) // columns)
-    width = {1: 6.5}.get(columns, 4.4 * columns) + 3 * ("label" in panels[0].rows[0] if panels[0].rows else 0)
-    figure = Figure(figsize=(width, 3.3 * lines), layout="constrained")
-    for axis, panel in zip(figure.subplots(lines, columns, squeeze=False).flat, panels, strict=False):
+    has_labels = "label" in next(iter(tables.values()))
+    size = (6.5 if columns == 1 else 4.4 * columns) + 3 * has_labels, 3.3 * -(-len(panels) // columns)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).flat
+    for axis, panel in zip(axes, panels, strict=False):
         axis.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
-        if not panel.rows:
+        if not panel.lines:
             axis.text(0.5, 0.5, "no runs", ha="center", transform=axis.transAxes)
             continue
-        for i, (series, rows) in enumerate(pandas.DataFrame(panel.rows).groupby("series", sort=False)):
+        for i, (series, rows) in enumerate(panel.lines.items()):
             panel.draw(axis, series, rows, i, args)
         beside = {"loc": "upper left", "bbox_to_anchor": (1, 1)}  # where it hides no points
         axis.legend(fontsize=7, **(beside if panel.draw is draw_points else {}))
     figure.suptitle(title, size=10)
     figure.savefig(Path(args.output_dir, f"{name}.png"), dpi=75)
-    rows = [{"panel": panel.title} | row for panel in panels for row in panel.rows]
-    pandas.DataFrame(rows).to_csv(Path(args.output_dir, f"{name}.csv"), index=False, float_format="%.6g")
+    table = pandas.concat(tables, names=["panel", "series"]).reset_index(["panel", "series"])
+    table.to_csv(Path(args.output_dir, f"{name}.csv"), index=False, float_format="%.6g")
     return True
 
 
 # ---- panels ------------------------------------------------------------------------------------------------------
 
 
-def stage_curves(study: Study, stage: str, titles: dict[str, str]) -> list[Panel]:
-    """Return a panel for each of a stage's metrics, {metric: title}."""
-    return [curves_panel(study.metrics, stage, study.args, key, title) for key, title in titles.items()]
-
-
 def curves_panel(metrics: dict, stage: str, args: Args, key: str, title: str) -> Panel:
     """Return a metric over episodes, a line per model: the moving mean over a twentieth of the updates, at up to
     POINTS."""
-    rows, window = [], 1
+    lines, window = {}, 1
     for model in args.models:
         found = [metrics.get((stage, model, seed), []) for seed in args.seeds]
         found = [pandas.Series({x.get("episode", 0): x.get(key) for x in run}, dtype=float).dropna() for run in found]
@@ -202,72 +189,67 @@ def curves_panel(metrics: dict, stage: str, args: Args, key: str, title: str) ->
         window = max(1, len(found[0]) // 20)
         smooth = pandas.concat([line.rolling(window, 1).mean() for line in found], axis=1, join="inner").sort_index()
         smooth = smooth.iloc[numpy.unique(numpy.linspace(0, len(smooth) - 1, min(POINTS, len(smooth))).round())]
-        for x, y, sd in zip(smooth.index, smooth.mean(axis=1), smooth.std(axis=1).fillna(0), strict=True):
-            rows.append({"series": model, "x": x, "y": y, "sd": sd, "n": len(found)})
+        means = {"x": smooth.index, "y": smooth.mean(axis=1), "sd": smooth.std(axis=1).fillna(0), "n": len(found)}
+        lines[model] = pandas.DataFrame(means)
     note = f", moving mean over {window} updates" if window > 1 else ""
-    return Panel(title, draw_lines, f"episodes{note}", key, rows)
+    return Panel(title, draw_lines, f"episodes{note}", key, lines)
 
 
 def sizes_panel(study: Study, title: str, ylabel: str, values: dict[str, tuple[str, str]], *paper: str) -> Panel:
     """Return {series: (stage, column of the numbers)} over models, with the paper's numbers of these names."""
-    rows = []
+    lines = {}
     for series, (stage, column) in values.items():
         found = study.numbers[study.numbers["stage"] == stage].dropna(subset=column)
-        rows += [{"series": series, "x": m, "seed": s, "y": y} for m, s, y in found[["model", "seed", column]].values]
+        lines[series] = found.rename(columns={"model": "x", column: "y"})[["x", "seed", "y"]]
     for name in paper:
-        for model, (y, sd) in PAPER[name][2].items():
-            if model in study.args.models:
-                rows.append({"series": f"paper, {name}", "x": model, "y": y, "sd": sd})
-    return Panel(title, draw_sizes, "model", ylabel, rows)
-
-
-def win_rate_panel(study: Study, stages: tuple[str, ...], *paper: str) -> Panel:
-    """Return the win rates of stages over models."""
-    return sizes_panel(study, "", "win rate", {STAGES[stage]: (stage, "win rate") for stage in stages}, *paper)
+        rows = [(model, *numbers) for model, numbers in PAPER[name][2].items() if model in study.args.models]
+        lines[f"paper, {name}"] = pandas.DataFrame(rows, columns=["x", "y", "sd"])
+    return Panel(title, draw_sizes, "model", ylabel, lines)
 
 
 def calibration_panel(study: Study) -> Panel:
     """Return rm_report.py's accuracy by score difference, and the ideal calibration."""
-    found = rows_of(Path(study.args.output_dir, "rm_report_calibration.csv"))
-    xs = numpy.linspace(0, max((row["difference"] for row in found), default=0.0), 50) if found else []
-    rows = [{"series": "1 / (1 + exp(-x))", "x": x, "y": expit(x)} for x in xs]
-    for row in found:
-        rows.append({"series": row["model"], "x": row["difference"], "y": row["accuracy"], "n": row["pairs"]})
-    return Panel("calibration", draw_lines, "score difference", "accuracy", rows)
+    lines, file = {}, Path(study.args.output_dir, "rm_report_calibration.csv")
+    if file.exists():
+        found = pandas.read_csv(file).rename(columns={"difference": "x", "accuracy": "y", "pairs": "n"})
+        xs = numpy.linspace(0, found["x"].max(), 50)
+        lines["1 / (1 + exp(-x))"] = pandas.DataFrame({"x": xs, "y": expit(xs)})
+        lines |= {model: rows[["x", "y", "n"]] for model, rows in found.groupby("model", sort=False)}
+    return Panel("calibration", draw_lines, "score difference", "accuracy", lines)
 
 
 def by_token(study: Study, title: str, ylabel: str, *keys: str) -> Panel:
     """Return numbers of each token of the first PPO response that visualize_tokens.py shows."""
-    tokens = rows_of(Path(study.args.output_dir, "tokens_tokens.csv"))
-    tokens = [row for row in tokens if row["model"] == "ppo"]
-    tokens = [row | {"label": repr(row["token"])[1:-1]} for row in tokens if row["id"] == tokens[0]["id"]]
-    found = [(key, row) for key in keys for row in tokens if not pandas.isna(row[key])]
-    rows = [{"series": key, "x": row["position"], "y": row[key], "label": row["label"]} for key, row in found]
-    return Panel(title, draw_lines, "", ylabel, rows)
+    lines, file = {}, Path(study.args.output_dir, "tokens_tokens.csv")
+    if file.exists():
+        tokens = pandas.read_csv(file, dtype={"token": str}, keep_default_na=False, na_values={key: "" for key in keys})
+        tokens = tokens[tokens["model"] == "ppo"]
+        tokens = tokens[tokens["id"] == tokens["id"].iloc[0]].rename(columns={"position": "x"})
+        tokens["label"] = [repr(token)[1:-1] for token in tokens["token"]]
+        lines = {key: tokens.assign(y=tokens[key]).dropna(subset=key)[["x", "y", "label"]] for key in keys}
+    return Panel(title, draw_lines, "", ylabel, lines)
 
 
 def by_length(study: Study, *stages: str) -> Panel:
     """Return the win rate over the mean summary length of each run."""
-    columns = ["stage", "model", "seed", "tokens", "win rate"]
-    found = pandas.concat([study.numbers[study.numbers["stage"] == stage] for stage in stages])
-    found = found.dropna(subset=columns)[columns].values
-    rows = [{"series": f"{STAGES[stage]} {m}", "seed": seed, "x": x, "y": y} for stage, m, seed, x, y in found]
-    return Panel("", draw_points, "mean summary length (tokens)", "win rate", rows)
+    found = study.numbers[study.numbers["stage"].isin(stages)].rename(columns={"tokens": "x", "win rate": "y"})
+    groups = found.dropna(subset=["x", "y"]).groupby(["stage", "model"], sort=False)
+    lines = {f"{STAGES[stage]} {model}": rows[["seed", "x", "y"]] for (stage, model), rows in groups}
+    return Panel("", draw_points, "mean summary length (tokens)", "win rate", lines)
 
 
 def by_length_ratio(study: Study, model: str, seed: int) -> Panel:
     """Return the win rate by log length ratio of the policies of one model and seed (figures 12 and 13)."""
-    rows = []
-    for stage in POLICIES:
-        found = study.bins.get((stage, model, seed), pandas.DataFrame())
-        for row in found.to_dict("records"):
-            start, end = max(row["from"], -1.5), min(row["to"], 1.5)  # the outer bins have no end
-            point = {"series": STAGES[stage], "x": (start + end) / 2, "y": row["win_rate"]}
-            rows.append(point | {"sd": row["se"], "n": row["examples"]})
-    return Panel(f"{model}, seed {seed}", draw_lines, "log(summary / reference length)", "win rate", rows)
+    lines = {}
+    for stage in [stage for stage in POLICIES if (stage, model, seed) in study.bins]:
+        found = study.bins[stage, model, seed]
+        x = (found["from"].clip(lower=-1.5) + found["to"].clip(upper=1.5)) / 2  # the outer bins have no end
+        rows = {"x": x, "y": found["win_rate"], "sd": found["se"], "n": found["examples"]}
+        lines[STAGES[stage]] = pandas.DataFrame(rows)
+    return Panel(f"{model}, seed {seed}", draw_lines, "log(summary / reference length)", "win rate", lines)
 
 
-# ---- figures -----------------------------------------------------------------------------------------------------
+# ---- figures and tables ------------------------------------------------------------------------------------------
 
 SFT = {"loss/train": "training loss"}
 PAIRS = {"accuracy/train": "training accuracy", "loss/train": "training loss"}
@@ -284,6 +266,13 @@ DPO_ACCURACY = {"reward model": ("reward", "TL;DR"), "DPO, implicit": ("dpo", "T
 def figures(s: Study) -> dict[str, tuple[str, int, list[Panel]]]:
     """Return {file name: (title, columns of panels, panels)}."""
     models, seeds = s.args.models, s.args.seeds
+
+    def curves(stage: str, titles: dict[str, str]) -> list[Panel]:
+        return [curves_panel(s.metrics, stage, s.args, key, title) for key, title in titles.items()]
+
+    def win_rates(stages: tuple[str, ...], *paper: str) -> Panel:
+        return sizes_panel(s, "", "win rate", {STAGES[stage]: (stage, "win rate") for stage in stages}, *paper)
+
     over_seeds = f": mean ± standard deviation over up to {len(seeds)} seeds"
     rouge = sizes_panel(s, "ROUGE-L, validation", "F-measure", ROUGE)
     accuracy = sizes_panel(s, "accuracy", "accuracy", RM_ACCURACY, VALIDATION, CNNDM)
@@ -292,63 +281,21 @@ def figures(s: Study) -> dict[str, tuple[str, int, list[Panel]]]:
     rewards = by_token(s, "rewards: -kl_coef x KL per token, and the score", "reward", "token_reward")
     values = by_token(s, "values, and the reward model's logits (figure 6)", "", "value", "reward_logit")
     calibration = calibration_panel(s)
-    whitened = [win_rate_panel(s, POLICIES[2:]), by_length(s, *POLICIES[2:])]
+    whitened = [win_rates(POLICIES[2:]), by_length(s, *POLICIES[2:])]
     ratios = [by_length_ratio(s, model, seed) for model in models for seed in seeds]
     largest = [by_length_ratio(s, m, seed) for m in reversed(models) for seed in seeds if ("ppo", m, seed) in s.bins]
     return {
-        "figure_1": (f"Win rate against the references{over_seeds}", 1, [win_rate_panel(s, POLICIES[:3], BEST)]),
-        "figure_4": (f"SFT{over_seeds}", 2, [*stage_curves(s, "sft", SFT), rouge]),
-        "figure_5": (f"Reward model{over_seeds}", 2, [*stage_curves(s, "reward", REWARD), accuracy]),
+        "figure_1": (f"Win rate against the references{over_seeds}", 1, [win_rates(POLICIES[:3], BEST)]),
+        "figure_4": (f"SFT{over_seeds}", 2, [*curves("sft", SFT), rouge]),
+        "figure_5": (f"Reward model{over_seeds}", 2, [*curves("reward", REWARD), accuracy]),
         "figure_7": (f"Reward models: {AGREEMENT}, calibration{over_seeds}", 2, [agreement, calibration]),
-        "figure_8": (f"DPO's implicit reward model{over_seeds}", 2, [*stage_curves(s, "dpo", DPO), implicit]),
+        "figure_8": (f"DPO's implicit reward model{over_seeds}", 2, [*curves("dpo", DPO), implicit]),
         "figure_9": ("Rewards and values of a PPO completion", 1, [rewards, values]),
-        "figure_10": (f"PPO{over_seeds}", 2, stage_curves(s, "ppo", PPO)),
+        "figure_10": (f"PPO{over_seeds}", 2, curves("ppo", PPO)),
         "figure_11": (f"PPO with and without whitened rewards{over_seeds}", 2, whitened),
         "figure_12": ("Win rate and length", 2, [by_length(s, *POLICIES), *largest[:1]]),
         "figure_13": ("Win rate by summary length", len(seeds), ratios),
     }
-
-
-# ---- the other tools ---------------------------------------------------------------------------------------------
-
-
-def tool(script: str, *arguments):
-    """Run a script beside this one. An error there is shown, and does not stop the other figures."""
-    print(f"$ python eval/{script} {' '.join(map(str, arguments))}", flush=True)
-    subprocess.run([sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)])
-
-
-def judge_all(args: Args, folders: dict[tuple, Path]):
-    """Let judge.py judge all samples, and the pairs that the first reward model was trained on."""
-    files = [run / "eval" / "samples_validation.csv" for key, run in folders.items() if key[0] in POLICIES]
-    pairs = Path(args.runs, "pairs_validation.csv")
-    for run in [run for key, run in folders.items() if key[0] == "reward"][:1]:
-        trained_on = json.loads((run / "args.json").read_text())["preference_dataset"]
-        tool("rm_report.py", "--preference-dataset", trained_on, "--write-pairs", pairs)
-    found = [file for file in [*files, pairs] if file.exists()]
-    endpoint = ["--base-url", args.base_url] if args.base_url else []
-    tool("judge.py", *found, "--judge", args.judge, *endpoint)
-
-
-def call_tools(args: Args, folders: dict[tuple, Path], stem: str):
-    """Let the other scripts of this folder write what the figures need."""
-    out, judged = Path(args.output_dir), Path(args.runs, f"{stem}_of_pairs_validation.csv")
-    if args.judge:
-        judge_all(args, folders)
-    command = ["--models", *args.models, "--seeds", *args.seeds, "--runs", args.runs, "--output", out / "rm_report"]
-    tool("rm_report.py", *command, *(["--judged", judged] if args.judge and judged.exists() else []))
-    # figures 6 and 9, tables 8 and 10 to 20: the largest model with all three
-    runs = [(model, seed) for model in reversed(args.models) for seed in args.seeds]
-    for key in [key for key in runs if all((stage, *key) in folders for stage in ("sft", "reward", "ppo"))][:1]:
-        settings = json.loads((folders["sft", *key] / "args.json").read_text())
-        base = {size: f"EleutherAI/pythia-{size}-deduped" for size in ("1b", "2.8b", "6.9b")}
-        command = ["--base", base.get(settings["model"], settings["model"]), "--dataset", settings["dataset"]]
-        for stage, flag in (("sft", "--sft"), ("ppo", "--ppo"), ("dpo", "--dpo"), ("reward", "--reward-model")):
-            command += [flag, folders[stage, *key]] if (stage, *key) in folders else []
-        tool("visualize_tokens.py", *command, "--output", out / "tokens")
-
-
-# ---- figures.md --------------------------------------------------------------------------------------------------
 
 
 def policies_table(study: Study) -> list[dict]:
@@ -381,9 +328,7 @@ def main(args: Args):
     if not folders:
         fail(f"{args.runs}: no runs of {', '.join(args.models)} there ({{stage}}/{{model}}/{{seed}})")
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    stem = f"judge_{re.sub('[^A-Za-z0-9.-]+', '-', args.judge or '')}"
-    call_tools(args, folders, stem)
-    study = read_study(args, folders, stem)
+    study = read_study(args, folders)
     missing = [f"no run {Path(args.runs, *map(str, key))}" for key in keys if not study.metrics.get(key)]
     for name, (title, columns, panels) in figures(study).items():
         if not write_figure(args, name, title, columns, panels):

@@ -1,7 +1,6 @@
 """Win rate of sampled summaries against the references, or against another run's summaries of the same posts.
 
     python eval/judge.py runs/ppo/1b/* --judge gpt-3.5-turbo                        # any OpenAI-compatible endpoint
-    python eval/judge.py runs/ppo/1b/44413 --judge local --base-url http://localhost:8000/v1 --against runs/sft/1b/44413
     python eval/judge.py runs/ppo/1b/44413 --judge runs/reward/6.9b/44413           # a reward model
     python eval/judge.py runs/quickstart/.../44413 --judge quickstart/truth.py:score    # a function of post and summary
 
@@ -16,15 +15,13 @@ which are kept for the next call). For a file with another name, the names begin
 
 import contextlib
 import csv
-import hashlib
 import json
 import os
 import random
 import re
 import sys
 from dataclasses import dataclass
-from functools import partial
-from math import isfinite, log
+from math import isfinite
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Annotated
@@ -33,10 +30,10 @@ import numpy
 import pandas
 import torch
 import tyro
-from openai import OpenAI, OpenAIError
+from openai import OpenAI
 from rich.console import Console
 from rich.progress import track
-from scipy import optimize, special
+from scipy import optimize, special, stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -83,8 +80,6 @@ class Args:
     """address of the endpoint; default OpenAI's, or OPENAI_BASE_URL"""
     seed: int = 1
     """of the orders and of the bootstrap"""
-    both_orders: bool = False
-    """ask for each example in both orders; answers that contradict each other are a tie"""
 
 
 # ---- examples ----------------------------------------------------------------------------------------------------
@@ -99,10 +94,10 @@ def samples_file(path: str) -> Path:
 
 
 def read_samples(path: str) -> pandas.DataFrame:
-    """Return the rows of a file of samples, with text in COLUMNS."""
+    """Return the columns id, query, summary and other (the reference) of a file of samples, all of them text."""
     file = samples_file(path)
     with or_fail(f"{file} does not have the columns {', '.join(COLUMNS)}"):
-        frame = pandas.read_csv(file, keep_default_na=False, dtype=str, usecols=COLUMNS)
+        frame = pandas.read_csv(file, keep_default_na=False, dtype=str, usecols=COLUMNS)[COLUMNS]
     if frame.empty or frame["id"].duplicated().any():
         fail(f"{file}: no rows, or an id twice")
     return frame.rename(columns={"response": "summary", "reference": "other"})
@@ -111,13 +106,13 @@ def read_samples(path: str) -> pandas.DataFrame:
 def read_examples(args: Args, samples: str) -> pandas.DataFrame:
     """Return the columns id, query, summary and other (the reference, or the --against run's summary of that post)."""
     frame = read_samples(samples)
-    if args.against:
-        theirs = read_samples(args.against)[["id", "query", "summary"]].rename(columns={"summary": "other"})
-        found = frame.drop(columns="other").merge(theirs, on=["id", "query"])
-        if len(found) < len(frame):
-            fail(f"--against {args.against}: {len(frame) - len(found)} of {len(frame)} posts are not there")
-        frame = found
-    return frame[["id", "query", "summary", "other"]]
+    if not args.against:
+        return frame
+    theirs = read_samples(args.against)[["id", "query", "summary"]].rename(columns={"summary": "other"})
+    found = frame.drop(columns="other").merge(theirs, on=["id", "query"])
+    if len(found) < len(frame):
+        fail(f"--against {args.against}: {len(frame) - len(found)} of {len(frame)} posts are not there")
+    return found
 
 
 def first_is_a(seed: int, identity: str) -> bool:
@@ -135,67 +130,46 @@ def verdict(answer: str) -> str | None:
     return found[-1][1] if found[-1] and sum(map(bool, found)) == 1 else None
 
 
-def key(args: Args, prompt: str) -> str:
-    """Return the name under which an answer is kept: a hash of endpoint, judge and prompt."""
-    endpoint = args.base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
-    asked = f"{endpoint.rstrip('/')}\n{args.judge}\n{TEMPERATURE}\n{prompt}"
-    return hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
-
-
-def read_answers(file: Path) -> dict[str, str]:
-    """Return the answers that a file keeps, by key. Half a line, which a stopped run leaves behind, is skipped."""
-    found = {}
-    for line in file.read_text().splitlines() if file.exists() else []:
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            row = json.loads(line)
-            found[row["key"]] = row["answer"]
-    return found
-
-
-def ask(args: Args, prompts: list[str], file: Path, known: dict[str, str]) -> list[str]:
-    """Ask for all answers that are not known, several at once, and append each to the file. Returns the errors."""
+def ask(args: Args, prompts: list[str], file: Path) -> dict[str, str]:
+    """Return {prompt: answer} of the endpoint. Answers in `file` are not asked for again, and new ones are appended as
+    they arrive, so that a stopped run continues. An answer without content (cut off or filtered) is an empty one."""
     api_key = os.environ.get("OPENAI_API_KEY", "none")  # a local endpoint needs none
     client = OpenAI(base_url=args.base_url, max_retries=RETRIES, timeout=TIMEOUT, api_key=api_key)
+    endpoint, known = str(client.base_url), {}
+    for line in file.read_text().splitlines() if file.exists() else []:
+        with contextlib.suppress(ValueError):  # a stopped run can leave half a line
+            row = json.loads(line)
+            if row["endpoint"] == endpoint:
+                known[row["prompt"]] = row["answer"]
+    wanted = [prompt for prompt in dict.fromkeys(prompts) if prompt not in known]
+    print(f"{len(wanted):,} questions to ask {args.judge}, about {sum(map(len, wanted)) / 4:,.0f} tokens")
 
-    def one(prompt: str) -> tuple[str, str | None, str]:
-        question = {"model": args.judge, "messages": [{"role": "user", "content": prompt}]}
-        try:
-            response = client.chat.completions.create(**question, temperature=TEMPERATURE)
-            return prompt, response.choices[0].message.content, "an answer without content"  # cut off, or filtered
-        except (OpenAIError, ValueError, TypeError, IndexError, AttributeError) as error:
-            return prompt, None, f"{error!r:.300}"
+    def one(prompt: str) -> tuple[str, str]:
+        messages = [{"role": "user", "content": prompt}]
+        response = client.chat.completions.create(model=args.judge, messages=messages, temperature=TEMPERATURE)
+        return prompt, response.choices[0].message.content or ""
 
-    failed = []
-    with ThreadPool(CONCURRENCY) as pool, file.open("a") as answers:
-        found = pool.imap_unordered(one, prompts)
-        for prompt, answer, error in track(found, args.judge, len(prompts), console=Console(stderr=True)):
-            if not answer:
-                failed.append(error)
-                continue
-            known[key(args, prompt)] = answer
-            # a stopped run can leave half a line, which the line break ends
-            answers.write("\n" + json.dumps({"key": key(args, prompt), "answer": answer}))
+    failed = f"--judge {args.judge}: a request failed. The same command continues with the answers so far"
+    with or_fail(failed), ThreadPool(CONCURRENCY) as pool, file.open("a") as answers:
+        found = pool.imap_unordered(one, wanted)
+        for prompt, answer in track(found, args.judge, len(wanted), console=Console(stderr=True)):
+            known[prompt] = answer
+            answers.write("\n" + json.dumps({"endpoint": endpoint, "prompt": prompt, "answer": answer}))
             answers.flush()
-    return failed
+    return known
 
 
 def by_endpoint(args: Args, frame: pandas.DataFrame, file: Path) -> numpy.ndarray:
-    """Return (n,): 1 where the summary is preferred, 0 where the other one is, NaN where an answer is invalid; with
-    both orders their mean."""
+    """Return (n,): 1 where the summary is preferred, 0 where the other one is, NaN where an answer is invalid."""
     if not args.base_url and not os.environ.get("OPENAI_API_KEY"):
         fail(f"--judge {args.judge}: set OPENAI_API_KEY to your key, or --base-url to an endpoint that needs none")
-    asked = [(row, first) for row in frame.itertuples() for first in (row.summary_is_a, not row.summary_is_a)]
-    asked = asked if args.both_orders else asked[::2]
-    texts = [(row.query, row.summary, row.other, first) for row, first in asked]
-    prompts = [PROMPT.format(post=q, a=s if first else o, b=o if first else s) for q, s, o, first in texts]
-    known = read_answers(file)
-    wanted = list(dict.fromkeys(prompt for prompt in prompts if key(args, prompt) not in known))
-    print(f"{len(wanted):,} questions to ask {args.judge}, about {sum(map(len, wanted)) / 4:,.0f} tokens")
-    if failed := ask(args, wanted, file, known):
-        fail(f"{len(failed)} of {len(wanted)} requests got no answer; the same command asks again: {failed[0]}")
-    answers = [verdict(known[key(args, prompt)]) for prompt in prompts]
-    wins = [float((said == "A") == first) if said else None for said, (_, first) in zip(answers, asked, strict=True)]
-    return numpy.array(wins, float).reshape(len(frame), -1).mean(1)
+    prompts = []
+    for row in frame.itertuples():
+        a, b = (row.summary, row.other) if row.summary_is_a else (row.other, row.summary)
+        prompts.append(PROMPT.format(post=row.query, a=a, b=b))
+    answers = ask(args, prompts, file)
+    preferred = pandas.Series([verdict(answers[prompt]) for prompt in prompts], index=frame.index)
+    return numpy.where(preferred.isna(), numpy.nan, (preferred == "A") == frame["summary_is_a"])
 
 
 @torch.no_grad()
@@ -240,18 +214,16 @@ def scores_of(flag: str, judge: str, texts, names: list[str], tokens_of) -> nump
     return numpy.array(scores)
 
 
-def tokens_of_texts(tokenizer, texts: list[tuple[str, str]]) -> list[tuple[int, ...]]:
-    """Return the tokens of each query, its summary and EOS. A summary begins with a space, as in training, whether its
-    column kept it or not."""
-    return [(*encode(tokenizer, f"{q.strip()} {s.strip()}"), tokenizer.eos_token_id) for q, s in texts]
-
-
 def by_scores(args: Args, frame: pandas.DataFrame, file: Path) -> numpy.ndarray:
     """Return (n,): 1, 0.5 or 0 where a reward model, or a function of post and summary, scores the summary above, as or
     below the other one."""
     texts = [*zip(frame["query"], frame["summary"], strict=True), *zip(frame["query"], frame["other"], strict=True)]
     names = [f"{file}, id {name}" for name in frame["id"]] * 2
-    tokens_of = partial(tokens_of_texts, texts=texts)
+
+    def tokens_of(tokenizer) -> list[tuple[int, ...]]:
+        # a summary begins with a space, as in training, whether its column kept it or not
+        return [(*encode(tokenizer, f"{q.strip()} {s.strip()}"), tokenizer.eos_token_id) for q, s in texts]
+
     scores = scores_of("--judge", args.judge, texts, names, tokens_of).reshape(2, -1)
     difference = scores[0] - scores[1]
     return numpy.where(abs(difference) <= 1e-9, 0.5, difference > 0)  # sums of equal terms tie in any order
@@ -263,14 +235,6 @@ def is_function(judge: str) -> bool:
 
 
 # ---- win rates ---------------------------------------------------------------------------------------------------
-
-
-def bootstrap(values: numpy.ndarray, seed: int, draws: int = 10_000) -> tuple[float, float]:
-    """Return the ends of the 95 % percentile interval of the mean of `values` (n,)."""
-    generator = numpy.random.default_rng(seed)
-    means = [values[generator.integers(len(values), size=len(values))].mean() for _ in range(draws)]
-    low, high = numpy.quantile(means, [0.025, 0.975])
-    return float(low), float(high)
 
 
 def length_controlled(wins: numpy.ndarray, ratios: numpy.ndarray) -> tuple[float, float]:
@@ -285,18 +249,15 @@ def length_controlled(wins: numpy.ndarray, ratios: numpy.ndarray) -> tuple[float
     return float(special.expit(intercept)), float(slope)
 
 
-def length_ratio(summary: str, other: str) -> float:
-    """Return log(summary length / reference length) in words; an empty text counts as one word (figure 12)."""
-    return log(max(len(summary.split()), 1) / max(len(other.split()), 1))
-
-
-def win_rates(frame: pandas.DataFrame, seed: int) -> tuple[dict, list[dict]]:
-    """Return the numbers over all examples, and win rate and standard error by log length ratio (figure 12)."""
+def win_rates(frame: pandas.DataFrame, seed: int) -> tuple[dict, pandas.DataFrame]:
+    """Return the numbers over all examples, with the 95 % bootstrap interval of the win rate, and the win rate and its
+    standard error by log length ratio (figure 12)."""
     valid = frame.dropna(subset="win").astype({"win": float})
-    if valid.empty:
-        fail("not one valid answer: read the answers, the judge does not keep to the form")
+    if len(valid) < 2:
+        fail(f"{len(valid)} valid answers: read the answers, the judge does not keep to the form")
     wins, ratios = valid["win"].to_numpy(), valid["length_ratio"].to_numpy()
-    low, high = bootstrap(wins, seed)
+    draws = {"n_resamples": 10_000, "batch": 100, "method": "percentile", "rng": numpy.random.default_rng(seed)}
+    low, high = stats.bootstrap((wins,), numpy.mean, **draws).confidence_interval
     controlled, slope = length_controlled(wins, ratios)
     summary = {"examples": len(frame), "invalid": len(frame) - len(valid), "ties": int((wins == 0.5).sum())}
     summary |= {"win_rate": wins.mean(), "win_rate_low": low, "win_rate_high": high}
@@ -306,11 +267,11 @@ def win_rates(frame: pandas.DataFrame, seed: int) -> tuple[dict, list[dict]]:
     bins = groups.agg(examples="size", win_rate="mean", se="sem")
     bins.insert(0, "from", [interval.left for interval in bins.index])
     bins.insert(1, "to", [interval.right for interval in bins.index])
-    return summary, bins.to_dict("records")
+    return summary, bins
 
 
 def judge_samples(args: Args, samples: str) -> dict:
-    """Judge one run's samples, write its files and print its tables. Returns the numbers over all examples."""
+    """Judge one run's samples and write its files. Returns the numbers over all examples."""
     file = samples_file(samples)
     frame = read_examples(args, samples)
     against = f"_vs_{'_'.join(Path(args.against).parts[-3:])}" if args.against else ""  # stage, model, seed
@@ -322,15 +283,12 @@ def judge_samples(args: Args, samples: str) -> dict:
         frame["win"] = by_scores(args, frame, file)
     else:
         frame["win"] = by_endpoint(args, frame, Path(f"{stem}.jsonl"))
-    frame["length_ratio"] = [length_ratio(a, b) for a, b in zip(frame["summary"], frame["other"], strict=True)]
+    words = frame[["summary", "other"]].map(lambda text: max(len(text.split()), 1))  # an empty text counts as a word
+    frame["length_ratio"] = numpy.log(words["summary"] / words["other"])
     summary, bins = win_rates(frame, args.seed)
-    text = f"# {samples} against {args.against or 'the references'}, judged by {args.judge}\n\n"
-    text += markdown([summary]) + "\n## by log(summary length / reference length), in words\n\n" + markdown(bins)
-    with or_fail(f"{stem}*.csv could not be written"):
-        frame.drop(columns="query").to_csv(f"{stem}.csv", index=False, quoting=csv.QUOTE_NONNUMERIC)
-        pandas.DataFrame([summary]).to_csv(f"{stem}_rates.csv", index=False)
-        pandas.DataFrame(bins).to_csv(f"{stem}_bins.csv", index=False)
-    print(text)
+    frame.drop(columns="query").to_csv(f"{stem}.csv", index=False, quoting=csv.QUOTE_NONNUMERIC)
+    pandas.DataFrame([summary]).to_csv(f"{stem}_rates.csv", index=False)
+    bins.to_csv(f"{stem}_bins.csv", index=False)
     return summary
 
 
@@ -338,8 +296,7 @@ def main(args: Args):
     for samples in args.samples:  # an error in one now, and not after the requests of those before it
         read_examples(args, samples)
     found = [{"samples": samples} | judge_samples(args, samples) for samples in args.samples]
-    if len(found) > 1:
-        print(f"# all, judged by {args.judge}\n\n{markdown(found)}")
+    print(f"# Win rates against {args.against or 'the references'}, judged by {args.judge}\n\n{markdown(found)}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
-"""What the paper reports of its reward models, from run folders: table 5, figure 7 and figure 8.
+"""What the paper reports of its reward models, from run folders: table 5 and figure 7.
 
     python eval/rm_report.py --models 1b 2.8b 6.9b --seeds 44413 55513 66613 77713
-    python eval/rm_report.py --models xs s m --runs runs/scaling --output quickstart/results/nano/rm_report
 
-Reads {runs}/reward/{model}/{seed}/eval (accuracy.csv, pairs_validation.csv and reference_rewards.csv, which --run-eval
-writes) and those of {runs}/dpo. Writes OUTPUT.md with the tables: table 5, the expected calibration error, and the
-accuracy of reward models and of DPO's implicit rewards (figure 8); and OUTPUT_calibration.csv (figure 7, right:
-accuracy by score difference). Missing runs are named.
+Reads accuracy.csv, pairs_validation.csv and reference_rewards.csv in {runs}/reward/{model}/{seed}/eval, which
+--run-eval writes. Missing runs are named. Writes OUTPUT.md (table 5 and the expected calibration error) and
+OUTPUT_calibration.csv (figure 7, right: accuracy by score difference).
 
---judged FILE adds the agreement with a judge (figure 7, left; Detail 17) to OUTPUT.md and as OUTPUT_agreement.csv. FILE
-is judge.py's judge_NAME.csv for the pairs that --write-pairs takes from the preference data, with the chosen response
-as the summary and the rejected one as the reference.
+--judged FILE adds OUTPUT_agreement.csv, the agreement with a judge (figure 7, left; Detail 17). FILE is judge.py's
+judge_NAME.csv for the pairs that --write-pairs takes from the preference data, with the chosen response as the summary
+and the rejected one as the reference.
 """
 
 import csv
@@ -32,7 +30,7 @@ class Args:
     """{model} of the run folders"""
     seeds: tuple[int, ...] = (44413, 55513, 66613, 77713)
     runs: str = "runs"
-    """folder with reward/{model}/{seed} and dpo/{model}/{seed}"""
+    """folder with reward/{model}/{seed}"""
     bins: int = 10
     """bins of the calibration, with equally many pairs each"""
     judged: str | None = None
@@ -44,9 +42,9 @@ class Args:
     """path that the names of all files begin with"""
 
 
-def read(args: Args, stage: str, name: str) -> dict[tuple[str, int], pandas.DataFrame]:
-    """Return {(model, seed): the table eval/{name}} of the runs that have it, and print the names of the others."""
-    paths = {(m, s): Path(args.runs) / stage / m / str(s) / "eval" / name for m in args.models for s in args.seeds}
+def read(args: Args, name: str) -> dict[tuple[str, int], pandas.DataFrame]:
+    """Return {(model, seed): the table eval/{name}} of the reward models that have it, and print the others."""
+    paths = {(m, s): Path(args.runs, "reward", m, str(s), "eval", name) for m in args.models for s in args.seeds}
     if missing := [str(path) for path in paths.values() if not path.exists()]:
         print(f"{len(missing)} of {len(paths)} are not there: {', '.join(missing)}")
     return {key: pandas.read_csv(path, keep_default_na=False) for key, path in paths.items() if path.exists()}
@@ -63,12 +61,6 @@ def table_5(accuracies: dict, statistics: dict, models: tuple[str, ...]) -> list
     table = pandas.concat(frames).astype({"value": str, "accuracy": float})
     table = table.pivot_table("accuracy", ["data", "group", "value"], "model", with_sd, sort=False)
     return table.reindex(columns=models).fillna("").reset_index().to_dict("records")
-
-
-def is_hit(frame: pandas.DataFrame) -> pandas.Series:
-    """Return whether the chosen reward is higher, for each pair (n,). A tie, which the stages mark, is no hit."""
-    hits = frame["chosen_reward"] > frame["rejected_reward"]
-    return hits & ~frame["tie"] if "tie" in frame else hits  # tables of earlier runs have no such column
 
 
 def calibration(differences: numpy.ndarray, bins: int) -> tuple[list[dict], float]:
@@ -88,14 +80,13 @@ def calibration(differences: numpy.ndarray, bins: int) -> tuple[list[dict], floa
 
 def judge_agreement(pairs: dict, judged: pandas.DataFrame) -> dict[tuple[str, int], tuple[int, float]]:
     """Return {(model, seed): (pairs, share of them that reward model and judge decide alike)} over the judge's valid
-    answers without ties; `id` in judged is the row of the split."""
+    answers without ties. `id` in judged is the row of the split. Equal rewards (`tie`) count as a preference for the
+    rejected response."""
     judged = judged[pandas.to_numeric(judged["win"], errors="coerce").isin([0.0, 1.0])]
     rows, wins = judged["id"].astype(int).to_numpy(), judged["win"].astype(float).to_numpy() == 1
     found = {}
     for key, frame in pairs.items():
-        if len(rows) == 0 or rows.max() >= len(frame):
-            fail(f"--judged: rows up to {max(rows, default=None)}, but the split of {key} has {len(frame)} pairs")
-        hits = is_hit(frame).to_numpy()[rows]
+        hits = ((frame["chosen_reward"] > frame["rejected_reward"]) & ~frame["tie"]).to_numpy()[rows]
         found[key] = len(rows), float((hits == wins).mean())
     return found
 
@@ -115,9 +106,8 @@ def main(args: Args):
     if args.write_pairs:
         write_pairs(args)
         return
-    accuracies, statistics = read(args, "reward", "accuracy.csv"), read(args, "reward", "reference_rewards.csv")
-    pairs = read(args, "reward", "pairs_validation.csv")
-    implicit = read(args, "dpo", "pairs_validation.csv")
+    accuracies, statistics = read(args, "accuracy.csv"), read(args, "reference_rewards.csv")
+    pairs = read(args, "pairs_validation.csv")
     if not pairs:
         fail(f"{args.runs}/reward: not one run of {', '.join(args.models)} has eval/pairs_validation.csv; --run-eval")
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
@@ -126,27 +116,18 @@ def main(args: Args):
     text += markdown(table_5(accuracies, statistics, models))
 
     differences = {key: (x["chosen_reward"] - x["rejected_reward"]).to_numpy() for key, x in pairs.items()}
-    curves, each, pooled = [], {"": "each seed by itself"}, {"": "all seeds' pairs together"}
+    curves, errors = [], {}
     for m in models:
         of_model = [x for key, x in differences.items() if key[0] == m]
-        each[m] = with_sd([calibration(x, args.bins)[1] for x in of_model])
-        rows, error = calibration(numpy.concatenate(of_model), args.bins)
-        pooled[m] = f"{error:.3f}"
-        curves += [{"model": m} | row for row in rows]
+        errors[m] = with_sd([calibration(x, args.bins)[1] for x in of_model])
+        curves += [{"model": m} | row for row in calibration(numpy.concatenate(of_model), args.bins)[0]]
     pandas.DataFrame(curves).to_csv(f"{args.output}_calibration.csv", index=False)
-    text += "\n## Expected calibration error (Detail 18)\n\n" + markdown([each, pooled])
-
-    compared = []
-    for kind, found in (("reward model", pairs), ("DPO, implicit", implicit)):
-        hits = {m: [is_hit(frame).mean() for key, frame in found.items() if key[0] == m] for m in models}
-        compared.append({"": kind} | {m: with_sd(hits[m]) for m in models})
-    text += "\n## Accuracy on validation (figure 8)\n\n" + markdown(compared)
+    text += "\n## Expected calibration error (Detail 18), mean over seeds\n\n" + markdown([errors])
 
     if args.judged:
         found = judge_agreement(pairs, pandas.read_csv(args.judged))
         rows = [{"model": m, "seed": s, "pairs": n, "agreement": share} for (m, s), (n, share) in found.items()]
         pandas.DataFrame(rows).to_csv(f"{args.output}_agreement.csv", index=False)
-        text += "\n## Agreement with the judge (Detail 17; figure 7, left)\n\n" + markdown(rows)
     Path(f"{args.output}.md").write_text(text, encoding="utf-8")
     print(text)
 

@@ -7,74 +7,40 @@ import pandas
 import pytest
 import rm_report
 from conftest import write_csv
-from datasets import Dataset, load_from_disk
 
 
 def pairs(differences: list[float]) -> list[dict]:
     return [{"batch": "b", "chosen_reward": 1.0 + x, "rejected_reward": 1.0} for x in differences]
 
 
-def make_runs(root: Path):
-    """Two sizes, two seeds of the reward model and one of DPO; four pairs each."""
+def test_the_tables(tmp_path, capsys):
+    """Reward models of two sizes and two seeds, with four pairs each."""
     for size, seed, differences, accuracy in (
         ("xs", 1, [1, -1, 2, -3], 0.5),
         ("xs", 2, [1, 1, 1, -1], 0.75),
         ("s", 1, [1, 2, 3, 4], 1.0),
         ("s", 2, [1, 2, 3, -4], 0.75),
     ):
-        folder = root / "reward" / size / str(seed) / "eval"
+        folder = tmp_path / "reward" / size / str(seed) / "eval"
         write_csv(folder / "pairs_validation.csv", pairs(differences))
         row = {"data": "validation", "group": "overall", "value": "all", "pairs": 4, "accuracy": accuracy}
-        odd = {"data": "validation", "group": "policies", "value": "a--b", "pairs": 4, "accuracy": accuracy}
-        write_csv(folder / "accuracy.csv", [row, odd])
+        write_csv(folder / "accuracy.csv", [row, row | {"group": "policies", "value": "a--b"}])
         write_csv(folder / "reference_rewards.csv", [{"statistic": "mean", "value": seed + 0.5}])
-    write_csv(root / "dpo" / "xs" / "1" / "eval" / "pairs_validation.csv", pairs([1, 1, -1, -1]))
-
-
-def test_the_tables(tmp_path, capsys):
-    make_runs(tmp_path)
     output = tmp_path / "out" / "rm"
-    rm_report.main(rm_report.Args(("xs", "s"), (1, 2), str(tmp_path), bins=2, output=str(output)))
+    rm_report.main(rm_report.Args(("xs", "s"), (1, 2, 3), str(tmp_path), bins=2, output=str(output)))
     lines = Path(f"{output}.md").read_text().splitlines()
     assert "| validation | overall | all | 0.625 ± 0.177 | 0.875 ± 0.177 |" in lines  # (0.75 - 0.5) / sqrt 2
     assert "| rewards of references |  | mean | 2.000 ± 0.707 | 2.000 ± 0.707 |" in lines
-    assert "| reward model | 0.625 ± 0.177 | 0.875 ± 0.177 |" in lines and "| DPO, implicit | 0.500 |  |" in lines
     assert not any("policies" in line for line in lines)
-    printed = capsys.readouterr().out
-    assert "3 of 4 are not there" in printed and "dpo/s/2" in printed  # missing DPO runs
+    assert "2 of 6 are not there" in capsys.readouterr().out  # the runs of seed 3
     curve = pandas.read_csv(f"{output}_calibration.csv")
     assert curve[curve["model"] == "s"]["pairs"].sum() == 8  # of both seeds
     by_hand = [numpy.array(x, float) for x in ([1, 2, 3, 4], [1, 2, 3, -4])]
     each = [rm_report.calibration(x, 2)[1] for x in by_hand]
-    both = rm_report.calibration(numpy.concatenate(by_hand), 2)[1]
-    own = next(line for line in lines if line.startswith("| each seed by itself"))
-    assert own.split("|")[3].strip() == f"{numpy.mean(each):.3f} ± {numpy.std(each, ddof=1):.3f}"
-    pooled = next(line for line in lines if line.startswith("| all seeds' pairs together"))
-    assert pooled.split("|")[3].strip() == f"{both:.3f}" and abs(both - numpy.mean(each)) > 0.01
+    assert f" | {numpy.mean(each):.3f} ± {numpy.std(each, ddof=1):.3f} |" in lines[-1]
 
 
 def test_a_tie_is_no_hit():
-    frame = pandas.DataFrame(pairs([1, 1e-7, -1]))
-    assert rm_report.is_hit(frame).tolist() == [True, True, False]
-    assert rm_report.is_hit(frame.assign(tie=[False, True, False])).tolist() == [True, False, False]
-
-
-def test_a_text_with_a_carriage_return_is_one_cell(world, tmp_path):
-    """Quoted, because Python's csv module quotes no lone carriage return before 3.11.9 and 3.12.3."""
-    data = load_from_disk(str(world.preference_dataset))
-    row = data["validation"][0] | {"chosen": " old Mac\rline end<|endoftext|>"}
-    Dataset.from_list([row], features=data["validation"].features).save_to_disk(tmp_path / "data" / "validation")
-    (tmp_path / "data" / "dataset_dict.json").write_text('{"splits": ["validation"]}')
-    file = tmp_path / "pairs.csv"
-    rm_report.main(rm_report.Args(preference_dataset=str(tmp_path / "data"), write_pairs=str(file)))
-    assert b',"old Mac\rline end",' in file.read_bytes()
-    assert pandas.read_csv(file)["response"].tolist() == ["old Mac\rline end"]
-
-
-def test_a_judgement_of_a_row_that_is_not_there_is_an_error(tmp_path):
-    """The agreement itself, and the pairs for the judge: test_details.py."""
-    make_runs(tmp_path)
-    write_csv(tmp_path / "judged.csv", [{"id": 9, "win": 1.0}])
-    output, judged = str(tmp_path / "rm"), str(tmp_path / "judged.csv")
-    with pytest.raises(SystemExit, match="rows up to 9, but the split of .* has 4 pairs"):
-        rm_report.main(rm_report.Args(("xs",), (1,), str(tmp_path), judged=judged, output=output))
+    frame = pandas.DataFrame(pairs([1, 1e-7, -1])).assign(tie=[False, True, False])
+    judged = pandas.DataFrame({"id": range(3), "win": 1.0})
+    assert rm_report.judge_agreement({("m", 1): frame}, judged) == {("m", 1): (3, pytest.approx(1 / 3))}

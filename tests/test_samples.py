@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import files, free_port, make_reward_model, make_talker, sample_by_hand
 from datasets import Dataset, load_from_disk
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import dpo
@@ -58,9 +57,6 @@ def made(world, tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(root=root, run=run_folder, reward=root / "scorer", flags=flags, before=before)
 
 
-# ---- the numbers ----------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def test_samples_and_scores_are_those_of_plain_forward_passes(made, world):
     """One row at a time, without padding, cache or our sampler; the noise alone is the script's."""
@@ -93,10 +89,9 @@ def test_rouge_takes_words_as_they_are_and_its_means(made, world, monkeypatch):
     references = [" I feel sad about my laptop<|endoftext|>", " my sister, my sister<|endoftext|>"]
     rows = {"id": ["a", "b"], "query": ["q", "r"], "query_token": [[1, 2]] * 2, "reference_response": references}
     data = Dataset.from_dict(rows | {"reference_response_token": [[3, 0]] * 2}).with_format("torch")
-    told = [tokenizer(text).input_ids for text in (" He feels sad, about laptops!", " Sister! My SISTER2<|endoftext|>")]
-    width = max(map(len, told))
-    told = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids in told])
-    monkeypatch.setattr(samples, "generate", lambda *_: (told, None))
+    responses = [" He feels sad, about laptops!", " Sister! My SISTER2<|endoftext|>"]
+    tokens = tokenizer(responses, padding=True, padding_side="right", return_tensors="pt").input_ids
+    monkeypatch.setattr(samples, "generate", lambda *_: (tokens, None))
     monkeypatch.setattr(samples, "KeyValueCache", lambda *_: None)
     AcceleratorState._reset_state(True)
     args = samples.Args("x", seed=1, response_length=9)
@@ -112,9 +107,6 @@ def test_rouge_takes_words_as_they_are_and_its_means(made, world, monkeypatch):
     expected["score_above_reference"] = (rows["score"] > rows["reference_score"]).mean()
     assert (means.pop("split"), means.pop("rows")) == ("validation", 16) and means == pytest.approx(expected)
     assert 0 < means["score_above_reference"] < 1
-
-
-# ---- which model, and where -----------------------------------------------------------------------------------------
 
 
 def test_a_run_gets_its_tables_and_nothing_else_of_it_changes(made, tmp_path):
@@ -154,55 +146,30 @@ def test_two_processes_write_the_same_tables(made, tmp_path):
         pandas.testing.assert_frame_equal(table(tmp_path, name), table(made.run, name), rtol=1e-6, atol=1e-6)
 
 
-def test_a_run_on_pairs_has_the_posts_of_its_sft_run(made, world, tmp_path, monkeypatch):
+def test_a_run_on_pairs_has_the_posts_of_its_sft_run(tmp_path, monkeypatch):
     """Its args.json names no posts, and names the SFT model by its run folder or by the model/ in it."""
     monkeypatch.chdir(tmp_path)
     about = asdict(dpo.Args(model="n", seed=SEED))
     assert "dataset" not in about
-    shutil.copytree(made.run / "model", "runs/pairs/model")
     Path("runs/sft/model").mkdir(parents=True)
-    Path("runs/sft/args.json").write_text(json.dumps({"dataset": str(world.dataset)}))
-    flags = {"splits": ("validation",), "response_length": 2}
+    Path("runs/sft/args.json").write_text(json.dumps({"dataset": "posts"}))
     for start in ("runs/sft", "runs/sft/model"):
-        Path("runs/pairs/args.json").write_text(json.dumps(about | {"sft_model_path": start}))
-        run("runs/pairs", **flags)
-        assert len(table(Path("runs/pairs"), "samples_validation")) == 16
-        shutil.rmtree("runs/pairs/eval")
+        assert samples.dataset_of("runs/pairs", about | {"sft_model_path": start}) == "posts"
     Path("runs/sft/args.json").unlink()
-    shutil.copytree(world.dataset, "data/tldr/sft")  # which the run may never have seen
+    Path("data/tldr/sft").mkdir(parents=True)  # which the run may never have seen
     with pytest.raises(SystemExit, match="^error: runs/pairs/args.json names no SFT data, .* with --dataset$"):
-        run("runs/pairs", **flags)
-    assert not Path("runs/pairs/eval").exists()
+        samples.dataset_of("runs/pairs", about | {"sft_model_path": "runs/sft"})
+    assert samples.dataset_of("runs/pairs", {}) == "data/tldr/sft"
 
 
-# ---- bad input ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "flags", "named"),
-    [
-        ("nowhere", {}, "checkpoint nowhere: no checkpoint there"),
-        ("unreadable", {}, "unreadable/args.json"),
-        ("{run}", {"dataset": "nowhere"}, "--dataset nowhere"),
-        ("{run}", {"splits": ("tset",)}, "--splits tset"),
-        ("{run}", {"reward_model_path": "broken"}, "validation, row 0, id {id}: --reward-model-path broken gives"),
-        ("{run}/model", {"dataset": "{data}", "track": True}, "--track"),
-    ],
-)
-def test_bad_input_is_one_message(made, world, tmp_path, monkeypatch, checkpoint, flags, named):
+def test_bad_input_is_one_message(made, world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    before = files(made.root)
-    shutil.copytree(made.reward, "broken")
-    state = load_file("broken/model.safetensors")
-    weights = state | {"score.weight": state["score.weight"] * float("nan")}
-    save_file(weights, "broken/model.safetensors", metadata={"format": "pt"})
-    Path("unreadable").mkdir()
-    Path("unreadable/args.json").write_text("{")
-    there = {path.name for path in tmp_path.iterdir()}
-    first = load_from_disk(str(world.dataset))["validation"]["id"][0]
-    words = {"run": made.run, "data": world.dataset, "id": first}
-    flags = {key: x.format(**words) if isinstance(x, str) else x for key, x in flags.items()}
-    with pytest.raises(SystemExit) as error:
-        run(checkpoint.format(**words), **flags)
-    assert str(error.value).startswith(f"error: {named.format(**words)}") and "\n" not in str(error.value)
-    assert {path.name for path in tmp_path.iterdir()} == there and files(made.root) == before
+    monkeypatch.setattr(samples, "end_rewards", lambda *args: [float("nan")] * len(args[2]))
+    for checkpoint, flags, named in (
+        (made.run, {"splits": ("tset",)}, "--splits tset"),
+        (made.run, {"reward_model_path": str(made.reward)}, f"validation, row 0, id .*: .* {made.reward} gives"),
+        (made.run / "model", {"dataset": str(world.dataset), "track": True}, "--track"),
+    ):
+        with pytest.raises(SystemExit, match=f"^error: {named}"):
+            run(checkpoint, **flags, output_dir=str(tmp_path / "out"))
+    assert not [*tmp_path.iterdir()]

@@ -1,6 +1,5 @@
 """eval/visualize_tokens.py against hand counts and rows without padding."""
 
-import functools
 import json
 import shutil
 from pathlib import Path
@@ -25,7 +24,7 @@ MODELS = ["base", "sft", "ppo", "dpo", "reference"]
 def made(world, tmp_path_factory) -> SimpleNamespace:
     """GPT-2 models (absolute positions: padding must not shift them) that have learnt four summaries, with embeddings
     for [PAD] and ids beyond the tokenizer that would win if they were allowed; a reward model of another architecture;
-    .root, .folders, .tokenizer, .data (the validation split) and .args."""
+    .root, .folders, .tokenizer, .data (the validation split), .plain (transformers' models) and .args."""
     root = tmp_path_factory.mktemp("tokens")
     tokenizer = reward.load_tokenizer(str(world.tokenizer))
     nano.main(nano.Args(tokenizer=str(world.tokenizer), architecture="gpt2", output_dir=str(root / "gpt2")))
@@ -58,10 +57,13 @@ def made(world, tmp_path_factory) -> SimpleNamespace:
     GenerationConfig(repetition_penalty=5.0, max_new_tokens=2, do_sample=True).save_pretrained(folders["ppo"])
     make_reward_model(root / "gpt2", folders["value_model"], bias=0.7)
     make_reward_model(world.model, folders["reward_model"], bias=0.7)
+    plain = {x: AutoModelForCausalLM.from_pretrained(folders[x]).eval() for x in ("base", "sft", "ppo", "dpo")}
+    for name in ("value_model", "reward_model"):
+        plain[name] = AutoModelForSequenceClassification.from_pretrained(folders[name], num_labels=1).eval()
     given = {name: str(folders[name]) for name in ("base", "sft", "dpo", "reward_model")}
     given |= {"ppo": str(root / "ppo"), "dataset": str(world.dataset), "response_length": R}
     given |= {"rows": 5, "counted": 7}
-    return SimpleNamespace(root=root, folders=folders, tokenizer=tokenizer, data=data, args=given)
+    return SimpleNamespace(root=root, folders=folders, tokenizer=tokenizer, data=data, plain=plain, args=given)
 
 
 @pytest.fixture(scope="module", params=[-0.9, None])
@@ -72,50 +74,28 @@ def written(request, made, tmp_path_factory) -> SimpleNamespace:
     (made.root / "ppo" / "args.json").write_text(json.dumps(settings))
     visualize_tokens.main(visualize_tokens.Args(**made.args, output=str(output)))
     tokens = pandas.read_csv(f"{output}_tokens.csv", keep_default_na=False, dtype={"token": str})
-    page = Path(f"{output}.html").read_text(encoding="utf-8")
-    return SimpleNamespace(tokens=tokens, page=page, penalty=request.param)
-
-
-# ---- by hand -----------------------------------------------------------------------------------------------------
-
-
-def test_ranks_by_hand():
-    logits = torch.tensor([[[3.0, 1.0, 2.0, 2.0, -1e9]] * 6])
-    ranks = visualize_tokens.token_ranks(logits, torch.tensor([[0, 1, 2, 3, 4, 0]]))
-    assert ranks.tolist() == [[1, 4, 2, 2, 5, 1]]  # both twos are second, and what is below them fourth
-    kinds = [visualize_tokens.kind(rank) for rank in (1, 2, 3, 4, 50)]
-    assert kinds == ["unshifted", "marginal", "marginal", "shifted", "shifted"]
+    return SimpleNamespace(tokens=tokens, page=Path(f"{output}.html").read_text("utf-8"), penalty=request.param)
 
 
 def test_shares_by_place_by_hand():
-    ranks = [[1, 9, 2], [4, 1], [3, 1, 1, 1], [7]]
-    ended = [True, True, False, True]
-    assert visualize_tokens.place_shares(ranks, ended) == {
+    ranks = [(5, [1, 9]), (0, [2]), (5, [4]), (0, [1]), (5, [3, 1, 1, 1]), (0, [7])]  # (token, ranks): 0 is EOS
+    rows = [(token, visualize_tokens.kind(rank)) for token, found in ranks for rank in found]
+    tokens = pandas.DataFrame(rows, columns=["token_id", "kind"]).assign(model="m")
+    tokens["position"] = [0, 1, 2, 0, 1, 0, 1, 2, 3, 0]
+    [found] = visualize_tokens.place_shares(tokens, 0)
+    assert found == {
+        "model": "m",
         "all": "0.500 / 0.200 / 0.300",
         "first": "0.333 / 0.333 / 0.333",  # 1, 4, 3; the 7 is an EOS
         "between": "0.750 / 0.000 / 0.250",  # 9; 1, 1, 1
         "EOS": "0.333 / 0.333 / 0.333",
     }
-    assert visualize_tokens.place_shares([[1, 2]], [False])["EOS"] == ""
-
-
-# ---- a run -------------------------------------------------------------------------------------------------------
-
-
-def numbers(cells) -> list[float]:
-    return [float(x) for x in cells]
-
-
-@functools.cache
-def plain_model(folder: Path):
-    if not folder.name.endswith("_model"):
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32).eval()
+    assert visualize_tokens.place_shares(tokens[:2], 0)[0]["EOS"] == ""
 
 
 def outputs(made, name: str, i: int, tokens: list[int]) -> torch.Tensor:
     """Logits (T, V) or scalars (T,) of one row without padding by plain transformers, and where its response begins."""
-    model, query = plain_model(made.folders[name]), made.data[i]["query_token"]
+    model, query = made.plain[name], made.data[i]["query_token"]
     query = query[query != made.tokenizer.pad_token_id]
     row, start = torch.cat([query, torch.tensor(tokens)])[None], len(query)
     with torch.no_grad():
@@ -148,7 +128,7 @@ def test_every_number_is_that_of_a_single_row(made, written):
             assert (logits > own + 1e-5).sum() + 1 <= int(rank) <= (logits > own - 1e-5).sum()  # but for rounding
             assert kind == ("unshifted" if int(rank) == 1 else "marginal" if int(rank) <= 3 else "shifted")
         scalars, start = outputs(made, "reward_model", i, tokens)
-        assert close(numbers(rows["reward_logit"]), scalars[start:], 2e-5)
+        assert close(rows["reward_logit"].astype(float).tolist(), scalars[start:], 2e-5)
         if name != "ppo":
             assert past.empty and set(rows[["value", "logratio", "token_reward"]].to_numpy().flatten()) == {""}
             continue
@@ -157,20 +137,19 @@ def test_every_number_is_that_of_a_single_row(made, written):
             score = written.penalty
         ends.add((tokens[-1] == eos_id, has_room))
         values, start = outputs(made, "value_model", i, tokens)
-        found = numbers([*rows["value"], *past["value"]])
+        found = [float(x) for x in (*rows["value"], *past["value"])]
         assert close(found, values[start - 1 : None if has_room else -1], 2e-5)
         chosen = torch.arange(len(tokens)), torch.tensor(tokens)
-        policy, sft = (
-            (outputs(made, x, i, tokens)[0][start - 1 : -1] / 0.5).log_softmax(1)[chosen] for x in ("ppo", "sft")
-        )
-        assert close(numbers(rows["logratio"]), policy - sft, 2e-5)
+        logits = [outputs(made, x, i, tokens)[0][start - 1 : -1] / 0.5 for x in ("ppo", "sft")]
+        policy, sft = (x.log_softmax(1)[chosen] for x in logits)
+        assert close(rows["logratio"].astype(float).tolist(), policy - sft, 2e-5)
         expected = [-0.2 * x for x in (policy - sft).tolist()] + [0.0] * has_room
         expected[-1] += score
-        assert close(numbers([*rows["token_reward"], *past["token_reward"]]), expected, 2e-5)
+        assert close([float(x) for x in (*rows["token_reward"], *past["token_reward"])], expected, 2e-5)
         assert past["token"].tolist() == ["[PAD]"] * has_room and set(past["reward_logit"]) <= {""}
     assert ends >= {(True, True), (False, False)}  # some ended, some were cut off
     assert set(written.tokens["kind"]) == {"unshifted", "marginal", "shifted", ""}
-    assert all(title in written.page for title in visualize_tokens.TITLES.values())
+    assert all(name in written.page for name in MODELS)
     order = list(dict.fromkeys(zip(written.tokens["id"], written.tokens["model"], strict=True)))
     assert order == [(made.data[i]["id"], name) for i in range(5) for name in MODELS]
 
@@ -184,33 +163,18 @@ def test_one_aligned_model_is_enough(made, tmp_path):
     assert set(tokens[visualize_tokens.NUMBERS].to_numpy().flatten()) == {""}
     lines = (tmp_path / "x.md").read_text().splitlines()
     for name in ("base", "ppo", "reference"):  # all 7 counted responses are shown
-        responses = [rows for _, rows in tokens[tokens["model"] == name].groupby("id", sort=False)]
-        ranks = [rows["rank"].tolist() for rows in responses]
-        eos = [rows["token_id"].iloc[-1] == made.tokenizer.eos_token_id for rows in responses]
-        cells = [name, *visualize_tokens.place_shares(ranks, eos).values()]
-        assert f"| {' | '.join(cells)} |" in lines
-        cells = [name, "7", f"{sum(map(len, ranks)) / 7:.4g}", f"{sum(eos) / 7:.4g}"]
-        assert f"| {' | '.join(cells)} |" in lines
+        mine = tokens[tokens["model"] == name]
+        eos = (mine["token_id"] == made.tokenizer.eos_token_id).sum()
+        assert f"| {name} | 7 | {len(mine) / 7:.4g} | {eos / 7:.4g} |" in lines
 
 
-# ---- bad input ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"ppo": "{root}/nowhere"}, "--ppo {root}/nowhere"),
+def test_bad_input_is_one_message(made, world, tmp_path):
+    give_other_tokenizer(world, Path(shutil.copytree(made.folders["sft"], tmp_path / "other")))
+    for changes, named in (
         ({"sft": None, "ppo": None, "dpo": None}, "--sft, --ppo and --dpo"),
-        ({"reward_model": "{root}/other"}, "--reward-model {root}/other"),
+        ({"reward_model": f"{tmp_path}/other"}, f"--reward-model {tmp_path}/other"),
         ({"counted": 17}, "--counted 17"),
-        ({"rows": 8}, "--rows 8"),
-    ],
-)
-def test_bad_input_is_one_message(made, world, tmp_path, changes, named):
-    root = made.root
-    if not (root / "other").exists():  # the same weights with another tokenizer
-        give_other_tokenizer(world, Path(shutil.copytree(root / "sft", root / "other")))
-    changes = {k: v.format(root=root) if isinstance(v, str) else v for k, v in changes.items()}
-    with pytest.raises(SystemExit) as error:
-        visualize_tokens.main(visualize_tokens.Args(**made.args | {"output": str(tmp_path / "x")} | changes))
-    assert named.format(root=root) in str(error.value) and not [*tmp_path.iterdir()]
+    ):
+        with pytest.raises(SystemExit, match=named):
+            visualize_tokens.main(visualize_tokens.Args(**made.args | {"output": str(tmp_path / "x")} | changes))
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]

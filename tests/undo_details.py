@@ -124,8 +124,8 @@ test_gradients.py::test_reward reward.py: the reward's own position is logged as
 - & ~tie).tolist()
 + ).tolist()
 test_judge.py::test_the_places eval/judge.py: A is B in the prompt
-- a=s if first else o, b=o if first else s
-+ a=o if first else s, b=s if first else o
+- (row.summary, row.other) if row.summary_is_a else (row.other, row.summary)
++ (row.other, row.summary) if row.summary_is_a else (row.summary, row.other)
 17 eval/rm_report.py: ties count
 - .isin([0.0, 1.0])
 + .isin([0.0, 0.5, 1.0])
