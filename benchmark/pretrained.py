@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "eval"), str(ROOT / "quickstart"), str(ROOT / "variants")]
 
 from compare import kl_to_sft  # noqa: E402
-from report import bootstrap_interval, markdown_table  # noqa: E402
+from eval_helpers import markdown  # noqa: E402
+from report import bootstrap_interval  # noqa: E402
 from rm_report import calibration  # noqa: E402
 from run_metrics import read_metrics  # noqa: E402
 
@@ -191,6 +192,11 @@ def with_interval(row, name: str, digits: int = 3) -> str:
     return f"{row[name]:.{digits}f} ({low} to {high})"
 
 
+def print_table(header: list[str], rows: list[list]):
+    """Print a Markdown table."""
+    print(markdown([dict(zip(header, row, strict=True)) for row in rows]))
+
+
 def print_page(folder: Path):
     """Print the page's tables in Markdown."""
     policies = pandas.read_csv(folder / "policies.csv")
@@ -206,30 +212,24 @@ def print_page(folder: Path):
         rows.append([*cells, f"{row['updates'] * row['seconds_an_update']:.0f}" if row["items"] > 0 else ""])
     header = ["", "ROUGE-1", "ROUGE-L", "words", "copied words", "copied 4-grams"]
     header += ["ends with ?", "EOS", "KL to SFT", "score", "seconds"]
-    print(markdown_table(header, rows))
+    print_table(header, rows)
     pairs = pandas.read_csv(folder / "pairs.csv")
-    rows = [
-        [
-            *r[["judged by", "pairs", "rule"]],
-            f"{r['agreement']:.2f} ({r['low']:.2f} to {r['high']:.2f})",
-            r["as_longer"],
-        ]
-        for _, r in pairs.iterrows()
-    ]
-    print(markdown_table(["judged by", "pairs", "who decides", "agreement", "same as the longer"], rows))
+    rows = []
+    for _, row in pairs.iterrows():
+        cells = [*row[["judged by", "pairs", "rule"]]]
+        cells.append(f"{row['agreement']:.2f} ({row['low']:.2f} to {row['high']:.2f})")
+        rows.append([*cells, f"{row['as_longer']:.3f}"])
+    print_table(["judged by", "pairs", "who decides", "agreement", "same as the longer"], rows)
     bins = pandas.read_csv(folder / "calibration.csv")
-    rows = [
-        [f"{r['pairs']:.0f}", f"{r['from']:.2f} to {r['to']:.2f}", r["chance"], r["accuracy"]]
-        for _, r in bins.iterrows()
-    ]
-    print(markdown_table(["pairs", "score difference", "chance that it gives", "accuracy"], rows))
+    rows = []
+    for _, row in bins.iterrows():
+        cells = [f"{row['pairs']:.0f}", f"{row['from']:.2f} to {row['to']:.2f}"]
+        rows.append([*cells, f"{row['chance']:.3f}", f"{row['accuracy']:.3f}"])
+    print_table(["pairs", "score difference", "chance that it gives", "accuracy"], rows)
     print(f"Expected calibration error {bins['error'][0]:.3f}.\n")
     for _, row in pandas.read_csv(folder / "invented.csv", keep_default_na=False).iterrows():
-        print(
-            markdown_table(
-                [row["id"], ""], [["reference", row["reference"]], *([POLICIES[s], row[s]] for s in POLICIES)]
-            )
-        )
+        rows = [[name, " ".join(row[key].split())] for key, name in ({"reference": "reference"} | POLICIES).items()]
+        print_table([row["id"], ""], rows)
 
 
 def draw_runs(folder: Path):

@@ -135,9 +135,9 @@ def ask(args: Args, prompts: list[str], file: Path) -> dict[str, str]:
     they arrive, so that a stopped run continues. An answer without content (cut off or filtered) is an empty one."""
     api_key = os.environ.get("OPENAI_API_KEY", "none")  # a local endpoint needs none
     client = OpenAI(base_url=args.base_url, max_retries=RETRIES, timeout=TIMEOUT, api_key=api_key)
-    endpoint, known = str(client.base_url), {}
+    endpoint, known = f"{client.base_url} {args.judge}", {}
     for line in file.read_text().splitlines() if file.exists() else []:
-        with contextlib.suppress(ValueError):  # a stopped run can leave half a line
+        with contextlib.suppress(ValueError, KeyError):  # a stopped run can leave half a line
             row = json.loads(line)
             if row["endpoint"] == endpoint:
                 known[row["prompt"]] = row["answer"]

@@ -6,13 +6,6 @@ import torch
 from conftest import read_csv
 
 
-def test_a_step_reads_what_1b_has():
-    """128 KiB of keys and values a token; 12 x 16 x 2048^2 weights in the layers, 2048 x 50,304 in the head."""
-    shape = (2048, 16, 8, 50304)
-    assert gpu.step_bytes(256, 565, shape, 2) - gpu.step_bytes(0, 565, shape, 2) == 256 * 565 * 128 * 1024
-    assert gpu.step_bytes(0, 565, shape, 2) == 2 * (805_306_368 + 103_022_592)
-
-
 def test_queries_are_of_mixed_lengths_and_padded_on_the_left():
     queries = gpu.random_queries(8, 32, 99)
     lengths = (queries != 99).sum(1).tolist()

@@ -5,7 +5,6 @@ import json
 import sys
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import throughput
@@ -94,9 +93,10 @@ json.dump({found!r} | {{"arguments": settings}}, open(settings["output"], "w"))
 
 def test_a_run_s_peak_and_its_failure(tmp_path):
     """A peak of the process in KiB, as Linux has it, or of the GPU, as the run printed it."""
-    usage = SimpleNamespace(ru_maxrss=3 * 2**20)
-    assert throughput.peak_memory(["python"], "", usage) == 3
-    assert throughput.peak_memory(["-c", throughput.WITH_PEAK], "peak of the GPU's memory: 1.250 GiB\n", usage) == 1.25
+    printed = [sys.executable, "-c", 'print("peak of the GPU\'s memory: 1.250 GiB")']
+    assert throughput.run(printed, tmp_path / "log") == 1.25
+    grown = throughput.run([sys.executable, "-c", "x = bytearray(3 * 2**29)"], tmp_path / "log")
+    assert 1.5 < grown < 1.6
     with pytest.raises(SystemExit, match=r"(?s)^error: .*No module named 'nothing'"):
         throughput.run([sys.executable, "-c", "import nothing"], tmp_path / "log")
 

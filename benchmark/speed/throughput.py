@@ -5,17 +5,15 @@
     python benchmark/speed/throughput.py --stage dpo --runs runs/pretrained/NAME --data data/pretrained/NAME/tldr
 
 The rows have the lengths of the posts and comparisons in --raw (where there are none: of generated ones, stretched);
-the words are numbers and the model is random, of Pythia's shape: what it has learnt does not change its speed. On a CPU
-it has Pythia 1B's 16 layers, at width 256, and 6,100 words, so that body and head keep the 1B's ratio; on a GPU it has
-the shape of the 1B. Its EOS has a chance of 1 in 70 at each position, so that responses have about 37 of at most 53
-tokens. With --runs and --data, the models and rows of benchmark/pretrained.sh are used instead.
+the words are numbers and the model is random, of Pythia's shape: what it has learnt does not change its speed. With
+--runs and --data, the models and rows of benchmark/pretrained.sh are used instead. On a CPU the model has Pythia 1B's
+16 layers, at width 256, and 6,100 words, so that body and head keep the 1B's ratio. EOS has a chance of 1 in 70 at each
+position, so that responses have about 37 of at most 53 tokens.
 
-Of the --updates updates of a run the first --warmup do not count. Repeat the command to see how far runs differ.
-Seconds are wall time from the end of one update to that of the next, without our evaluation after the last. DPO is
-counted twice: with the reference's log-probabilities of a batch made on the way (ours: before training, its part of
-that time added), and with those that are there already.
-
-benchmark/results/throughput.csv gets the numbers of the stage, throughput.md is written anew from it.
+Of the --updates updates of a run the first --warmup do not count. Seconds are wall time from the end of one update to
+that of the next. DPO is counted twice: with the reference's log-probabilities of a batch made on the way (ours: before
+training, its part of that time added), and with those that are there already. benchmark/results/throughput.csv gets the
+numbers of the stage.
 """
 
 import json
@@ -51,7 +49,7 @@ from transformers import (
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "eval")]
 
-from eval_helpers import fail, markdown  # noqa: E402
+from eval_helpers import fail  # noqa: E402
 
 from reward import data_order  # noqa: E402
 
@@ -61,7 +59,6 @@ END_CHANCE = 1 / 70  # of EOS at each position
 PHASES = ("sampling", "scoring", "update")  # of ppo
 # passes forward (backward counts as two) of the phase in which weights change; of dpo's, the fourth is the reference's
 PASSES = {"sft": 3, "reward": 3, "dpo": 4, "dpo, reference kept": 3, "ppo": 3 * 4}
-STRETCH = 3  # of generated posts (90 tokens) to the length of real ones
 
 
 @dataclass
@@ -93,7 +90,7 @@ class Args:
     work: str = "data/throughput"
     """folder for data and models, made where it is missing"""
     output_dir: str = "benchmark/results"
-    """folder of throughput.csv and throughput.md"""
+    """folder of throughput.csv"""
 
 
 # ---- data and models ------------------------------------------------------------------------------------------------
@@ -141,7 +138,7 @@ def make_work(args: Args, work: Path):
     width, layers, heads, words = SHAPES[args.device]
     raw, stretch = Path(args.raw), 1
     if not (raw / "tldr_posts").exists():
-        raw, stretch = work / "raw", STRETCH
+        raw, stretch = work / "raw", 3  # of posts of 90 tokens to the length of real ones
         counts = ["--num-train", 512, "--num-validation", 8, "--num-comparisons", 512]
         counts += ["--num-test", 8, "--num-validation-comparisons", 16, "--num-cnndm-comparisons", 16]
         call("quickstart/posts.py", "--output-dir", raw, *counts)
@@ -213,22 +210,17 @@ def stage_command(args: Args, work: Path) -> list[str]:
     return [str(word) for word in command]
 
 
-def peak_memory(command: list, said: str, usage) -> float:
-    """Return the peak memory in GiB of a command that has ended: of the GPU under WITH_PEAK (nan if it died before),
-    else its process's."""
-    on_gpu = re.search(r"peak of the GPU's memory: (.*) GiB", said)
-    return float(on_gpu[1] if on_gpu else "nan") if WITH_PEAK in command else usage.ru_maxrss / 2**20
-
-
 def run(command: list, log: Path) -> float:
-    """Run a command to its end, with its output in a file. Returns its peak memory in GiB."""
+    """Run a command to its end, with its output in a file. Returns its peak memory in GiB: of the GPU under WITH_PEAK,
+    otherwise of its process."""
     with log.open("w") as output:
         child = subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     _, status, usage = os.wait4(child.pid, 0)
     said = log.read_text()
     if status:
         fail(f"{shlex.join(map(str, command))}\n{said[-3000:]}")
-    return peak_memory(command, said, usage)
+    on_gpu = re.search(r"peak of the GPU's memory: (.*) GiB", said)
+    return float(on_gpu[1]) if on_gpu else usage.ru_maxrss / 2**20
 
 
 def ours(args: Args, work: Path, *flags) -> dict:
@@ -377,22 +369,14 @@ def machine(device: str) -> str:
     return f"{(names or [platform.machine()])[0]}, {os.cpu_count()} cores, torch {torch.__version__}"
 
 
-def provenance(args: Args) -> dict[str, str]:
-    command = shlex.join(["python", "benchmark/speed/throughput.py", *sys.argv[1:]])
-    return {"command": f"`{command}`", "machine": machine(args.device)}
-
-
 def write(args: Args, table: list[dict]):
-    """Replace the stage's rows in throughput.csv and write throughput.md from all of them."""
+    """Replace the stage's rows in throughput.csv."""
     path = Path(args.output_dir, "throughput.csv")
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = pandas.read_csv(path, dtype=str, keep_default_na=False).to_dict("records") if path.exists() else []
     rows = [row for row in rows if row["stage"] != args.stage] + table
     rows.sort(key=lambda row: list(ITEMS).index(row["stage"]))
-    partial = path.with_suffix(".tmp")  # renamed when complete: a kill loses no row of other stages
-    pandas.DataFrame(rows).to_csv(partial, index=False)
-    os.replace(partial, path)
-    path.with_suffix(".md").write_text(f"# Throughput\n\n{markdown(rows)}", encoding="utf-8")
+    pandas.DataFrame(rows).to_csv(path, index=False)
 
 
 def main(args: Args):
@@ -404,7 +388,6 @@ def main(args: Args):
     work = Path(args.work, Path(args.runs).name if args.runs else args.device)
     if not (work / "reward" / "config.json").exists():
         make_work(args, work)
-    (work / "runs").mkdir(exist_ok=True)
     kinds = [", reference kept", ""] if args.stage == "dpo" else [""]
     flags = {f"trl{kind}": ["precompute"] if kind else [] for kind in kinds if args.peer == "trl"}
     own = ours(args, work)
@@ -414,29 +397,27 @@ def main(args: Args):
     if args.stage == "dpo":
         runs["ours"] = own | {"seconds": own["seconds"] + own["reference"]}
     runs |= {name: peer(args, work, *flags[name]) for name in flags}
-    table = []
+    table, command = [], shlex.join(["python", "benchmark/speed/throughput.py", *sys.argv[1:]])
     for name, found in runs.items():
         seconds = found["seconds"]
         row = {"stage": args.stage, "who": name, "items/s": f"{args.batch_size / seconds:.3f} {ITEMS[args.stage]}"}
         row["real tokens/s"] = f"{args.batch_size * tokens / seconds:.0f}"
-        row["ours is faster by"] = (
-            f"{seconds / runs[name.replace('trl', 'ours')]['seconds']:.2f}" if name in flags else ""
-        )
-        row["of a matrix product"] = ""
-        if name not in flags:
+        row |= {"ours is faster by": "", "of a matrix product": ""}
+        if name in flags:
+            row["ours is faster by"] = f"{seconds / runs[name.replace('trl', 'ours')]['seconds']:.2f}"
+        else:
             done = PASSES[args.stage + name.removeprefix("ours")] * operations * args.batch_size
             row["of a matrix product"] = f"{done / found.get('update', seconds) / rate:.2f}"
         row["peak GiB"] = f"{found['peak']:.2f}"
         phases = [f"{phase} {found[phase]:.2f} s" for phase in PHASES if phase in found]
-        table.append(row | {"seconds of an update": ", ".join(phases) or f"{seconds:.2f} s"} | provenance(args))
+        row["seconds of an update"] = ", ".join(phases) or f"{seconds:.2f} s"
+        table.append(row | {"command": f"`{command}`", "machine": machine(args.device)})
     print(f"{args.stage}: {tokens:.0f} real tokens an item, a matrix product: {rate / 1e9:.0f} GFLOP/s")
     if args.stage == "ppo":
         print(f"largest abs(ratio - 1) before a first step: {own['ratio']:g}")
-    print(pandas.DataFrame(table).drop(columns=list(provenance(args))).to_string(index=False))
-    if flags:
-        print(f"TRL's arguments: {json.dumps(runs['trl']['arguments'])}")
-        if args.stage != "ppo":  # which samples
-            print("loss of the same batch: ours {:.6f}, TRL {:.6f}".format(*same_loss(args, work)))
+    print(pandas.DataFrame(table).drop(columns=["command", "machine"]).to_string(index=False))
+    if flags and args.stage != "ppo":  # which samples
+        print("loss of the same batch: ours {:.6f}, TRL {:.6f}".format(*same_loss(args, work)))
     write(args, table)
 
 
