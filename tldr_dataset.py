@@ -146,7 +146,6 @@ def query_columns(row: dict, tokenizer, max_length: int) -> dict:
 
 def response_columns(name: str, text: str, query: dict, tokenizer, widths: tuple[int, int, int]) -> dict:
     """Return the columns of a response. `query` and `widths` are what query_columns and widths_of return."""
-    _, response_width, joined_width = widths
     pad_id = tokenizer.pad_token_id
     response = text if text.startswith(" ") else f" {text}"  # Detail 3: a leading space, and EOS at the end
     # Query and response are tokenised as one string. strip() drops the newline that ends CNN/DM queries, as in the
@@ -154,16 +153,25 @@ def response_columns(name: str, text: str, query: dict, tokenizer, widths: tuple
     joined = query["query"].strip() + response
     joined_tokens = encode(tokenizer, joined) + [tokenizer.eos_token_id]
     query_token = query["query_token"][-query["query_token_len"] :]  # without [PAD]
-    label = mask_query(query_token, joined_tokens, pad_id)
-    tokens = [token for token in label if token != pad_id]
+    shared = len(os.path.commonprefix([query_token, joined_tokens]))
+    texts = response + tokenizer.eos_token, joined + tokenizer.eos_token
+    return padded_columns(name, texts, joined_tokens[:shared], joined_tokens[shared:], pad_id, widths)
+
+
+def padded_columns(
+    name: str, texts: tuple[str, str], query: list[int], response: list[int], pad_id: int, widths: tuple[int, int, int]
+) -> dict:
+    """Return the columns of a response: its text and that of query and response, and the tokens of both, of which the
+    label has the response's. `widths` are those of query, response, and both."""
+    _, response_width, joined_width = widths
     return {
-        name: response + tokenizer.eos_token,
-        f"{name}_token": pad_right(tokens, pad_id, response_width),
-        f"{name}_token_len": len(tokens),
-        f"query_{name}": joined + tokenizer.eos_token,
-        f"query_{name}_token": pad_right(joined_tokens, pad_id, joined_width),
-        f"query_{name}_token_len": len(joined_tokens),
-        f"query_{name}_token_response_label": pad_right(label, pad_id, joined_width),
+        name: texts[0],
+        f"{name}_token": pad_right(response, pad_id, response_width),
+        f"{name}_token_len": len(response),
+        f"query_{name}": texts[1],
+        f"query_{name}_token": pad_right(query + response, pad_id, joined_width),
+        f"query_{name}_token_len": len(query + response),
+        f"query_{name}_token_response_label": pad_right([pad_id] * len(query) + response, pad_id, joined_width),
     }
 
 
@@ -180,12 +188,6 @@ def widths_of(args: Args, name: str, cnndm: bool) -> tuple[int, int, int]:
         query = MAX_QUERY_LENGTH_CNNDM
         response = args.max_rm_response_length_cnndm
     return query, response, MEASURED_WIDTHS.get((query, response), query + response)
-
-
-def mask_query(query_token: list[int], tokens: list[int], pad_id: int) -> list[int]:
-    """Return a copy of `tokens` in which the prefix shared with `query_token` (unpadded) is replaced by pad_id."""
-    shared = len(os.path.commonprefix([query_token, tokens]))
-    return [pad_id] * shared + tokens[shared:]
 
 
 def process_sft_row(row: dict, tokenizer, args: Args) -> dict:

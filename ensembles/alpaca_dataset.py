@@ -34,7 +34,7 @@ sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".
 from eval_helpers import fail, or_fail  # noqa: E402
 from preference_dataset import TURNS, load_base  # noqa: E402
 
-from tldr_dataset import column_types, encode, pad_right, read_file, text_field, unfinished_folder  # noqa: E402
+from tldr_dataset import column_types, encode, padded_columns, read_file, text_field, unfinished_folder  # noqa: E402
 
 SPLITS = {"sft": 10_000, "pref": 10_000, "unlabeled": 20_000, "val": 2_000, "unused": 10_000}  # AlpacaFarm's rows
 INSTRUCTION_FIELDS = ("instruction", "input", "output")
@@ -110,22 +110,11 @@ def instruction_columns(row: dict, tokenizer, max_query_length: int, max_respons
     answer = [*encode(tokenizer, columns["output"]), eos_id]
     if len(query) > max_query_length or len(answer) > max_response_length:
         return None
-    text = f"{TURNS[0]}{prompt}{eos}{TURNS[1]}"
-    joined_width = max_query_length + max_response_length
-    return columns | {
-        "query": text,
-        "query_token": [pad_id] * (max_query_length - len(query)) + query,
-        "query_token_len": len(query),
-        "reference_response": columns["output"] + eos,
-        "reference_response_token": pad_right(answer, pad_id, max_response_length),
-        "reference_response_token_len": len(answer),
-        "query_reference_response": text + columns["output"] + eos,
-        "query_reference_response_token": pad_right(query + answer, pad_id, joined_width),
-        "query_reference_response_token_len": len(query + answer),
-        "query_reference_response_token_response_label": pad_right(
-            [pad_id] * len(query) + answer, pad_id, joined_width
-        ),
-    }
+    text, output = f"{TURNS[0]}{prompt}{eos}{TURNS[1]}", columns["output"] + eos
+    columns |= {"query": text, "query_token": [pad_id] * (max_query_length - len(query)) + query}
+    widths = (max_query_length, max_response_length, max_query_length + max_response_length)
+    response = padded_columns("reference_response", (output, text + output), query, answer, pad_id, widths)
+    return columns | {"query_token_len": len(query)} | response
 
 
 def main(args: Args):

@@ -43,7 +43,7 @@ from ppo import (  # noqa: E402
     load_tokenizer,
     noise_keys,
 )
-from tldr_dataset import column_types, pad_right, unfinished_folder  # noqa: E402
+from tldr_dataset import column_types, padded_columns, unfinished_folder  # noqa: E402
 
 COLUMNS = ["id", "query", "query_token"]
 
@@ -136,7 +136,7 @@ def pair_columns(prompt: dict, pair: list[dict], flip: bool, split: str, args, t
     """Return the columns of a pair. `prompt` has id, query, query_token and `tokens` (query_token without padding), and
     `pair` has the tokens and the gold reward of both answers."""
     pad_id, query = tokenizer.pad_token_id, prompt["tokens"].tolist()
-    joined_width = len(prompt["query_token"]) + args.response_length
+    widths = (len(prompt["query_token"]), args.response_length, len(prompt["query_token"]) + args.response_length)
     choice = int(pair[1]["gold"] > pair[0]["gold"]) ^ flip
     columns = {"id": prompt["id"], "query": prompt["query"], "query_token": prompt["query_token"].tolist()}
     columns |= {"query_token_len": len(query), "choice": choice, "batch": "flipped" if flip else "kept"}
@@ -144,17 +144,8 @@ def pair_columns(prompt: dict, pair: list[dict], flip: bool, split: str, args, t
     for name, which in (("chosen", choice), ("rejected", 1 - choice)):
         tokens = pair[which]["tokens"]
         text = tokenizer.decode(tokens)
-        columns |= {
-            name: text,
-            f"{name}_token": pad_right(tokens, pad_id, args.response_length),
-            f"{name}_token_len": len(tokens),
-            f"query_{name}": prompt["query"] + text,
-            f"query_{name}_token": pad_right(query + tokens, pad_id, joined_width),
-            f"query_{name}_token_len": len(query + tokens),
-            f"query_{name}_token_response_label": pad_right([pad_id] * len(query) + tokens, pad_id, joined_width),
-            f"{name}_policy": f"sample_{which}",
-            f"gold_{name}": pair[which]["gold"],
-        }
+        columns |= padded_columns(name, (text, prompt["query"] + text), query, tokens, pad_id, widths)
+        columns |= {f"{name}_policy": f"sample_{which}", f"gold_{name}": pair[which]["gold"]}
     return columns
 
 

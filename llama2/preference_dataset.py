@@ -331,19 +331,10 @@ def dialogue_columns(pair: dict, tokenizer, args: Args) -> dict:
     query.append(turn_ids[1])
     padding = [pad_id] * (args.max_query_length - len(query))
     columns = {"query": text, "query_token": padding + query, "query_token_len": len(query)}
-    width = args.max_query_length + args.max_response_length
+    widths = (args.max_query_length, args.max_response_length, args.max_query_length + args.max_response_length)
     for side, tokens in (("chosen", [*chosen, eos_id]), ("rejected", [*rejected, eos_id])):
-        response = pair[side] + eos
-        label = [pad_id] * len(query) + tokens
-        columns |= {
-            side: response,
-            f"{side}_token": tldr_dataset.pad_right(tokens, pad_id, args.max_response_length),
-            f"{side}_token_len": len(tokens),
-            f"query_{side}": text + response,
-            f"query_{side}_token": tldr_dataset.pad_right(query + tokens, pad_id, width),
-            f"query_{side}_token_len": len(query + tokens),
-            f"query_{side}_token_response_label": tldr_dataset.pad_right(label, pad_id, width),
-        }
+        texts = pair[side] + eos, text + pair[side] + eos
+        columns |= tldr_dataset.padded_columns(side, texts, query, tokens, pad_id, widths)
     columns |= {"first_turns": {messages[0]["content"], messages[first]["content"]}, "shortened": first > 0}
     columns |= {"turns": (len(turns) - first + 1) // 2, "prompt_tokens": len(turns[-1])}
     return columns | {"context_tokens": sum(len(turn) for turn in turns[first:])}

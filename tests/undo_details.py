@@ -47,8 +47,8 @@ PATCHES = r"""
 - body.rfind("\n")
 + -1
 03 tldr_dataset.py: no EOS
-- [token for token in label if token != pad_id]
-+ [token for token in label[:-1] if token != pad_id]
+- joined_tokens[shared:], pad_id
++ joined_tokens[shared:-1], pad_id
 03 sft.py: [PAD] is EOS
 - tokenizer.add_special_tokens({"pad_token": "[PAD]"})
 + tokenizer.pad_token = tokenizer.eos_token
