@@ -10,13 +10,11 @@ rest unused; appendix D.2), in an order drawn from --seed. A prompt is (appendix
     <|prompter|>INSTRUCTION[newline INPUT]<|endoftext|><|assistant|>
 
 and an answer is OUTPUT<|endoftext|>. The tokens <|prompter|> and <|assistant|> are added to the tokenizer of --base.
-Because each stage takes its tokenizer from the checkpoint that it starts from, the script also writes a copy of --base
-with the extended tokenizer.
+Rows without output are left out and counted, as are rows whose prompt or answer is too long.
 
-OUTPUT_DIR/base is what sft.py starts from (--model OUTPUT_DIR/base). The data sets are OUTPUT_DIR/sft (train: sft),
-OUTPUT_DIR/pref (train: pref, the prompts that gold_label.py answers and labels) and OUTPUT_DIR/unlabeled (train:
-unlabeled, PPO's prompts); `validation` of each is val. Rows without output are left out and counted, as are
-rows whose prompt or answer is too long.
+OUTPUT_DIR/base is a copy of --base with this tokenizer, for sft.py to start from. The data sets are OUTPUT_DIR/sft
+(train: sft), OUTPUT_DIR/pref (train: pref, the prompts that gold_label.py answers and labels) and OUTPUT_DIR/unlabeled
+(train: unlabeled, PPO's prompts); `validation` of each is val.
 """
 
 import random
@@ -31,10 +29,10 @@ from rich.progress import track
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval", "llama2")]
 
-from eval_helpers import fail, or_fail  # noqa: E402
+from eval_helpers import fail, or_fail, tokenised_pair  # noqa: E402
 from preference_dataset import TURNS, load_base  # noqa: E402
 
-from tldr_dataset import column_types, encode, pad_right, read_file, text_field, unfinished_folder  # noqa: E402
+from tldr_dataset import column_types, encode, read_file, text_field, unfinished_folder  # noqa: E402
 
 SPLITS = {"sft": 10_000, "pref": 10_000, "unlabeled": 20_000, "val": 2_000, "unused": 10_000}  # AlpacaFarm's rows
 INSTRUCTION_FIELDS = ("instruction", "input", "output")
@@ -43,7 +41,7 @@ INSTRUCTION_FIELDS = ("instruction", "input", "output")
 @dataclass
 class Args:
     dataset: str = "tatsu-lab/alpaca"
-    """rows: a .jsonl file, a folder of them (one per split: sft.jsonl, pref.jsonl …), or a Hub id[@revision]"""
+    """rows: a .jsonl file or a Hub id[@revision]"""
     base: str = "EleutherAI/pythia-1.4b"
     """model that will be trained: Hub id[@revision] or checkpoint folder"""
     output_dir: str = "data/alpaca"
@@ -57,34 +55,29 @@ class Args:
 
 
 def instruction_rows(source: str) -> list[tuple[str, dict]]:
-    """Return (where, row) for all rows of a file, a folder or a Hub id. In a folder, and in a Hub data set of several
-    splits, a row without `split` gets the name of its file or split."""
+    """Return (where, row) for all rows of a file or a Hub id. If a Hub data set has several splits, their names are the
+    `split` of rows without one."""
     path, rows = Path(source).expanduser(), []
-    if path.is_dir():
-        for file in sorted(path.glob("*.jsonl")):
-            rows += [(where, {"split": file.stem} | row) for where, row in read_file(file)]
-    elif path.exists():
-        rows = read_file(path)
-    else:
-        repository, _, revision = source.partition("@")
-        with or_fail(f"--dataset {source}: no such file or folder, and no data set on the Hub"):
-            loaded = load_dataset(repository, revision=revision or None)
-        names = {"preference": "pref", "validation": "val"}
-        for name, split_rows in loaded.items():
-            split = {"split": names.get(name, name)} if len(loaded) > 1 else {}
-            rows += [(f"{source} {name}, row {number}", split | row) for number, row in enumerate(split_rows)]
+    if path.exists():
+        return read_file(path)
+    repository, _, revision = source.partition("@")
+    with or_fail(f"--dataset {source}: no such file, and no data set on the Hub"):
+        loaded = load_dataset(repository, revision=revision or None)
+    names = {"preference": "pref", "validation": "val"}
+    for name, split_rows in loaded.items():
+        split = {"split": names.get(name, name)} if len(loaded) > 1 else {}
+        rows += [(f"{source} {name}, row {number}", split | row) for number, row in enumerate(split_rows)]
     return rows
 
 
 def deal_out(rows: list, seed: int) -> dict[str, list]:
     """Return {split: rows} by the rows' own `split` or, if none has one, in AlpacaFarm's proportions."""
-    named = [row.get("split") for _, row in rows]
     found = {split: [] for split in SPLITS}
-    if any(named):
-        for (where, row), split in zip(rows, named, strict=True):
-            if split not in SPLITS:
-                fail(f"{where}: split is {split!r}; it must be one of {', '.join(SPLITS)}, or no row has any")
-            found[split].append((where, row))
+    if any(row.get("split") for _, row in rows):
+        for where, row in rows:
+            if row.get("split") not in SPLITS:
+                fail(f"{where}: `split` must be one of {', '.join(SPLITS)}, or no row has any")
+            found[row["split"]].append((where, row))
         return found
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
@@ -111,21 +104,10 @@ def instruction_columns(row: dict, tokenizer, max_query_length: int, max_respons
     if len(query) > max_query_length or len(answer) > max_response_length:
         return None
     text = f"{TURNS[0]}{prompt}{eos}{TURNS[1]}"
-    joined_width = max_query_length + max_response_length
-    return columns | {
-        "query": text,
-        "query_token": [pad_id] * (max_query_length - len(query)) + query,
-        "query_token_len": len(query),
-        "reference_response": columns["output"] + eos,
-        "reference_response_token": pad_right(answer, pad_id, max_response_length),
-        "reference_response_token_len": len(answer),
-        "query_reference_response": text + columns["output"] + eos,
-        "query_reference_response_token": pad_right(query + answer, pad_id, joined_width),
-        "query_reference_response_token_len": len(query + answer),
-        "query_reference_response_token_response_label": pad_right(
-            [pad_id] * len(query) + answer, pad_id, joined_width
-        ),
-    }
+    columns |= {"query": text, "query_token": [pad_id] * (max_query_length - len(query)) + query}
+    columns["query_token_len"] = len(query)
+    response, widths = (columns["output"] + eos, answer), (max_query_length, max_response_length)
+    return columns | tokenised_pair("reference_response", (text, query), response, *widths, pad_id)
 
 
 def main(args: Args):
@@ -134,8 +116,6 @@ def main(args: Args):
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         fail(f"{output_dir} already holds data: remove it, or choose another --output-dir")
     splits = deal_out(instruction_rows(args.dataset), args.seed)
-    if empty := [split for split in ("sft", "pref", "unlabeled", "val") if not splits[split]]:
-        fail(f"--dataset {args.dataset}: no rows for the split {empty[0]}; rows are too few, or their `split` says so")
     model, tokenizer = load_base(args.base, turns=True)
     with unfinished_folder(output_dir) as folder:
         finished = folder / "finished"
@@ -162,7 +142,7 @@ def main(args: Args):
                     found.append({"id": f"{split}_{number:06d}"} | columns)
             print(f"{split}: {len(found):,} rows; left out: {too_long:,} too long, {without_output:,} without output")
             if not found:
-                fail(f"split {split}: no row is left; try a larger --max-query-length or --max-response-length")
+                fail(f"split {split}: no rows; add some, or try a larger --max-query-length or --max-response-length")
             types = column_types("sft") | dict.fromkeys(INSTRUCTION_FIELDS, Value("string"))
             types = {name: kind for name, kind in types.items() if name in found[0]}
             made[split] = Dataset.from_list(found, features=Features(types))

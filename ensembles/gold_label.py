@@ -4,15 +4,13 @@
         --response-length 256 --output-dir data/alpaca/labelled
     python reward.py --preference-dataset data/alpaca/labelled/noise_25 --dataset data/alpaca/sft ...
 
-The gold reward is a reward model, or path.py:function of (post, summary). The better answer becomes the chosen one.
-Sampling noise depends on (seed, prompt, answer), so the batch size does not change the answers. Pairs are left out, and
-counted, if the answers or their rewards are equal, or if an answer did not reach EOS, where a reward would be read.
-Then the script flips exactly the share --label-noise of the labels in each split, rounded and drawn from the seed.
+The better answer becomes the chosen one. Sampling noise depends on (seed, prompt, answer), so the batch size does not
+change the answers. Pairs are left out if the answers or their rewards are equal, or if an answer did not reach EOS.
 Labels that are flipped at a lower share are also flipped at a higher one, so the data sets differ in nothing else.
 
-OUTPUT_DIR/noise_N, one for each value of --label-noise (N in percent), holds train and validation of the prompts' data
-set, in the columns of tldr_dataset.py's preference data. `gold_chosen` and `gold_rejected` are added, and `batch` is
-kept or flipped. reward.py and dpo.py --run-eval group their accuracies by it.
+OUTPUT_DIR/noise_N, one for each value of --label-noise (N in percent), holds train and validation in the columns of
+tldr_dataset.py's preference data, with `gold_chosen` and `gold_rejected`. `batch` is kept or flipped, so reward.py and
+dpo.py --run-eval group their accuracies by it.
 """
 
 import re
@@ -31,7 +29,7 @@ from transformers import GenerationConfig, LogitsProcessor
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import fail, load_function, nucleus, or_fail  # noqa: E402
+from eval_helpers import fail, load_function, nucleus, or_fail, tokenised_pair  # noqa: E402
 
 from ppo import (  # noqa: E402
     RewardModel,
@@ -43,7 +41,7 @@ from ppo import (  # noqa: E402
     load_tokenizer,
     noise_keys,
 )
-from tldr_dataset import column_types, pad_right, unfinished_folder  # noqa: E402
+from tldr_dataset import column_types, unfinished_folder  # noqa: E402
 
 COLUMNS = ["id", "query", "query_token"]
 
@@ -135,26 +133,15 @@ def flipped(n: int, share: float, seed: int, split: str) -> list[bool]:
 def pair_columns(prompt: dict, pair: list[dict], flip: bool, split: str, args, tokenizer) -> dict:
     """Return the columns of a pair. `prompt` has id, query, query_token and `tokens` (query_token without padding), and
     `pair` has the tokens and the gold reward of both answers."""
-    pad_id, query = tokenizer.pad_token_id, prompt["tokens"].tolist()
-    joined_width = len(prompt["query_token"]) + args.response_length
+    query, query_width = (prompt["query"], prompt["tokens"].tolist()), len(prompt["query_token"])
     choice = int(pair[1]["gold"] > pair[0]["gold"]) ^ flip
-    columns = {"id": prompt["id"], "query": prompt["query"], "query_token": prompt["query_token"].tolist()}
-    columns |= {"query_token_len": len(query), "choice": choice, "batch": "flipped" if flip else "kept"}
+    columns = {"id": prompt["id"], "query": query[0], "query_token": prompt["query_token"].tolist()}
+    columns |= {"query_token_len": len(query[1]), "choice": choice, "batch": "flipped" if flip else "kept"}
     columns |= {"split": split, "extra": {"confidence": None}, "policies": "sample_0--sample_1"}
     for name, which in (("chosen", choice), ("rejected", 1 - choice)):
-        tokens = pair[which]["tokens"]
-        text = tokenizer.decode(tokens)
-        columns |= {
-            name: text,
-            f"{name}_token": pad_right(tokens, pad_id, args.response_length),
-            f"{name}_token_len": len(tokens),
-            f"query_{name}": prompt["query"] + text,
-            f"query_{name}_token": pad_right(query + tokens, pad_id, joined_width),
-            f"query_{name}_token_len": len(query + tokens),
-            f"query_{name}_token_response_label": pad_right([pad_id] * len(query) + tokens, pad_id, joined_width),
-            f"{name}_policy": f"sample_{which}",
-            f"gold_{name}": pair[which]["gold"],
-        }
+        answer = tokenizer.decode(pair[which]["tokens"]), pair[which]["tokens"]
+        columns |= tokenised_pair(name, query, answer, query_width, args.response_length, tokenizer.pad_token_id)
+        columns |= {f"{name}_policy": f"sample_{which}", f"gold_{name}": pair[which]["gold"]}
     return columns
 
 
@@ -210,18 +197,12 @@ def main(args: Args):
                 bar.advance(task, len(index))
 
             # ---- labels --------------------------------------------------------------------------
-            kept, left_out = [], {"equal answers": 0, "an answer without EOS": 0, "equal rewards": 0}
+            kept = []
             for prompt, pair in zip(prompts, pairs, strict=True):
-                if pair[0]["tokens"] == pair[1]["tokens"]:
-                    left_out["equal answers"] += 1
-                elif not all(answer["tokens"][-1] == tokenizer.eos_token_id for answer in pair):
-                    left_out["an answer without EOS"] += 1
-                elif pair[0]["gold"] == pair[1]["gold"]:
-                    left_out["equal rewards"] += 1
-                else:
+                ended = all(answer["tokens"][-1] == tokenizer.eos_token_id for answer in pair)
+                if ended and pair[0]["tokens"] != pair[1]["tokens"] and pair[0]["gold"] != pair[1]["gold"]:
                     kept.append((prompt, pair))
-            counts = ", ".join(f"{count} with {reason}" for reason, count in left_out.items())
-            print(f"{split}: {len(kept)} pairs of {len(pairs)} prompts; left out: {counts}")
+            print(f"{split}: {len(kept)} pairs of {len(pairs)} prompts")
             if not kept:
                 fail(f"{args.dataset}, {split}: no pair is left; try a larger --response-length")
             for share, splits in made.items():

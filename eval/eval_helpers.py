@@ -68,6 +68,17 @@ def nucleus(logits, top_p: float):
     return logits.new_empty(logits.shape).scatter_(1, order, ordered)
 
 
+def tokenised_pair(name: str, query: tuple, response: tuple, query_width: int, width: int, pad_id: int) -> dict:
+    """Return the columns of the response `name` to a query, each (text, token ids), as tldr_dataset.py names them: the
+    response padded to (width,), and query + response to (query_width + width,), both on the right."""
+    columns, lengths = {}, {name: width, f"query_{name}": query_width + width}
+    joined = (query[0] + response[0], query[1] + response[1])
+    for column, (text, tokens) in ((name, response), (f"query_{name}", joined)):
+        padding = [pad_id] * (lengths[column] - len(tokens))
+        columns |= {column: text, f"{column}_token": tokens + padding, f"{column}_token_len": len(tokens)}
+    return columns | {f"query_{name}_token_response_label": [pad_id] * len(query[1]) + response[1] + padding}
+
+
 class Job(NamedTuple):
     """A command, the log that it appends to, and the file that it leaves behind (None for data)."""
 

@@ -28,11 +28,10 @@ ROWS = [
 def made(world, tmp_path_factory):
     """Folder written of ROWS in each split, with narrow limits."""
     root = tmp_path_factory.mktemp("alpaca")
-    for split in ("sft", "pref", "unlabeled", "val"):
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
-        (root / "raw").mkdir(exist_ok=True)
-        (root / "raw" / f"{split}.jsonl").write_text(lines, encoding="utf-8")
-    args = alpaca_dataset.Args(str(root / "raw"), str(world.model), str(root / "out"), 40, 24)
+    rows = [{"split": split} | row for split in ("sft", "pref", "unlabeled", "val") for row in ROWS]
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    (root / "raw.jsonl").write_text("".join(lines), encoding="utf-8")
+    args = alpaca_dataset.Args(str(root / "raw.jsonl"), str(world.model), str(root / "out"), 40, 24)
     alpaca_dataset.main(args)
     return root / "out"
 
@@ -105,7 +104,7 @@ def test_splits_of_rows_without_any(tmp_path):
     assert alpaca_dataset.deal_out(named, 1) | {} == {
         "sft": named[1:2], "pref": [], "unlabeled": [], "val": [named[0], named[2]], "unused": [],
     }  # fmt: skip
-    with pytest.raises(SystemExit, match="c: split is 'test'; it must be one of sft, pref"):
+    with pytest.raises(SystemExit, match="c: `split` must be one of sft, pref"):
         alpaca_dataset.deal_out([*named[:2], ("c", {"split": "test"})], 1)
 
 
@@ -115,7 +114,7 @@ def test_splits_of_rows_without_any(tmp_path):
         ([{"instruction": " ", "output": "x"}], {}, r"x\.jsonl, row 2: instruction"),
         ([{"instruction": "x"}], {}, r"x\.jsonl, row 2: output"),
         ([ROWS[0] | {"input": "a <|assistant|>b"}], {}, r"x\.jsonl, row 2: input holds"),
-        ([], {}, "no rows for the split pref"),
+        ([], {}, "split pref: no rows"),
         ([], {"base": "nowhere/x"}, "--base nowhere/x"),
         ([], {"max_query_length": 4}, "--max-query-length"),
         ([], {"output_dir": "{model}"}, "already holds data"),
