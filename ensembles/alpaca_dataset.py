@@ -12,9 +12,9 @@ rest unused; appendix D.2), in an order drawn from --seed. A prompt is (appendix
 and an answer is OUTPUT<|endoftext|>. The tokens <|prompter|> and <|assistant|> are added to the tokenizer of --base.
 Rows without output are left out and counted, as are rows whose prompt or answer is too long.
 
-OUTPUT_DIR/base is a copy of --base with this tokenizer, for sft.py to start from. The data sets are OUTPUT_DIR/sft
-(train: sft), OUTPUT_DIR/pref (train: pref, the prompts that gold_label.py answers and labels) and OUTPUT_DIR/unlabeled
-(train: unlabeled, PPO's prompts); `validation` of each is val.
+If --base lacks the two tokens, OUTPUT_DIR/base is a copy that has them; start sft.py from it. The data sets are
+OUTPUT_DIR/sft (train: sft), OUTPUT_DIR/pref (train: pref, the prompts that gold_label.py answers and labels) and
+OUTPUT_DIR/unlabeled (train: unlabeled, PPO's prompts); `validation` of each is val.
 """
 
 import random
@@ -119,9 +119,7 @@ def main(args: Args):
     model, tokenizer = load_base(args.base, turns=True)
     with unfinished_folder(output_dir) as folder:
         finished = folder / "finished"
-        if model is None:
-            print(f"--base {args.base} already has the turns: start sft.py from it, as no {output_dir}/base is written")
-        else:
+        if model is not None:  # --base lacks the turns
             model.save_pretrained(finished / "base")
             tokenizer.save_pretrained(finished / "base")
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # as the stages do, after the turns

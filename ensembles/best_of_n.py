@@ -88,7 +88,7 @@ class Args:
     """number of training posts, with a sample each, that the scale of the proxies is measured on"""
 
     estimate: bool = False
-    """sample nothing: make the tables of what output_dir holds"""
+    """only make the tables, of the prompts that output_dir holds"""
     uwo_lambda: float = 0.5
     """weight of the variance in uwo (section 5.1)"""
 

@@ -156,7 +156,6 @@ def figures(runs: pandas.DataFrame) -> dict[str, tuple[str, str, str, list[dict]
         "figure_10": ("PPO: variance within the ensemble", "update", "variance", []),
     }
     ppo = runs[runs["procedure"] == "PPO"].assign(final=runs["gold"].str[-1])
-    penalties = sorted(ppo["kl_coef"].unique())
     for method in METHODS:
         best_of_n = runs[(runs["procedure"] == "BoN") & (runs["method"] == method)]
         if len(best_of_n):
@@ -167,7 +166,7 @@ def figures(runs: pandas.DataFrame) -> dict[str, tuple[str, str, str, list[dict]
             found["figure_4"][-1].append(line_of(groups[kl], suffix=f", KL penalty {kl:g}"))
         if 0 in groups:
             found["figure_5"][-1].append(line_of(groups[0]))
-        for kl in penalties[:2]:
+        for kl in sorted(ppo["kl_coef"].unique())[:2]:
             if kl in groups and method in ("mean", "uwo"):
                 line = line_of(groups[kl], "variance", f", KL penalty {kl:g}")
                 found["figure_10"][-1].append(line | {"dashed": kl > 0})

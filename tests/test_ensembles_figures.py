@@ -95,15 +95,6 @@ def test_runs_of_two_settings_are_an_error_and_several_single_reward_models_are_
         figures.read_runs(("runs",))
 
 
-def test_a_damaged_run_is_named_and_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    file = make_ppo("a", ["a"]) / "gold.csv"
-    file.write_text(file.read_text().replace("kl_k2", "kl"))
-    with pytest.raises(SystemExit, match="^error: the run in runs/ppo/a cannot be read"):
-        figures.main(figures.Args(runs=("runs",), output_dir="out"))
-    assert not Path("out").exists()
-
-
 # ---- means and intervals ---------------------------------------------------------------------------------------------
 
 
