@@ -109,24 +109,16 @@ def test_splits_of_rows_without_any(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lines", "settings", "named"),
+    ("row", "settings", "named"),
     [
-        ([{"instruction": " ", "output": "x"}], {}, r"x\.jsonl, row 2: instruction"),
-        ([{"instruction": "x"}], {}, r"x\.jsonl, row 2: output"),
-        ([ROWS[0] | {"input": "a <|assistant|>b"}], {}, r"x\.jsonl, row 2: input holds"),
-        ([], {}, "split pref: no rows"),
-        ([], {"base": "nowhere/x"}, "--base nowhere/x"),
-        ([], {"max_query_length": 4}, "--max-query-length"),
-        ([], {"output_dir": "{model}"}, "already holds data"),
+        ({"instruction": " ", "output": "x"}, {}, r"x\.jsonl, row 1: instruction"),
+        (ROWS[0] | {"input": "a <|assistant|>b"}, {}, r"x\.jsonl, row 1: input holds"),
+        (ROWS[0], {}, "split pref: no rows"),
+        (ROWS[0], {"max_query_length": 4}, "--max-query-length"),
     ],
 )
-def test_bad_input_is_named_and_nothing_is_written(world, tmp_path, lines, settings, named):
-    lines = [{"split": "sft"} | line for line in lines]
-    splits = ("sft",) if "pref" in named else ("pref", "unlabeled", "val")
-    first, *rest = [ROWS[0] | {"split": split} for split in ("sft", *splits)]
-    file = write_jsonl(tmp_path / "x.jsonl", [first, *lines, *rest])
-    settings = {key: x.format(model=world.model) if isinstance(x, str) else x for key, x in settings.items()}
-    common = {"dataset": str(file), "base": str(world.model), "output_dir": str(tmp_path / "out")}
+def test_bad_input_is_named_and_nothing_is_written(world, tmp_path, row, settings, named):
+    file = write_jsonl(tmp_path / "x.jsonl", [row | {"split": "sft"}])
     with pytest.raises(SystemExit, match=f"^error: .*{named}"):
-        alpaca_dataset.main(alpaca_dataset.Args(**common | settings))
+        alpaca_dataset.main(alpaca_dataset.Args(str(file), str(world.model), str(tmp_path / "out"), **settings))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.jsonl"]

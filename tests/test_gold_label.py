@@ -119,19 +119,14 @@ def test_a_reward_model_as_gold(policy, world, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"gold": "{root}/gold.py:nan"}, "train, prompt 4 .* the score nan"),
-        ({"gold": "{root}/gold.py:fails"}, "train, prompt 4 .*ZeroDivisionError"),
+        ({"gold": "nan.py:score"}, "train, prompt 0 .* the score nan"),
         ({"label_noise": (1.5,)}, "--label-noise"),
-        ({"top_p": 0.0}, "--top-p"),
         ({"response_length": 1}, "no pair is left"),
     ],
 )
-def test_bad_input_is_one_message(policy, world, tmp_path, settings, named):
-    query = load_from_disk(str(world.dataset))["train"][4]["query"]
-    bodies = {"nan": "float('nan')", "fails": "1 / 0"}
-    text = (f"def {x}(post, text):\n    return {y} if post == {query!r} else len(text)\n" for x, y in bodies.items())
-    (tmp_path / "gold.py").write_text("".join(text))
-    settings = {key: x.format(root=tmp_path) if isinstance(x, str) else x for key, x in settings.items()}
+def test_bad_input_is_one_message(policy, world, tmp_path, monkeypatch, settings, named):
+    monkeypatch.chdir(tmp_path)
+    Path("nan.py").write_text("def score(post, summary):\n    return float('nan')\n")
     with pytest.raises(SystemExit, match=f"^error: .*{named}"):
-        run(policy, world, tmp_path, **{"prompts": 8} | settings)
+        run(policy, world, tmp_path, **{"prompts": 1} | settings)
     assert not (tmp_path / "out").exists() and not [*tmp_path.glob("*tmp-*")]
