@@ -10,13 +10,11 @@ rest unused; appendix D.2), in an order drawn from --seed. A prompt is (appendix
     <|prompter|>INSTRUCTION[newline INPUT]<|endoftext|><|assistant|>
 
 and an answer is OUTPUT<|endoftext|>. The tokens <|prompter|> and <|assistant|> are added to the tokenizer of --base.
-Because each stage takes its tokenizer from the checkpoint that it starts from, the script also writes a copy of --base
-with the extended tokenizer.
+Rows without output are left out and counted, as are rows whose prompt or answer is too long.
 
-OUTPUT_DIR/base is what sft.py starts from (--model OUTPUT_DIR/base). The data sets are OUTPUT_DIR/sft (train: sft),
-OUTPUT_DIR/pref (train: pref, the prompts that gold_label.py answers and labels) and OUTPUT_DIR/unlabeled (train:
-unlabeled, PPO's prompts); `validation` of each is val. Rows without output are left out and counted, as are
-rows whose prompt or answer is too long.
+If --base lacks the two tokens, OUTPUT_DIR/base is a copy that has them; start sft.py from it. The data sets are
+OUTPUT_DIR/sft (train: sft), OUTPUT_DIR/pref (train: pref, the prompts that gold_label.py answers and labels) and
+OUTPUT_DIR/unlabeled (train: unlabeled, PPO's prompts); `validation` of each is val.
 """
 
 import random
@@ -43,7 +41,7 @@ INSTRUCTION_FIELDS = ("instruction", "input", "output")
 @dataclass
 class Args:
     dataset: str = "tatsu-lab/alpaca"
-    """rows: a .jsonl file, a folder of them (one per split: sft.jsonl, pref.jsonl …), or a Hub id[@revision]"""
+    """rows: a .jsonl file or a Hub id[@revision]"""
     base: str = "EleutherAI/pythia-1.4b"
     """model that will be trained: Hub id[@revision] or checkpoint folder"""
     output_dir: str = "data/alpaca"
@@ -57,34 +55,29 @@ class Args:
 
 
 def instruction_rows(source: str) -> list[tuple[str, dict]]:
-    """Return (where, row) for all rows of a file, a folder or a Hub id. In a folder, and in a Hub data set of several
-    splits, a row without `split` gets the name of its file or split."""
+    """Return (where, row) for all rows of a file or a Hub id. If a Hub data set has several splits, their names are the
+    `split` of rows without one."""
     path, rows = Path(source).expanduser(), []
-    if path.is_dir():
-        for file in sorted(path.glob("*.jsonl")):
-            rows += [(where, {"split": file.stem} | row) for where, row in read_file(file)]
-    elif path.exists():
-        rows = read_file(path)
-    else:
-        repository, _, revision = source.partition("@")
-        with or_fail(f"--dataset {source}: no such file or folder, and no data set on the Hub"):
-            loaded = load_dataset(repository, revision=revision or None)
-        names = {"preference": "pref", "validation": "val"}
-        for name, split_rows in loaded.items():
-            split = {"split": names.get(name, name)} if len(loaded) > 1 else {}
-            rows += [(f"{source} {name}, row {number}", split | row) for number, row in enumerate(split_rows)]
+    if path.exists():
+        return read_file(path)
+    repository, _, revision = source.partition("@")
+    with or_fail(f"--dataset {source}: no such file, and no data set on the Hub"):
+        loaded = load_dataset(repository, revision=revision or None)
+    names = {"preference": "pref", "validation": "val"}
+    for name, split_rows in loaded.items():
+        split = {"split": names.get(name, name)} if len(loaded) > 1 else {}
+        rows += [(f"{source} {name}, row {number}", split | row) for number, row in enumerate(split_rows)]
     return rows
 
 
 def deal_out(rows: list, seed: int) -> dict[str, list]:
     """Return {split: rows} by the rows' own `split` or, if none has one, in AlpacaFarm's proportions."""
-    named = [row.get("split") for _, row in rows]
     found = {split: [] for split in SPLITS}
-    if any(named):
-        for (where, row), split in zip(rows, named, strict=True):
-            if split not in SPLITS:
-                fail(f"{where}: split is {split!r}; it must be one of {', '.join(SPLITS)}, or no row has any")
-            found[split].append((where, row))
+    if any(row.get("split") for _, row in rows):
+        for where, row in rows:
+            if row.get("split") not in SPLITS:
+                fail(f"{where}: `split` must be one of {', '.join(SPLITS)}, or no row has any")
+            found[row["split"]].append((where, row))
         return found
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
@@ -110,10 +103,11 @@ def instruction_columns(row: dict, tokenizer, max_query_length: int, max_respons
     answer = [*encode(tokenizer, columns["output"]), eos_id]
     if len(query) > max_query_length or len(answer) > max_response_length:
         return None
-    text, output = f"{TURNS[0]}{prompt}{eos}{TURNS[1]}", columns["output"] + eos
+    text = f"{TURNS[0]}{prompt}{eos}{TURNS[1]}"
     columns |= {"query": text, "query_token": [pad_id] * (max_query_length - len(query)) + query}
+    texts = columns["output"] + eos, text + columns["output"] + eos
     widths = (max_query_length, max_response_length, max_query_length + max_response_length)
-    response = padded_columns("reference_response", (output, text + output), query, answer, pad_id, widths)
+    response = padded_columns("reference_response", texts, query, answer, pad_id, widths)
     return columns | {"query_token_len": len(query)} | response
 
 
@@ -123,14 +117,10 @@ def main(args: Args):
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         fail(f"{output_dir} already holds data: remove it, or choose another --output-dir")
     splits = deal_out(instruction_rows(args.dataset), args.seed)
-    if empty := [split for split in ("sft", "pref", "unlabeled", "val") if not splits[split]]:
-        fail(f"--dataset {args.dataset}: no rows for the split {empty[0]}; rows are too few, or their `split` says so")
     model, tokenizer = load_base(args.base, turns=True)
     with unfinished_folder(output_dir) as folder:
         finished = folder / "finished"
-        if model is None:
-            print(f"--base {args.base} already has the turns: start sft.py from it, as no {output_dir}/base is written")
-        else:
+        if model is not None:  # --base lacks the turns
             model.save_pretrained(finished / "base")
             tokenizer.save_pretrained(finished / "base")
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # as the stages do, after the turns
@@ -151,7 +141,7 @@ def main(args: Args):
                     found.append({"id": f"{split}_{number:06d}"} | columns)
             print(f"{split}: {len(found):,} rows; left out: {too_long:,} too long, {without_output:,} without output")
             if not found:
-                fail(f"split {split}: no row is left; try a larger --max-query-length or --max-response-length")
+                fail(f"split {split}: no rows; add some, or try a larger --max-query-length or --max-response-length")
             types = column_types("sft") | dict.fromkeys(INSTRUCTION_FIELDS, Value("string"))
             types = {name: kind for name, kind in types.items() if name in found[0]}
             made[split] = Dataset.from_list(found, features=Features(types))

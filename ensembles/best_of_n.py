@@ -6,18 +6,14 @@ Ensembles Help Mitigate Overoptimization".
     torchrun --nproc_per_node 8 ensembles/best_of_n.py ...              # splits the prompts over processes
     python ensembles/best_of_n.py --output-dir runs/best_of_n/1b --estimate    # makes the tables again
 
-1. The script draws N samples for each prompt, and scores them with k reward models (the proxies) and the gold reward.
-   OUTPUT/samples_{prompt}.npz holds scores (N, k) and gold (N,) in float32 and has_eos (N,). Each file is renamed into
-   place once complete, so after a kill the same command makes what is missing. A sample depends only on (seed, prompt,
-   its number), not on the micro-batch. A response without EOS is scored at its last token. scales.json holds mean and
-   standard deviation of each proxy over one sample of the policy to each of the first training posts. The tables use
-   (score - mean) / sd, as ensembles/ppo.py --standardise-members does.
-2. It estimates the tables from the prompts that are sampled so far. --estimate does only this.
-   best_of_n.csv  for every n and method, expected over the best of n (equation 8) and averaged over prompts: the gold
-                  reward and the method's own objective
-   best_of_n.md   its rows of the largest n
-   The methods are single_i, the i-th proxy; single, the mean over these; and mean, wco and uwo (equations 3 to 5) of
-   all proxies. Responses with the same objective each count with the mean of their gold rewards.
+The script draws N samples for each prompt and scores them with k reward models (the proxies) and the gold reward, each
+at the response's last token. OUTPUT/samples_{prompt}.npz holds scores (N, k), gold (N,) and has_eos (N,). After a kill,
+the same command makes the files that are missing. scales.json holds mean and standard deviation of each proxy over
+samples of the policy, which standardise the scores, as in ensembles/ppo.py --standardise-members.
+
+best_of_n.csv holds, for every n and method, the gold reward and the method's own objective, expected over the best of n
+(equation 8) and averaged over the prompts. best_of_n.md shows its rows of the largest n. The methods are single_i, the
+i-th proxy; single, the mean over these; and mean, wco and uwo (equations 3 to 5) of all proxies.
 
 Deviation from the paper: 53 new tokens, as for TL;DR, not Alpaca's 256 (--response-length 256).
 """
@@ -38,7 +34,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 from rich.console import Console
-from rich.progress import Progress, track
+from rich.progress import track
 from transformers import DynamicCache
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
@@ -92,7 +88,7 @@ class Args:
     """number of training posts, with a sample each, that the scale of the proxies is measured on"""
 
     estimate: bool = False
-    """sample nothing: make the tables of what output_dir holds"""
+    """only make the tables, of the prompts that output_dir holds"""
     uwo_lambda: float = 0.5
     """weight of the variance in uwo (section 5.1)"""
 
@@ -100,9 +96,8 @@ class Args:
 def put(path: Path, content: bytes):
     """Write a file under a temporary name, then rename it, so that it is complete or absent."""
     partial = path.with_name(f"{path.name}.tmp")
-    with or_fail(f"{path} cannot be written"):
-        partial.write_bytes(content)
-        os.replace(partial, path)
+    partial.write_bytes(content)
+    os.replace(partial, path)
 
 
 # ---- sampling and scoring ----------------------------------------------------------------------------------------
@@ -116,18 +111,15 @@ def repeated(cache: DynamicCache, count: int) -> DynamicCache:
 
 
 @torch.no_grad()
-def sample_many(
-    model, query: torch.Tensor, banned: torch.Tensor, keys: torch.Tensor, eos_id: int, pad_id: int, args, done
-):
+def sample_many(model, query: torch.Tensor, keys: torch.Tensor, eos_id: int, pad_id: int, args) -> torch.Tensor:
     """Return responses (N, R) to one query (Q,) without padding, with [PAD] after the first EOS. Tokens are sampled by
-    Gumbel-max with the noise of `keys` (N, 2), but never the ids marked in `banned` (V,). done(count) is called after
-    each micro-batch."""
+    Gumbel-max with the noise of `keys` (N, 2), but never the ids marked in model.banned (V,)."""
     responses, cache = torch.full((len(keys), args.response_length), pad_id, device=query.device), DynamicCache()
     first = model(query[None], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]  # (1, V)
     for rows in torch.arange(len(keys), device=query.device).split(args.micro_batch_size):
-        logits, going, size = first.expand(len(rows), -1), repeated(cache, len(rows)), len(rows)
+        logits, going = first.expand(len(rows), -1), repeated(cache, len(rows))
         for t in range(args.response_length):
-            scaled = (logits.float() / args.temperature).masked_fill(banned, -torch.inf)
+            scaled = (logits.float() / args.temperature).masked_fill(model.banned, -torch.inf)
             noise = gumbel_noise(keys[rows], t, scaled.shape[1])
             token = (nucleus(scaled, args.top_p) + noise).argmax(1)
             responses[rows, t] = token
@@ -137,7 +129,6 @@ def sample_many(
                 break
             going.batch_select_indices(open_rows)  # responses that have ended cost no more
             logits = model(token[open_rows, None], past_key_values=going, use_cache=True).logits[:, -1]
-        done(size)
     return responses
 
 
@@ -168,7 +159,7 @@ def proxy_scales(policy, members: list, posts: list[torch.Tensor], eos_id: int, 
     scores, scales = [], {}
     for i, query in enumerate(track(posts, "scale of the proxies", console=Console(stderr=True))):
         keys = noise_keys(args.seed, -2, [i]).to(query.device)  # no prompt has the number -2
-        response = sample_many(policy, query, policy.banned, keys, eos_id, pad_id, args, lambda count: None)
+        response = sample_many(policy, query, keys, eos_id, pad_id, args)
         scores.append([response_scores(model, query, response, pad_id, 1).item() for model in members])
     for path, column in zip(args.reward_model_paths, torch.tensor(scores, dtype=torch.float64).T, strict=True):
         mean, sd = column.mean().item(), column.std(unbiased=False).item()
@@ -217,15 +208,12 @@ def sample_prompts(args: Args, settings: dict, device, rank: int, world: int):
     # ---- samples and scores, prompt by prompt ----------------------------------------------------
     files = {i: output / f"samples_{i:06d}.npz" for i in range(rank, args.prompts, world)}
     missing = [i for i in files if not files[i].exists()]
-    with Progress(console=Console(stderr=True)) as bar, autocast:
-        task = bar.add_task("samples", total=len(missing) * args.samples)
-        for i in missing:
+    with autocast:
+        for i in track(missing, "prompts", console=Console(stderr=True)):
             row = data["validation"][i]
             query = row["query_token"][row["query_token"] != pad_id].to(device)
             keys = noise_keys(args.seed, i, range(args.samples)).to(device)
-            responses = sample_many(
-                policy, query, policy.banned, keys, eos_id, pad_id, args, lambda count: bar.advance(task, count)
-            )  # (N, R)
+            responses = sample_many(policy, query, keys, eos_id, pad_id, args)  # (N, R)
             distinct, places = responses.unique(dim=0, return_inverse=True)  # (m, R), (N,)
             scores = []
             for name, model in zip(names, models, strict=True):
@@ -271,29 +259,20 @@ def bon_values(objective: numpy.ndarray, values: list[numpy.ndarray], weights: n
     return found
 
 
-def grid(N: int) -> numpy.ndarray:
-    """Return about 30 values of n from 1 to N, evenly spaced in log n."""
-    return numpy.unique(numpy.geomspace(1, N, 30).round().astype(int))
-
-
 def make_tables(args: Args, settings: dict):
     """Write the tables of the prompts that are sampled in output_dir; `settings` are the arguments of the sampling."""
     folder, N, k = Path(args.output_dir), settings["samples"], len(settings["reward_model_paths"])
-    with or_fail(f"{folder}/scales.json, which the sampling writes, cannot be read"):
-        scales = json.loads((folder / "scales.json").read_text())
-    middle, spread = (
-        pandas.DataFrame(scales)[settings["reward_model_paths"]].loc[["mean", "sd"]].to_numpy()
-    )  # (k,) each
     files = [file for i in range(settings["prompts"]) if (file := folder / f"samples_{i:06d}.npz").exists()]
     if not files:
         fail(f"{folder}: no prompt is sampled there yet; without --estimate the command samples them")
-    ns = grid(N)
+    scales = json.loads((folder / "scales.json").read_text()).values()  # in the order of the proxies
+    middle, spread = (numpy.array([scale[key] for scale in scales]) for key in ("mean", "sd"))  # (k,) each
+    ns = numpy.unique(numpy.geomspace(1, N, 30).round().astype(int))  # evenly spaced in log n
     weights = numpy.stack([bon_weights(int(n), N) for n in ns])  # (n, N)
     methods = [*(f"single_{i + 1}" for i in range(k)), *(("mean", "wco", "uwo") if k > 1 else ())]
     values, ended = [], []
     for file in track(files, "estimating", console=Console(stderr=True)):
-        with or_fail(f"{file} cannot be read; delete it and sample again"):
-            shard = dict(numpy.load(file))
+        shard = numpy.load(file)
         ended.append(shard["has_eos"].mean())
         gold = shard["gold"].astype(float)[None]  # (1, N)
         scores = (shard["scores"].astype(float) - middle) / spread  # (N, k)
@@ -303,16 +282,14 @@ def make_tables(args: Args, settings: dict):
     means = numpy.mean(values, 0)  # (methods, 2, n)
     curves = {"single": means[:k].mean(0)} | dict(zip(methods, means, strict=True))
     columns = {"n": ns, "kl": numpy.log(ns) - (ns - 1) / ns}  # equation 1, nats
-    tables = [
-        pandas.DataFrame({"method": method} | columns | {"gold": gold, "proxy": proxy})
-        for method, (gold, proxy) in curves.items()
-    ]
+    tables = [pandas.DataFrame({"method": x} | columns | {"gold": y[0], "proxy": y[1]}) for x, y in curves.items()]
     table = pandas.concat(tables)
-    text = f"# Best of {N:,}: {len(files):,} of {settings['prompts']:,} prompts\n\n{k} reward models, "
-    text += (
-        f"gold {settings['gold']}, uwo with λ {args.uwo_lambda:g}; {numpy.mean(ended):.1%} of the responses have EOS."
-    )
-    text += f"\n\n{markdown(table[table['n'] == N].to_dict('records'))}"
+    eos = f"{numpy.mean(ended):.1%}"
+    text = f"""# Best of {N:,}: {len(files):,} of {settings["prompts"]:,} prompts
+
+{k} reward models, gold {settings["gold"]}, uwo with λ {args.uwo_lambda:g}; {eos} of the responses have EOS.
+
+{markdown(table[table["n"] == N].to_dict("records"))}"""
     table.to_csv(folder / "best_of_n.csv", index=False)
     (folder / "best_of_n.md").write_text(text, encoding="utf-8")
     print(text)
@@ -320,16 +297,12 @@ def make_tables(args: Args, settings: dict):
 
 def main(args: Args):
     saved = Path(args.output_dir, "args.json")
-    if not 0 <= args.uwo_lambda < float("inf"):
-        fail(f"--uwo-lambda {args.uwo_lambda}: it weights a penalty, so it must be at least 0")
     if args.estimate:
         with or_fail(f"--estimate: {saved}, which the sampling writes, cannot be read"):
             settings = json.loads(saved.read_text())
         return make_tables(args, settings)
     if not (args.policy and args.reward_model_paths and args.gold):
         fail("--policy, --reward-model-paths and --gold are required without --estimate")
-    if min(args.prompts, args.samples, args.response_length, args.micro_batch_size, args.standardise_posts) < 1:
-        fail("--prompts, --samples, --response-length, --micro-batch-size and --standardise-posts are at least 1")
     if not (args.temperature > 0 and 0 < args.top_p <= 1):
         fail(f"--temperature {args.temperature} --top-p {args.top_p}: above 0, and in (0, 1]")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -340,14 +313,8 @@ def main(args: Args):
     torch.backends.cuda.enable_cudnn_sdp(False)
     args.mixed_precision = args.mixed_precision or ("bf16" if device.type == "cuda" else "no")
     settings = {key: value for key, value in asdict(args).items() if key not in FREE}
-    if saved.exists():
-        with or_fail(f"{saved} cannot be read"):
-            before = json.loads(saved.read_text())
-        changed = [
-            f"{key} {before.get(key)} -> {settings[key]}" for key in settings if settings[key] != before.get(key)
-        ]
-        if changed:
-            fail(f"{saved.parent} was made with other settings ({', '.join(changed)}); choose another --output-dir")
+    if saved.exists() and json.loads(saved.read_text()) != settings:
+        fail(f"{saved} has other settings than this command; choose another --output-dir")
     sample_prompts(args, settings, device, rank, world)
     if world == 1:
         make_tables(args, settings)

@@ -4,25 +4,14 @@ method with a single reward model.
     python ensembles/figures.py --runs runs/ensembles/ppo runs/ensembles/best_of_n --output-dir runs/ensembles/figures
     python ensembles/figures.py --runs ensembles/results/runs.jsonl --output-dir /tmp/figures    # the committed study
 
-The script reads every run of ensembles/ppo.py (args.json, metrics.jsonl, and gold.csv, which eval/gold.py writes) and
-of ensembles/best_of_n.py (args.json, best_of_n.csv) below --runs. All of them should have one setting: the same data,
-the same label noise, and reward models of one size. Two runs of one method, KL penalty and seed are therefore an error.
-Single reward models are the exception: a seed may have one run for each member.
+The script reads the runs of ensembles/ppo.py that eval/gold.py has scored, and those of ensembles/best_of_n.py. It
+writes a figure_N.png for each figure that has runs, table.md, and runs.jsonl, which holds the curves that it read.
 
 A method is `single` (one reward model), `warm` (one that average.py made), `mean`, `wco` or `uwo`. A replicate is a
-seed; several runs of one seed count as their mean. Lines are means over the replicates, at the steps that all of them
-have. Beside the lines stand the means of the last values with 95 % t intervals over the replicates (n - 1 degrees of
-freedom; a single replicate has no interval). Differences to a single reward model are paired by replicate.
-
-OUTPUT_DIR/  figure_3.png    best of n: gold over KL (equation 1)
-             figure_4.png    PPO, each method at the KL penalty with the best mean of final gold: gold over updates
-             figure_5.png    PPO without a KL penalty: gold over updates
-             figure_10.png   PPO: variance within the ensemble of mean and uwo, without and with the smallest KL penalty
-             table.md        final and best gold, and their paired differences to a single reward model
-             runs.jsonl      the curves that were read; --runs accepts it in place of the folders
-
-The paper draws figures 4 and 5 over KL, with the proxy scores. Here they are drawn over updates and without proxy
-scores, because replicates of one method end at very different KL.
+seed. Several runs of one seed, such as one for each single reward model, count as their mean. Lines are means over the
+replicates, at the steps that all of them have. Intervals are 95 % t intervals over the replicates; a single replicate
+has none. The paper draws figures 4 and 5 over KL, with the proxy scores. Here they are drawn over updates and without
+proxy scores, because replicates of one method end at very different KL.
 """
 
 import json
@@ -133,16 +122,6 @@ def read_runs(sources: tuple[str, ...]) -> pandas.DataFrame:
 # ---- means and intervals ---------------------------------------------------------------------------------------------
 
 
-def final(gold: list[float]) -> float:
-    """Return the last gold score of a run."""
-    return gold[-1]
-
-
-def by_seed(runs: pandas.DataFrame, quantity) -> pandas.Series:
-    """Return the mean of quantity(gold scores of a run) over the runs of each seed."""
-    return runs["gold"].map(quantity).groupby(runs["seed"]).mean()
-
-
 def t_interval(values: pandas.Series) -> tuple[float, float, float]:
     """Return the mean of values and the ends of its 95 % t interval, which are nan for a single value."""
     middle, half = values.mean(), stats.t.ppf(0.975, len(values) - 1) * values.sem()
@@ -170,28 +149,28 @@ def line_of(runs: pandas.DataFrame, column: str = "gold", suffix: str = "") -> d
 
 def figures(runs: pandas.DataFrame) -> dict[str, tuple[str, str, str, list[dict]]]:
     """Return {file name: (title, label of the x axis, label of the y axis, lines)}; lines are [] without runs."""
-    ppo = runs[runs["procedure"] == "PPO"]
-    lines = {"figure_3": [], "figure_4": [], "figure_5": [], "figure_10": []}
+    found = {
+        "figure_3": ("Best of n", "KL, nats", "gold", []),
+        "figure_4": ("PPO, each method at its best KL penalty", "update", "gold", []),
+        "figure_5": ("PPO without a KL penalty", "update", "gold", []),
+        "figure_10": ("PPO: variance within the ensemble", "update", "variance", []),
+    }
+    ppo = runs[runs["procedure"] == "PPO"].assign(final=runs["gold"].str[-1])
     for method in METHODS:
-        mine = runs[(runs["procedure"] == "BoN") & (runs["method"] == method)]
-        if len(mine):
-            lines["figure_3"].append(line_of(mine))
+        best_of_n = runs[(runs["procedure"] == "BoN") & (runs["method"] == method)]
+        if len(best_of_n):
+            found["figure_3"][-1].append(line_of(best_of_n))
         groups = dict(list(ppo[ppo["method"] == method].groupby("kl_coef")))
         if groups:
-            kl = max(groups, key=lambda kl: by_seed(groups[kl], final).mean())
-            lines["figure_4"].append(line_of(groups[kl], suffix=f", KL penalty {kl:g}"))
+            kl = max(groups, key=lambda kl: groups[kl].groupby("seed")["final"].mean().mean())
+            found["figure_4"][-1].append(line_of(groups[kl], suffix=f", KL penalty {kl:g}"))
         if 0 in groups:
-            lines["figure_5"].append(line_of(groups[0]))
-        for kl in sorted(set(ppo["kl_coef"]))[:2]:
+            found["figure_5"][-1].append(line_of(groups[0]))
+        for kl in sorted(ppo["kl_coef"].unique())[:2]:
             if kl in groups and method in ("mean", "uwo"):
                 line = line_of(groups[kl], "variance", f", KL penalty {kl:g}")
-                lines["figure_10"].append(line | {"dashed": kl > 0})
-    return {
-        "figure_3": ("Best of n", "KL, nats", "gold", lines["figure_3"]),
-        "figure_4": ("PPO, each method at its best KL penalty", "update", "gold", lines["figure_4"]),
-        "figure_5": ("PPO without a KL penalty", "update", "gold", lines["figure_5"]),
-        "figure_10": ("PPO: variance within the ensemble", "update", "variance", lines["figure_10"]),
-    }
+                found["figure_10"][-1].append(line | {"dashed": kl > 0})
+    return found
 
 
 def draw_lines(title: str, xlabel: str, ylabel: str, lines: list[dict]) -> Figure:
@@ -230,17 +209,18 @@ def difference_text(values: pandas.Series) -> str:
 def methods_table(runs: pandas.DataFrame) -> str:
     """Return a Markdown table of each method's final and best gold and the paired differences to a single model."""
     lines = ["| runs | method | final gold | to single | best gold | to single |", "|" + "---|" * 6]
+    runs = runs.assign(final=runs["gold"].str[-1], best=runs["gold"].map(max))
     for (procedure, kl), group in runs.groupby(["procedure", "kl_coef"]):
         name = f"PPO, KL {kl:g}" if procedure == "PPO" else f"best of {group.iloc[0]['step'][-1]:,}"
+        # means over the runs of a seed, by seed and method
+        tables = [group.pivot_table(x, "seed", "method").reindex(columns=[*METHODS]) for x in ("final", "best")]
         for method in METHODS:
-            mine, single = group[group["method"] == method], group[group["method"] == "single"]
-            if mine.empty:
+            if method not in set(group["method"]):
                 continue
             cells = [name, METHODS[method][0]]
-            for quantity in (final, max):
-                values = by_seed(mine, quantity)
-                differences = (values - by_seed(single, quantity)).dropna()  # of the seeds that both have
-                cells += [f"{values.mean():.3f}", "" if method == "single" else difference_text(differences)]
+            for table in tables:
+                differences = (table[method] - table["single"]).dropna()  # of the seeds that both have
+                cells += [f"{table[method].mean():.3f}", "" if method == "single" else difference_text(differences)]
             lines.append(f"| {' | '.join(cells)} |".replace("-", "−"))
     return "\n".join(lines) + "\n"
 

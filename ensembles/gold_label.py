@@ -4,15 +4,13 @@
         --response-length 256 --output-dir data/alpaca/labelled
     python reward.py --preference-dataset data/alpaca/labelled/noise_25 --dataset data/alpaca/sft ...
 
-The gold reward is a reward model, or path.py:function of (post, summary). The better answer becomes the chosen one.
-Sampling noise depends on (seed, prompt, answer), so the batch size does not change the answers. Pairs are left out, and
-counted, if the answers or their rewards are equal, or if an answer did not reach EOS, where a reward would be read.
-Then the script flips exactly the share --label-noise of the labels in each split, rounded and drawn from the seed.
+The better answer becomes the chosen one. Sampling noise depends on (seed, prompt, answer), so the batch size does not
+change the answers. Pairs are left out if the answers or their rewards are equal, or if an answer did not reach EOS.
 Labels that are flipped at a lower share are also flipped at a higher one, so the data sets differ in nothing else.
 
-OUTPUT_DIR/noise_N, one for each value of --label-noise (N in percent), holds train and validation of the prompts' data
-set, in the columns of tldr_dataset.py's preference data. `gold_chosen` and `gold_rejected` are added, and `batch` is
-kept or flipped. reward.py and dpo.py --run-eval group their accuracies by it.
+OUTPUT_DIR/noise_N, one for each value of --label-noise (N in percent), holds train and validation in the columns of
+tldr_dataset.py's preference data, with `gold_chosen` and `gold_rejected`. `batch` is kept or flipped, so reward.py and
+dpo.py --run-eval group their accuracies by it.
 """
 
 import re
@@ -135,16 +133,17 @@ def flipped(n: int, share: float, seed: int, split: str) -> list[bool]:
 def pair_columns(prompt: dict, pair: list[dict], flip: bool, split: str, args, tokenizer) -> dict:
     """Return the columns of a pair. `prompt` has id, query, query_token and `tokens` (query_token without padding), and
     `pair` has the tokens and the gold reward of both answers."""
-    pad_id, query = tokenizer.pad_token_id, prompt["tokens"].tolist()
-    widths = (len(prompt["query_token"]), args.response_length, len(prompt["query_token"]) + args.response_length)
+    query, width = prompt["tokens"].tolist(), len(prompt["query_token"])
     choice = int(pair[1]["gold"] > pair[0]["gold"]) ^ flip
     columns = {"id": prompt["id"], "query": prompt["query"], "query_token": prompt["query_token"].tolist()}
     columns |= {"query_token_len": len(query), "choice": choice, "batch": "flipped" if flip else "kept"}
     columns |= {"split": split, "extra": {"confidence": None}, "policies": "sample_0--sample_1"}
+    widths = (width, args.response_length, width + args.response_length)
     for name, which in (("chosen", choice), ("rejected", 1 - choice)):
         tokens = pair[which]["tokens"]
         text = tokenizer.decode(tokens)
-        columns |= padded_columns(name, (text, prompt["query"] + text), query, tokens, pad_id, widths)
+        texts = text, prompt["query"] + text
+        columns |= padded_columns(name, texts, query, tokens, tokenizer.pad_token_id, widths)
         columns |= {f"{name}_policy": f"sample_{which}", f"gold_{name}": pair[which]["gold"]}
     return columns
 
@@ -201,18 +200,12 @@ def main(args: Args):
                 bar.advance(task, len(index))
 
             # ---- labels --------------------------------------------------------------------------
-            kept, left_out = [], {"equal answers": 0, "an answer without EOS": 0, "equal rewards": 0}
+            kept = []
             for prompt, pair in zip(prompts, pairs, strict=True):
-                if pair[0]["tokens"] == pair[1]["tokens"]:
-                    left_out["equal answers"] += 1
-                elif not all(answer["tokens"][-1] == tokenizer.eos_token_id for answer in pair):
-                    left_out["an answer without EOS"] += 1
-                elif pair[0]["gold"] == pair[1]["gold"]:
-                    left_out["equal rewards"] += 1
-                else:
+                ended = all(answer["tokens"][-1] == tokenizer.eos_token_id for answer in pair)
+                if ended and pair[0]["tokens"] != pair[1]["tokens"] and pair[0]["gold"] != pair[1]["gold"]:
                     kept.append((prompt, pair))
-            counts = ", ".join(f"{count} with {reason}" for reason, count in left_out.items())
-            print(f"{split}: {len(kept)} pairs of {len(pairs)} prompts; left out: {counts}")
+            print(f"{split}: {len(kept)} pairs of {len(pairs)} prompts")
             if not kept:
                 fail(f"{args.dataset}, {split}: no pair is left; try a larger --response-length")
             for share, splits in made.items():

@@ -74,13 +74,12 @@ def test_what_is_read(tmp_path, monkeypatch):
         assert run.gold == [10 * factor, 11 * factor, 12 * factor]
 
 
-def test_an_incomplete_run_is_left_out(tmp_path, monkeypatch, capsys):
+def test_an_incomplete_run_is_left_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_ppo("whole", ["a", "b"])
     make_ppo("killed", ["a", "b"], "wco", last=4)
     (make_ppo("empty", ["a", "b"], "uwo") / "gold.csv").unlink()
     assert figures.read_runs(("runs",))["folder"].tolist() == ["runs/ppo/whole"]
-    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_runs_of_two_settings_are_an_error_and_several_single_reward_models_are_not(tmp_path, monkeypatch):
@@ -93,15 +92,6 @@ def test_runs_of_two_settings_are_an_error_and_several_single_reward_models_are_
     make_ppo("again", ["a", "c"])
     with pytest.raises(SystemExit, match="mean, KL penalty 0, seed 1: runs/ppo/again and runs/ppo/mean"):
         figures.read_runs(("runs",))
-
-
-def test_a_damaged_run_is_named_and_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    file = make_ppo("a", ["a"]) / "gold.csv"
-    file.write_text(file.read_text().replace("kl_k2", "kl"))
-    with pytest.raises(SystemExit, match="^error: the run in runs/ppo/a cannot be read"):
-        figures.main(figures.Args(runs=("runs",), output_dir="out"))
-    assert not Path("out").exists()
 
 
 # ---- means and intervals ---------------------------------------------------------------------------------------------

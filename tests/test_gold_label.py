@@ -92,15 +92,11 @@ def test_exactly_that_share_is_flipped_and_nothing_else_changes(labelled):
     assert gold_label.flipped(99, 0.5, 1, "train") != gold_label.flipped(99, 0.5, 2, "train")
 
 
-def test_the_batch_size_changes_nothing_and_what_is_left_out_is_counted(policy, world, labelled, tmp_path, capsys):
+def test_the_batch_size_changes_nothing(policy, world, labelled, tmp_path):
     again = run(policy, world, tmp_path, micro_batch_size=5, label_noise=(0.25,), prompts=32)
     for split in ("train", "validation"):
         rows, before = (list(load_from_disk(str(folder / "noise_25"))[split]) for folder in (again, labelled))
         assert rows == before
-    line = capsys.readouterr().out.splitlines()[0]
-    kept, prompts, *left_out = [int(word) for word in line.split() if word.isdigit()]
-    assert (kept, prompts) == (len(load_from_disk(str(again / "noise_25"))["train"]), 32)
-    assert sum(left_out) == 32 - kept and left_out[1] > 0
 
 
 def test_a_reward_model_as_gold(policy, world, tmp_path, monkeypatch):
@@ -123,19 +119,14 @@ def test_a_reward_model_as_gold(policy, world, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"gold": "{root}/gold.py:nan"}, "train, prompt 4 .* the score nan"),
-        ({"gold": "{root}/gold.py:fails"}, "train, prompt 4 .*ZeroDivisionError"),
+        ({"gold": "nan.py:score"}, "train, prompt 0 .* the score nan"),
         ({"label_noise": (1.5,)}, "--label-noise"),
-        ({"top_p": 0.0}, "--top-p"),
         ({"response_length": 1}, "no pair is left"),
     ],
 )
-def test_bad_input_is_one_message(policy, world, tmp_path, settings, named):
-    query = load_from_disk(str(world.dataset))["train"][4]["query"]
-    bodies = {"nan": "float('nan')", "fails": "1 / 0"}
-    text = (f"def {x}(post, text):\n    return {y} if post == {query!r} else len(text)\n" for x, y in bodies.items())
-    (tmp_path / "gold.py").write_text("".join(text))
-    settings = {key: x.format(root=tmp_path) if isinstance(x, str) else x for key, x in settings.items()}
+def test_bad_input_is_one_message(policy, world, tmp_path, monkeypatch, settings, named):
+    monkeypatch.chdir(tmp_path)
+    Path("nan.py").write_text("def score(post, summary):\n    return float('nan')\n")
     with pytest.raises(SystemExit, match=f"^error: .*{named}"):
-        run(policy, world, tmp_path, **{"prompts": 8} | settings)
+        run(policy, world, tmp_path, **{"prompts": 1} | settings)
     assert not (tmp_path / "out").exists() and not [*tmp_path.glob("*tmp-*")]
