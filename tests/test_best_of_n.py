@@ -287,7 +287,6 @@ def test_killed_it_goes_on_to_the_same_bytes(made, written, tmp_path, monkeypatc
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(best_of_n.os, "replace", killed)
         best_of_n.main(args)
-    assert len(list(folder.glob("samples_*.npz"))) == 2
     best_of_n.main(args)
     assert files(folder) == files(written)
 
