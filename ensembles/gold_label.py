@@ -142,8 +142,7 @@ def pair_columns(prompt: dict, pair: list[dict], flip: bool, split: str, args, t
     for name, which in (("chosen", choice), ("rejected", 1 - choice)):
         tokens = pair[which]["tokens"]
         text = tokenizer.decode(tokens)
-        texts = text, prompt["query"] + text
-        columns |= padded_columns(name, texts, query, tokens, tokenizer.pad_token_id, widths)
+        columns |= padded_columns(name, (text, prompt["query"] + text), query, tokens, tokenizer.pad_token_id, widths)
         columns |= {f"{name}_policy": f"sample_{which}", f"gold_{name}": pair[which]["gold"]}
     return columns
 
