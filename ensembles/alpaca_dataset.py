@@ -93,9 +93,8 @@ def instruction_columns(row: dict, tokenizer, max_query_length: int, max_respons
     """Return the columns of a row, named and padded as by tldr_dataset.py (prompts on the left, all else on the right),
     or None if the prompt or the answer is too long. Raises ValueError naming a field that is wrong."""
     columns = {field: text_field(row, field, field, required=field != "input") or "" for field in INSTRUCTION_FIELDS}
-    for field, text in columns.items():
-        if any(turn in text for turn in TURNS):
-            raise ValueError(f"{field} holds {' or '.join(TURNS)}, which would begin a turn")
+    if any(turn in text for turn in TURNS for text in columns.values()):
+        raise ValueError(f"a field holds {' or '.join(TURNS)}, which would begin a turn")
     prompt = columns["instruction"] + (f"\n{columns['input']}" if columns["input"] else "")
     prompter, assistant = tokenizer.convert_tokens_to_ids(list(TURNS))
     eos, eos_id, pad_id = tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token_id

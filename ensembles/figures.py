@@ -182,8 +182,7 @@ def draw_lines(title: str, xlabel: str, ylabel: str, lines: list[dict]) -> Figur
     for i, line in enumerate(lines):
         _, color, marker = METHODS[line["method"]]
         style = {"color": color, "marker": marker, "ms": 5}
-        dashes = "--" if line.get("dashed") else "-"
-        axis.plot(line["x"], line["y"], ls=dashes, lw=1.6, label=line["label"], **style)
+        axis.plot(line["x"], line["y"], ls="--" if line.get("dashed") else "-", lw=1.6, label=line["label"], **style)
         middle, low, high = line["end"]
         axis.errorbar((1.05 + 0.035 * i) * last, middle, [[middle - low], [high - middle]], capsize=3, ls="", **style)
     axis.set(title=title, xlabel=f"{xlabel}; right: the last values, 95 % interval over replicates", ylabel=ylabel)

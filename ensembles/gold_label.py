@@ -106,8 +106,7 @@ def answers(model, queries: torch.Tensor, tokenizer, keys: torch.Tensor, args) -
         max_new_tokens=args.response_length, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=pad_id
     )
     sampler = NucleusGumbel(keys, queries.shape[1], model.banned, args)
-    tokens = model.generate(queries, logits_processor=[sampler])
-    tokens = tokens[:, queries.shape[1] :]
+    tokens = model.generate(queries, logits_processor=[sampler])[:, queries.shape[1] :]
     return F.pad(tokens, (0, args.response_length - tokens.shape[1]), value=pad_id)
 
 
@@ -134,11 +133,11 @@ def pair_columns(prompt: dict, pair: list[dict], flip: bool, split: str, args, t
     """Return the columns of a pair. `prompt` has id, query, query_token and `tokens` (query_token without padding), and
     `pair` has the tokens and the gold reward of both answers."""
     query, width = prompt["tokens"].tolist(), len(prompt["query_token"])
+    widths = (width, args.response_length, width + args.response_length)
     choice = int(pair[1]["gold"] > pair[0]["gold"]) ^ flip
     columns = {"id": prompt["id"], "query": prompt["query"], "query_token": prompt["query_token"].tolist()}
     columns |= {"query_token_len": len(query), "choice": choice, "batch": "flipped" if flip else "kept"}
     columns |= {"split": split, "extra": {"confidence": None}, "policies": "sample_0--sample_1"}
-    widths = (width, args.response_length, width + args.response_length)
     for name, which in (("chosen", choice), ("rejected", 1 - choice)):
         tokens = pair[which]["tokens"]
         text = tokenizer.decode(tokens)

@@ -66,6 +66,9 @@ def start(stage: str, args) -> int:
             AcceleratorState._reset_state(True)
             STAGES[stage].main(args)
             code = 0
+        except SystemExit as end:
+            print(end, flush=True)
+            code = end.code if isinstance(end.code, int) else 1  # 0 where --resume finds a complete run
         except BaseException as error:
             print(repr(error), flush=True)
         os._exit(code)
