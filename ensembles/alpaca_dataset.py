@@ -93,8 +93,9 @@ def instruction_columns(row: dict, tokenizer, max_query_length: int, max_respons
     """Return the columns of a row, named and padded as by tldr_dataset.py (prompts on the left, all else on the right),
     or None if the prompt or the answer is too long. Raises ValueError naming a field that is wrong."""
     columns = {field: text_field(row, field, field, required=field != "input") or "" for field in INSTRUCTION_FIELDS}
-    if any(turn in text for turn in TURNS for text in columns.values()):
-        raise ValueError(f"a field holds {' or '.join(TURNS)}, which would begin a turn")
+    for field, text in columns.items():
+        if any(turn in text for turn in TURNS):
+            raise ValueError(f"{field} holds {' or '.join(TURNS)}, which would begin a turn")
     prompt = columns["instruction"] + (f"\n{columns['input']}" if columns["input"] else "")
     prompter, assistant = tokenizer.convert_tokens_to_ids(list(TURNS))
     eos, eos_id, pad_id = tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -118,12 +119,11 @@ def main(args: Args):
     splits = deal_out(instruction_rows(args.dataset), args.seed)
     model, tokenizer = load_base(args.base, turns=True)
     with unfinished_folder(output_dir) as folder:
-        finished = folder / "finished"
+        made, finished = {}, folder / "finished"
         if model is not None:  # --base lacks the turns
             model.save_pretrained(finished / "base")
             tokenizer.save_pretrained(finished / "base")
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # as the stages do, after the turns
-        made = {}
         for split in ("sft", "pref", "unlabeled", "val"):
             found, without_output, too_long = [], 0, 0
             for number, (where, row) in enumerate(track(splits[split], split, console=Console(stderr=True))):
