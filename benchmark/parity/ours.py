@@ -91,7 +91,7 @@ DEVIATIONS = [
         "tokens.*CNN/DM.*response_label",
         "tldr_dataset.py",
         "The response label hides the tokens",
-        [("shared = len(os.path.commonprefix([query_token, tokens]))", "shared = len(query_token)")],
+        [("shared = len(os.path.commonprefix([query_token, joined_tokens]))", "shared = len(query_token)")],
     ),
 ]
 
