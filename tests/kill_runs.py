@@ -54,8 +54,8 @@ class Args:
 # ---- one run in a child process ----------------------------------------------------------------------------------
 
 
-def start(stage: str, args) -> int:
-    """Process id of a child that runs the stage, silently, and ends as a script would."""
+def start(stage: str, args, main=None) -> int:
+    """Process id of a child that runs the stage, or `main`, silently, and ends as a script would."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -64,7 +64,7 @@ def start(stage: str, args) -> int:
             os.dup2(file, 1), os.dup2(file, 2)
             sys.stdout = sys.stderr = os.fdopen(file, "w", buffering=1)
             AcceleratorState._reset_state(True)
-            STAGES[stage].main(args)
+            (main or STAGES[stage].main)(args)
             code = 0
         except SystemExit as end:
             print(end, flush=True)

@@ -79,7 +79,7 @@ def test_the_plumbing_under_zero2(tmp_path):
     code, output = launch(tmp_path, [("toy", args)])
     assert code == 0, output[-6000:]
     assert output.count("norm 1.5\n") == 2
-    assert kill_runs.finish(kill_runs.fork(f"{args.output_dir}.log", lambda: toy(replace(args, resume=True)))) == 1
+    assert kill_runs.finish(kill_runs.start("toy", replace(args, resume=True), toy)) == 1
     assert "update_000006 cannot be loaded" in Path(f"{args.output_dir}.log").read_text()
 
 
