@@ -12,7 +12,7 @@ shopt -s nullglob
 tools=$(dirname "${BASH_SOURCE[0]}")
 read -ra models <<< "${MODELS:-1b 2.8b 6.9b}"
 read -ra seeds <<< "${SEEDS:-44413 55513 66613 77713}"
-runs=${RUNS:-runs} data=${DATA:-data/tldr} base=${BASE:-EleutherAI/pythia-6.9b-deduped} output=${OUTPUT:-runs/figures}
+runs=${RUNS:-runs} data=${DATA:-data/tldr} base=${BASE:-EleutherAI/pythia-${models[-1]}-deduped} output=${OUTPUT:-runs/figures}
 judge=${JUDGE:?set JUDGE to what judge.py takes as --judge}
 study=(--models "${models[@]}" --seeds "${seeds[@]}" --runs "$runs")
 

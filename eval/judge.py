@@ -6,7 +6,7 @@
 
 An endpoint gets the paper's prompt (appendix B); OPENAI_API_KEY holds its key. The order of the two summaries is drawn
 per example. An answer that does not end with A or B in the requested form is invalid and enters no win rate. With a
-reward model or a function, the higher score wins.
+reward model, which reads EOS after every summary, or a function, the higher score wins.
 
 Reads eval/samples_validation.csv of a run, or any CSV file with its columns id, query, response, reference. Writes
 beside it judge_NAME.csv (a row per example), judge_NAME_rates.csv, judge_NAME_bins.csv and judge_NAME.jsonl (answers,
@@ -135,7 +135,7 @@ def ask(args: Args, prompts: list[str], file: Path) -> dict[str, str]:
     they arrive, so that a stopped run continues. An answer without content (cut off or filtered) is an empty one."""
     api_key = os.environ.get("OPENAI_API_KEY", "none")  # a local endpoint needs none
     client = OpenAI(base_url=args.base_url, max_retries=RETRIES, timeout=TIMEOUT, api_key=api_key)
-    endpoint, known = f"{client.base_url} {args.judge}", {}
+    endpoint, known = f"{client.base_url} {args.judge} {TEMPERATURE}", {}
     for line in file.read_text().splitlines() if file.exists() else []:
         with contextlib.suppress(ValueError, KeyError):  # a stopped run can leave half a line
             row = json.loads(line)

@@ -12,7 +12,7 @@ model scores all of them. Writes
     OUTPUT.md             per model: length, share with EOS, score; shares at the first token, at EOS and between
     OUTPUT_tokens.csv     a row per example shown, model and response token
 
-The numbers of the PPO response are those of ppo.py: `value` belongs to the state before the token, `logratio` is
+The numbers of the PPO response are by ppo.py's rules: `value` belongs to the state before the token, `logratio` is
 log pi - log pi_SFT at the training temperature (KL per token), and `token_reward` is -kl_coef x logratio. The reward
 model's score (without EOS: the penalty) is added one position past EOS, in a row of its own ([PAD], without rank), or
 at the last position.
@@ -46,7 +46,7 @@ COLUMNS = ["id", "query", "query_token", "reference_response", "reference_respon
 MODELS = ["base", "sft", "ppo", "dpo", "reference"]  # in the order shown
 # colour is never the only sign
 KINDS = {"unshifted": "blue", "marginal": "yellow underline", "shifted": "bold red underline2"}
-TRAINING = {"temperature": 0.7, "kl_coef": 0.05, "penalty_reward_value": -1.0}  # table 7 and Detail 23
+TRAINING = {"temperature": 0.7, "kl_coef": 0.05, "penalty_reward_value": -1.0, "response_length": 53}  # table 7
 NUMBERS = ["reward_logit", "value", "logratio", "token_reward"]  # of a token
 
 
@@ -68,8 +68,8 @@ class Args:
     """examples shown: the first of the validation split"""
     counted: int = 64
     """examples for the shares by position and the means, which include those shown"""
-    response_length: int = 53
-    """tokens generated at most (Detail 23)"""
+    response_length: int | None = None
+    """tokens generated at most; default: those of the PPO run, or 53 (Detail 23)"""
     output: str = "runs/tokens"
     """path that the names of all files begin with"""
 
@@ -171,8 +171,8 @@ def main(args: Args):
         if ppo.load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
             fail(f"{flags[name]} {folder} has another vocabulary than {flags[first]} {folders[first]}")
     data = ppo.load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
-    if len(data["validation"]) < args.counted:
-        fail(f"--counted {args.counted}: the validation split of {args.dataset} has {len(data['validation'])} rows")
+    if not 1 <= args.rows <= args.counted <= len(data["validation"]):
+        fail(f"--rows {args.rows}, --counted {args.counted}: 1 <= rows <= counted <= {len(data['validation'])} posts")
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
 
     # ---- responses, log-probabilities, ranks: one model in memory at a time ----------------------
@@ -180,7 +180,7 @@ def main(args: Args):
     # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
     torch.backends.cuda.enable_cudnn_sdp(False)
     pad_id = tokenizer.pad_token_id
-    rows, R = data["validation"][: args.counted], args.response_length
+    rows, R = data["validation"][: args.counted], args.response_length or training["response_length"]
     queries = [tokens[tokens != pad_id] for tokens in rows["query_token"].to(device)]
     responses = {"reference": [tokens[tokens != pad_id] for tokens in rows["reference_response_token"].to(device)]}
     numbers = {name: {} for name in MODELS}  # {model: {column: n tensors (L,) or, with a row past EOS, (L + 1,)}}
