@@ -6,10 +6,10 @@
 
 It needs neither network nor weights. tests/test_plan.py compares the memory with what nano runs allocate and with the
 peaks of 1b on one H100 (benchmark/results/h100). --reserve stands for what the terms leave out: the CUDA context, NCCL
-and the gaps of the allocator. Evaluation and PPO's scoring need less memory than sampling or training, and the
-reference of dpo.py has left it before. The hours are those of 1b on that H100 (random weights, few updates), in
-proportion to the parameters and divided by the number of GPUs, whatever the micro-batch, the offloading and the number
-of reward models.
+and the gaps of the allocator. Evaluation and PPO's scoring need less memory than sampling or training, and dpo.py's
+reference has left the device before training. The hours are those of 1b on that H100 (random weights, few updates), in
+proportion to the parameters and divided by the number of GPUs. They ignore micro-batch, offloading and the number of
+reward models.
 """
 
 import sys
@@ -177,9 +177,9 @@ def plan(args: Args) -> dict:
     if args.offload_optimizer and not args.zero:
         fail("--offload-optimizer needs DeepSpeed: --zero 2")
     if args.gpus < 1 or batch % args.gpus:
-        fail(f"a batch of {batch} does not split over {args.gpus} devices")
+        fail(f"--gpus {args.gpus}: must divide the batch of {batch}")
     if args.lora_r and (args.stage != "ppo" or args.zero or args.offload):
-        fail("--lora-r is of ppo alone, with --zero 0 and without --offload")
+        fail("--lora-r works only for ppo with --zero 0 and without --offload")
     share = batch // args.gpus
     micro = min(args.micro_batch_size or chosen.get(args.model, 8), share)
     sample_rows = min(args.sample_batch_size or SAMPLE_ROWS.get(args.model, 32), share)

@@ -270,10 +270,10 @@ def test_the_page_is_what_the_plan_prints(capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gpus": 7}, "a batch of 128 does not split over 7 devices"),
-        ({"gpus": 0}, "a batch of 128 does not split over 0 devices"),
+        ({"gpus": 7}, "--gpus 7: must divide the batch of 128"),
+        ({"gpus": 0}, "--gpus 0: must divide the batch of 128"),
         ({"zero": 0, "offload_optimizer": True}, "--offload-optimizer needs DeepSpeed"),
-        ({"lora_r": 4}, "--lora-r is of ppo alone"),
+        ({"lora_r": 4}, "--lora-r works only for ppo"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(changes, message):
