@@ -30,7 +30,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from math import cos, inf, pi
+from math import ceil, cos, inf, pi
 from pathlib import Path
 from typing import Literal
 
@@ -41,12 +41,11 @@ import tyro
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import WandBTracker
 from accelerate.utils import DeepSpeedPlugin, gather_object, set_seed
-from datasets import DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from filelock import FileLock
 from huggingface_hub import snapshot_download
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.utils import logging as transformers_logging
 
 STAGE = "sft"
 MICRO_BATCH_SIZES = {"1b": 16, "2.8b": 8, "6.9b": 2}  # per Pythia size: what fits on one 80 GB device
@@ -83,7 +82,7 @@ class Args:
     micro_batch_size: int | None = None
     """rows per device in one forward/backward pass; affects memory, speed, rounding; default: fits 80 GB, or 8"""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """autocast type, while weights stay in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
+    """autocast type; trained weights are kept in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
     save_every: int = 0
     """write a checkpoint for --resume every so many updates; 0: never"""
     resume: bool = False
@@ -106,24 +105,23 @@ def sft_loss(model, tokens: torch.Tensor, labels: torch.Tensor, pad_id: int) -> 
 def next_tokens(batch: dict, loss_on: str, pad_id: int) -> torch.Tensor:
     """Return the label of each position (b, T): the next token, or -100 if that does not count in the loss. Padding
     never counts, EOS does (Detail 3)."""
-    column = "query_reference_response_token"
+    tokens = batch["query_reference_response_token"]
     if loss_on == "response":
-        column = "query_reference_response_token_response_label"  # the query is [PAD]
-    labels = batch[column].masked_fill(batch[column] == pad_id, -100)
+        tokens = batch["query_reference_response_token_response_label"]  # the same row with [PAD] for the query
+    labels = tokens.masked_fill(tokens == pad_id, -100)
     return F.pad(labels[:, 1:], (0, 1), value=-100)
 
 
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     """Return the row indices (stop - start,) at positions start..stop-1 of an endless stream over n rows, reshuffled
     without replacement on each pass (Detail 21). They depend only on (seed, position), so all processes agree."""
-    first = start // n
-    passes = [permutation(n, seed, epoch) for epoch in range(first, (stop - 1) // n + 1)]
-    return torch.cat(passes)[start - first * n : stop - first * n]
+    passes = {number: permutation(n, seed, number) for number in range(start // n, stop // n + 1)}
+    return torch.stack([passes[position // n][position % n] for position in range(start, stop)])
 
 
-def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the numbers 0..n-1 in a random order (n,) that depends only on seed and epoch."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+def permutation(n: int, seed: int, number: int) -> torch.Tensor:
+    """Return the numbers 0..n-1 in a random order (n,) that depends only on seed and number."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     return torch.randperm(n, generator=generator)
 
 
@@ -135,23 +133,25 @@ def main(args: Args):
     check_args(args)
     accelerator = make_accelerator(args)
     device = accelerator.device
-    world = accelerator.num_processes
     args.micro_batch_size = args.micro_batch_size or MICRO_BATCH_SIZES.get(args.model, 8)
     preset = f"EleutherAI/pythia-{args.model}-deduped"
-    base_folder = checkpoint_folder("--model", preset if args.model in MICRO_BATCH_SIZES else args.model)
+    base_folder = local_checkpoint("--model", preset if args.model in MICRO_BATCH_SIZES else args.model)
     tokenizer = load_tokenizer(base_folder)
     pad_id = tokenizer.pad_token_id
     data = load_splits("--dataset", args.dataset, ["query", "query_token", *TOKEN_COLUMNS], tokenizer)
     train = data["train"].select_columns(TOKEN_COLUMNS)
     args.total_episodes = args.total_episodes or int(args.num_train_epochs * len(train))
     num_updates = args.total_episodes // args.batch_size
-    if num_updates == 0 or args.batch_size % world:
-        fail(f"--batch-size {args.batch_size}: no multiple of {world} processes, or above {args.total_episodes} rows")
+    if num_updates == 0:
+        fail(f"--batch-size {args.batch_size} is more than the {args.total_episodes} rows to train on")
+    if args.batch_size % accelerator.num_processes:
+        fail(f"--batch-size {args.batch_size} is no multiple of {accelerator.num_processes} processes")
     width = max(len(rows[0]["query_reference_response_token"]) for rows in (train, data["validation"]))
     policy = load_policy(base_folder, tokenizer, width)
+    # `model` is the policy or a wrapper of it. Both run under autocast from here on: accelerate replaces their forward.
     model, optimizer = prepare(accelerator, policy, args)
-    # Register state of your own here (accelerator.register_for_checkpointing). After --resume it is on the CPU.
-    finished_updates = begin_run(accelerator, args)
+    # change here: pass state of your own to accelerator.register_for_checkpointing. --resume restores it on the CPU.
+    finished_updates = start_or_resume(accelerator, args, {"model": base_folder, "dataset": train})
     if finished_updates == 0:
         loss = validation_loss(accelerator, policy, data["validation"], args, pad_id)
         write_metrics(accelerator, args, {"eval/loss": loss}, 0, num_updates)
@@ -161,7 +161,7 @@ def main(args: Args):
         # ---- 1. the batch, each process its share ------------------------------------------------
         update_start = time.time()
         order = data_order(len(train), args.seed, (update - 1) * args.batch_size, update * args.batch_size)
-        batch = train[order.chunk(world)[accelerator.process_index].tolist()]
+        batch = train[own_share(accelerator, order).tolist()]
         tokens = batch["query_reference_response_token"].to(device)  # (b, T)
         labels = next_tokens(batch, args.loss_on, pad_id).to(device)
         lengths = (tokens != pad_id).sum(1)  # (b,)
@@ -172,13 +172,10 @@ def main(args: Args):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         loss_sum = torch.zeros((), device=device)
-        groups = similar_lengths(lengths, args.micro_batch_size)
-        for rows in groups:
-            last = rows is groups[-1]  # devices exchange gradients with the last micro-batch
-            accelerator.sync_gradients = last  # for DeepSpeed
-            model.require_backward_grad_sync = last  # for DDP
-            mb_sum = sft_loss(model, tokens[rows], labels[rows], pad_id)
-            accelerator.backward(mb_sum * world / label_count)  # x world: DDP and DeepSpeed average over devices
+        for rows in accumulate(accelerator, model, similar_lengths(lengths, args.micro_batch_size)):
+            mb_sum = sft_loss(model, tokens[rows], labels[rows], pad_id)  # change here
+            loss = mb_sum / label_count
+            accelerator.backward(loss * accelerator.num_processes)  # DDP and DeepSpeed average over devices
             loss_sum += mb_sum.detach()
         grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
 
@@ -205,31 +202,54 @@ def main(args: Args):
 # ==== helpers ======================================================================================
 
 
+def own_share(accelerator: Accelerator, rows: torch.Tensor) -> torch.Tensor:
+    """Return this process's part of rows (n,), which are split into one part of about equal size per process."""
+    return rows.tensor_split(accelerator.num_processes)[accelerator.process_index]
+
+
+def accumulate(accelerator: Accelerator, model, mbs: list):
+    """Yield the micro-batches of an optimiser step. Devices exchange gradients only with the last one. (accelerate's
+    own accumulate() divides the loss by a fixed number of micro-batches, and its no_sync() fails under ZeRO-2.)"""
+    for number, mb in enumerate(mbs, 1):
+        is_last = number == len(mbs)
+        model.require_backward_grad_sync = is_last  # for DDP, which reads it in the forward pass
+        accelerator.sync_gradients = is_last  # for DeepSpeed, whose backward then also takes the step
+        yield mb
+
+
 def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
     """Return the width to which rows (b, T) can be trimmed: the longest row, rounded up to a multiple of 16, at most T.
     Rounding keeps the number of different shapes small, because each new shape costs memory and, on a GPU, time."""
     longest = int((tokens != pad_id).sum(1).max())
-    return min(-(-longest // 16) * 16, tokens.shape[1])
+    return min(ceil(longest / 16) * 16, tokens.shape[1])
 
 
 def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Return row indices in groups of `size` rows of similar length, which saves padding. lengths: (b,)."""
+    """Return positions in `lengths` (b,), in groups of `size` rows of similar length, which saves padding."""
     order = lengths.argsort(descending=True, stable=True)
-    return list(order.split(size))
+    return [rows for rows in order.split(size) if len(rows)]  # no group if there are no rows
 
 
 def load_policy(path: str, tokenizer, width: int = 0):
     """Return a causal language model for rows of up to `width` tokens, in float32, with an embedding for every id of
     the tokenizer. It stays in evaluation mode even while it is trained, so it has no dropout (Detail 7). Its buffer
-    `banned` (V,) marks [PAD] and the ids beyond the tokenizer, which transformers' generate() avoids as well."""
+    `banned` (V,) marks [PAD] and the ids beyond the tokenizer, which are never sampled: ppo.py's sampler looks there,
+    generate() at suppress_tokens."""
     with or_fail(f"the model in {path} cannot be read"):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
     check_model(model, path, width)
+    tokens = torch.arange(4)[None]
+    with torch.no_grad():
+        logits = model.get_output_embeddings()(model.base_model(tokens)[0])
+        if not torch.allclose(logits, model(tokens).logits, atol=1e-4):  # Granite; ppo.py calls the head like this
+            fail(f"{path}: {type(model).__name__} scales or caps the logits of its head. Choose another model")
     rows = model.get_input_embeddings().num_embeddings
-    if rows < len(tokenizer) - 1:  # it may lack one for [PAD]
+    if rows == len(tokenizer) - 1:  # none for [PAD]
+        rows += 1
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    if rows < len(tokenizer):
         fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
-    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
-    ids = torch.arange(max(rows, len(tokenizer)))
+    ids = torch.arange(rows)
     model.register_buffer("banned", (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer)), persistent=False)
     settings = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     model.config.update(settings)  # after resizing: some models check that the id has a row
@@ -237,23 +257,18 @@ def load_policy(path: str, tokenizer, width: int = 0):
     return model
 
 
-@torch.no_grad()
 def check_model(model, path: str, width: int):
-    """End with an error if a model cannot be trained or sampled from here because of its attention, because it scales
-    or caps the logits of its head, or because it has fewer positions than `width`, the tokens of the widest row."""
+    """End with an error if a model's attention does not let it be trained or sampled from here, or if it has fewer
+    positions than `width`, the tokens of the widest row."""
     name = f"{path}: {type(model).__name__}"
-    if model.config._attn_implementation != "sdpa":
+    if model.config._attn_implementation != "sdpa":  # MPT, Gemma 2
         fail(f"{name} has no scaled dot-product attention in transformers. Choose another model")
     other = set(getattr(model.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    if other:
+    if other:  # recurrent or hybrid: Qwen3-Next, Granite 4, LFM2, Falcon H1
         fail(f"{name} has {', '.join(sorted(other))} layers; only full and sliding attention are supported")
     positions = getattr(model.config, "max_position_embeddings", None) or inf
-    if width > positions:
+    if width > positions:  # GPT-2 has learned positions
         fail(f"{name} has {positions} positions, but rows need {width}. Make the data with shorter queries")
-    head = model.get_output_embeddings()  # None in a reward model
-    tokens = torch.arange(4)[None]
-    if head and not torch.allclose(head(model.base_model(tokens)[0]), model(tokens).logits, atol=1e-4):
-        fail(f"{name} scales or caps the logits of its head. Choose another model")
 
 
 @torch.no_grad()
@@ -271,18 +286,57 @@ def validation_loss(accelerator: Accelerator, model, data, args, pad_id: int) ->
     return loss_sum / count
 
 
-# ==== plumbing: identical in every stage script; read it once, then skip it =======================
+# ==== data: the same code in every stage script ===================================================
 
-POSITIVE = {"batch_size", "micro_batch_size", "forward_batch_size", "sample_batch_size", "num_mini_batches"}
-POSITIVE |= {"total_episodes", "num_ppo_epochs", "response_length", "temperature", "beta", "eval_rows"}
-LARGEST = {"seed": 2**32 - 1, "gamma": 1, "lam": 1, "label_smoothing": 1}
-# Settings that --resume may change: they affect memory, speed, rounding, evaluation, logging and saving only.
-MAY_CHANGE = {"micro_batch_size", "forward_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes"}
-MAY_CHANGE |= {"eval_every", "eval_rows", "run_eval", "sample_every", "track", "save_every", "resume", "output_dir"}
-MAY_CHANGE |= {"dataset", "preference_dataset"}  # their contents are compared
-CONTENTS = {}  # for --resume: digests of data sets, and of configs and file sizes of a flag's models
-ADAM_EPS = 1e-5  # the paper's tables
-WEIGHT_DECAY = 0.01  # torch's default for AdamW, as in the authors' code
+
+def load_tokenizer(path: str):
+    """Return the tokenizer of a checkpoint folder, with `[PAD]` added so that padding is never EOS (Detail 3)."""
+    with or_fail(f"the tokenizer in {path} cannot be read"):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    if max(tokenizer.get_vocab().values()) != len(tokenizer) - 1:
+        fail(f"the tokenizer in {path} leaves ids out, so [PAD] would get the id of another token")
+    if tokenizer("a").input_ids != tokenizer("a", add_special_tokens=False).input_ids:
+        tokenizer.add_bos_token = False  # as in the data: no row begins with a BOS
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
+    """Load a DatasetDict from a folder written by tldr_dataset.py or from a Hub id[@revision]. Ends with an error if a
+    split or column is missing, or if the rows are ragged or were made with another tokenizer."""
+    name, _, revision = path.partition("@")
+    with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
+        data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
+        for split in {"train", "validation", *data}:
+            data[split].select_columns(columns)[0]  # fails where something is missing
+    keys = [column for column in columns if "_token" in column]
+    for split, rows in data.items():
+        for key in keys:
+            if len(pc.unique(pc.list_value_length(rows.data.column(key)))) != 1:
+                fail(f"{flag} {path}: {split}: rows differ in width in {key}. Pad them, as tldr_dataset.py does")
+        looked_at = rows.select(range(0, len(rows), ceil(len(rows) / 16)))
+        matches = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
+        if 2 * matches <= len(looked_at):  # 5 % of the published rows do not match; of another tokenizer's, nearly all
+            found = f"{matches} of {len(looked_at)} rows match the model's tokenizer"
+            fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py; eval/check_data.py shows the rows")
+    return data.with_format("torch")
+
+
+def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
+    """Return whether a row's query tokenises to its `query_token`, and its other token columns end in EOS."""
+    tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
+    if tokens.pop("query_token") != tokenizer(row["query"], add_special_tokens=False).input_ids:
+        return False
+    return all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())
+
+
+# ==== plumbing: the same code in every stage script; read it once, then skip it ===================
+
+# Flags of all stage scripts: those that must be above 0, and those that --resume may change, as no update needs them
+POSITIVE = {"batch_size", "num_mini_batches", "num_ppo_epochs", "response_length", "eval_rows", "temperature", "beta"}
+MAY_CHANGE = {"micro_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes", "eval_every"}
+MAY_CHANGE |= {"eval_rows", "run_eval", "sample_every", "save_every", "track", "resume", "output_dir"}
+MAY_CHANGE |= {"dataset", "preference_dataset", "sft_model_path", "reward_model_path"}  # their contents are compared
 
 
 def fail(message: str):
@@ -302,16 +356,16 @@ def or_fail(message: str):
 def check_args(args):
     """Replace {model} and {seed} in the arguments. Ends with an error if a number is out of its range or the output
     folder already holds a run. With --resume, ends the process successfully if that run is complete."""
-    name = Path(os.path.abspath(args.model)).name.partition("@")[0]  # sft.py takes a path or an id@revision
+    name = Path(os.path.abspath(args.model)).name.partition("@")[0]  # sft.py also takes a path or an id@revision
     for key, value in vars(args).items():
+        flag = f"--{key.replace('_', '-')}"
         if isinstance(value, str):
             value = value.replace("{model}", name).replace("{seed}", str(args.seed))
             setattr(args, key, os.path.expanduser(value))
-        if isinstance(value, int | float) and key != "penalty_reward_value":
-            largest = LARGEST.get(key, inf)
-            if not 0 <= value <= largest or (value == 0 and key in POSITIVE):
-                bounds = "above 0" if key in POSITIVE else f"between 0 and {largest}"
-                fail(f"--{key.replace('_', '-')} {value} must be {bounds}")
+        elif isinstance(value, int | float) and key != "penalty_reward_value" and not 0 <= value < inf:
+            fail(f"{flag} {value} must be a finite number that is not negative")
+        elif value == 0 and key in POSITIVE:
+            fail(f"{flag} {value} must be above 0")
     folder = Path(args.output_dir)
     if args.resume and (folder / "model").exists():  # a run writes this last
         print(f"--resume: the run in {folder} has ended, so there is nothing left to do", flush=True)
@@ -322,91 +376,64 @@ def check_args(args):
 
 def make_accelerator(args) -> Accelerator:
     """Return the Accelerator that the launcher asked for. Ends with an error if accelerate started something else."""
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # less fragmentation
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # or it divides the loss
     torch.backends.cuda.enable_cudnn_sdp(False)  # slow with new shapes, and has given NaN
-    transformers_logging.set_verbosity_error()  # it warns about a new head
     set_seed(args.seed)
-    CONTENTS.clear()  # another run in this process may have filled it
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    configured = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    chosen = args.model in ("2.8b", "6.9b") and world > 1 and not configured  # DDP would need too much memory
-    deepspeed = configured or chosen
-    on_cpu = not torch.accelerator.is_available()
     process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # large checkpoints
-    if on_cpu and deepspeed:
-        process_group.backend = "gloo"
     settings = {"log_with": "tensorboard", "project_dir": args.output_dir, "kwargs_handlers": [process_group]}
     settings["mixed_precision"] = args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no")
-    if chosen:
-        settings["deepspeed_plugin"] = DeepSpeedPlugin(zero_stage=2)
-    accelerator = Accelerator(cpu=on_cpu and not deepspeed, **settings)  # cpu=True would switch DeepSpeed off
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"  # by the launcher
+    if args.model in ("2.8b", "6.9b") and world > 1 and not deepspeed:  # DDP would need too much memory
+        deepspeed = True
+        settings["deepspeed_plugin"] = DeepSpeedPlugin(zero_stage=2)  # as in benchmark/accelerate/zero2.yaml
+    if not torch.accelerator.is_available():
+        settings["cpu"] = not deepspeed  # accelerate needs it on CPUs, but it would switch DeepSpeed off
+        if deepspeed:
+            process_group.backend = "gloo"
+    accelerator = Accelerator(**settings)
     plugin = accelerator.state.deepspeed_plugin
     if accelerator.num_processes != world or bool(plugin) != deepspeed or (plugin and plugin.zero_stage == 3):
         fail("accelerate did not start what was asked for, or ZeRO-3: use a configuration of benchmark/accelerate/")
-    if chosen:
-        accelerator.print(f"no DeepSpeed configuration was given: {args.model} trains under ZeRO-2, as with zero2.yaml")
     return accelerator
 
 
-def checkpoint_folder(flag: str, path: str) -> str:
-    """Return the local folder of a checkpoint given as a run folder, checkpoint folder or Hub id[@revision]."""
-    folder = Path(path, "model") if Path(path, "model/config.json").exists() else Path(path)
-    if not (folder / "config.json").exists():
-        name, _, revision = path.partition("@")
-        wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no subfolders
-        with or_fail(f"{flag} {path}: no checkpoint there, in its model/ or on the Hub. Run the earlier stage first"):
-            folder = Path(snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
-            if not list(folder.glob("*.safetensors")):
-                folder = Path(snapshot_download(**wanted))  # with its pytorch_model.bin
-    weights = [(file.name, file.stat().st_size) for file in sorted(folder.glob("*model*"))]
-    content = f"{(folder / 'config.json').read_text()}{weights}".encode()
-    CONTENTS.setdefault(f"{flag[2:]} content", []).append(hashlib.sha256(content).hexdigest()[:16])
-    return str(folder)
-
-
-def load_tokenizer(path: str):
-    """Return the tokenizer of a checkpoint folder, with `[PAD]` added so that padding is never EOS (Detail 3)."""
-    with or_fail(f"the tokenizer in {path} cannot be read"):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    if max(tokenizer.get_vocab().values()) != len(tokenizer) - 1:
-        fail(f"the tokenizer in {path} leaves ids out, so [PAD] would get the id of another token")
-    if tokenizer("a").input_ids != tokenizer("a", add_special_tokens=False).input_ids:
-        tokenizer.add_bos_token = False  # as in the data: no row begins with a BOS
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    return tokenizer
-
-
-def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
-    """Load a DatasetDict from a folder written by tldr_dataset.py or from a Hub id[@revision]. Ends with an error if a
-    split or column is missing, or rows are ragged or were made with another tokenizer (looks at 16 of each split)."""
+def local_checkpoint(flag: str, path: str) -> str:
+    """Return the folder of a checkpoint given as a run folder, a checkpoint folder or a Hub id[@revision]."""
+    for folder in (Path(path, "model"), Path(path)):
+        if (folder / "config.json").exists():
+            return str(folder)
     name, _, revision = path.partition("@")
-    with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
-        data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
-        for split in ("train", "validation", *data):
-            data[split].select_columns(columns)[0]  # fails where something is missing
-    keys = [column for column in columns if "_token" in column]
-    content = hashlib.sha256(str(data.num_rows).encode())
-    for split, rows in data.items():
-        largest = 0
-        for column in rows.data.select(keys).columns:
-            if len(pc.unique(pc.list_value_length(column))) != 1:
-                fail(f"{flag} {path}: {split}: rows differ in width. Pad them, as tldr_dataset.py does")
-            for tokens in pc.list_flatten(column).chunks:
-                largest = max(largest, pc.max(tokens).as_py())
-                content.update(tokens.to_numpy())
-        matches = []
-        for row in rows.select(range(0, len(rows), -(-len(rows) // 16))):
-            tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
-            is_query = tokens.pop("query_token") == tokenizer(row["query"], add_special_tokens=False).input_ids
-            has_eos = all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())  # in the other columns
-            matches.append(is_query and has_eos)
-        if 2 * sum(matches) <= len(matches) or largest >= len(tokenizer):  # another tokenizer matches next to none
-            found = f"{sum(matches)} of {len(matches)} rows match the model's tokenizer; largest id {largest}"
-            fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py; eval/check_data.py shows the rows")
-    CONTENTS[f"{flag[2:]} content"] = content.hexdigest()[:16]
-    return data.with_format("torch")
+    wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no subfolders
+    with or_fail(f"{flag} {path}: no checkpoint there, in its model/ or on the Hub. Run the earlier stage first"):
+        folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"])
+        if not list(Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(**wanted)  # with its pytorch_model.bin
+    return folder
+
+
+def prepare(accelerator: Accelerator, model, args):
+    """Return the model and its AdamW optimiser (the paper's eps), wrapped as the launcher asked for."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, eps=1e-5, weight_decay=0.01, fused=True)
+    if accelerator.state.deepspeed_plugin:  # DeepSpeed has other defaults for these
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+        config["gradient_clipping"] = args.max_grad_norm
+        config["gradient_accumulation_steps"] = 1
+        config["zero_force_ds_cpu_optimizer"] = False  # when offloaded, use torch's AdamW
+        config["data_types"] = {"grad_accum_dtype": "fp32"}  # not in bfloat16
+    return accelerator.prepare(model, optimizer)
+
+
+def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:
+    """Take one step with the accumulated gradients and return their norm before clipping, which must be finite."""
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or inf))  # inf: only measure
+    if not norm < inf:  # also true for nan
+        fail(f"{where}: the gradient norm is {norm}; this update was not saved. Try a lower --learning-rate")
+    optimizer.step()  # does nothing under DeepSpeed, whose last backward pass has already taken the step
+    optimizer.zero_grad()
+    return norm
 
 
 @contextmanager
@@ -425,26 +452,26 @@ def writing(accelerator: Accelerator, path: Path):
         accelerator.wait_for_everyone()
 
 
-def begin_run(accelerator: Accelerator, args) -> int:
-    """Make the run folder or, with --resume, load its newest checkpoint, and start the trackers. Returns the number of
-    finished updates. Call it right before training, so that a wrong command leaves nothing behind."""
+def start_or_resume(accelerator: Accelerator, args, inputs: dict) -> int:
+    """Start a run or, with --resume, continue it from its newest checkpoint. Returns the number of finished updates.
+    --resume compares the content of `inputs`, a dict from flags to checkpoint folders and train splits."""
     folder = Path(args.output_dir)
     if accelerator.is_main_process:
         with or_fail(f"{folder}: another run still writes there, or nothing can be written there"):
             folder.mkdir(parents=True, exist_ok=True)
-            accelerator.lock = FileLock(folder / ".lock", is_singleton=True)  # held until the process ends
-            accelerator.lock.acquire(timeout=120)  # a requeued job may meet the old one still ending
+            # Held until the process ends. A requeued job may meet the old one, so wait for its end.
+            accelerator.lock = FileLock(folder / ".lock", is_singleton=True).acquire(timeout=120)
     accelerator.wait_for_everyone()
     check_args(args)  # again, because another run may have been here since
-    settings = {"stage": STAGE, "processes": accelerator.num_processes} | asdict(args) | CONTENTS
-    old = {}
+    settings = {"stage": STAGE, "processes": accelerator.num_processes, "wandb_id": os.urandom(8).hex()} | asdict(args)
+    settings |= {f"{key} digest": content_digest(source) for key, source in inputs.items()}
     if (folder / "args.json").exists():
         old = json.loads((folder / "args.json").read_text())
-    for key, value in settings.items():
-        if old.get(key, value) != value:
-            change = f"--resume {folder}: --{key.replace('_', '-')} {old[key]} -> {value}"
-            if key not in MAY_CHANGE:
-                fail(f"{change} would change the run. If a model has only moved, write its new path into args.json")
+        settings["wandb_id"] = old["wandb_id"]
+        for key in [key for key in settings if old.get(key) != settings[key]]:
+            change = f"--resume {folder}: --{key.replace('_', '-')} {old.get(key)} -> {settings[key]}"
+            if key in old and key not in MAY_CHANGE:
+                fail(f"{change} would change the run")
             accelerator.print(change)
     finished = 0
     metrics = ""
@@ -456,10 +483,10 @@ def begin_run(accelerator: Accelerator, args) -> int:
         finished = int(newest.name.removeprefix("update_"))
     if args.resume:
         accelerator.print(f"--resume: {folder} continues after update {finished}")
-    settings["wandb_id"] = old.get("wandb_id", os.urandom(8).hex())
-    if args.track:  # accelerate's own tracker would override WANDB_PROJECT
-        run = {"name": "__".join(folder.parts[-3:]), "id": settings["wandb_id"], "resume": "allow"}
-        accelerator.log_with.append(WandBTracker(None, config=asdict(args), dir=args.output_dir, **run))
+
+    if args.track:  # made here, because init_trackers would use TensorBoard's folder name as W&B's project
+        run = {"name": "__".join(folder.parts[-3:]), "id": settings["wandb_id"], "resume": "allow", "dir": folder}
+        accelerator.log_with.append(WandBTracker(None, config=asdict(args), **run))  # None: WANDB_PROJECT
     tensorboard = {"purge_step": finished + 1 if finished else 0}  # drops what a killed run logged later
     with or_fail("the trackers could not start (with WANDB_MODE=offline, W&B only writes to the run folder)"):
         accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": tensorboard})
@@ -470,14 +497,30 @@ def begin_run(accelerator: Accelerator, args) -> int:
     return finished
 
 
-def updates(accelerator: Accelerator, args, first: int, last: int):
-    """Yield the updates first + 1 to last under a progress bar, and write a checkpoint after each update where one is
+def content_digest(source: str | Dataset) -> str:
+    """Return a hash of a checkpoint folder's config and weights, or of a train split: 1,024 pieces of each file."""
+    if isinstance(source, Dataset):
+        files = [Path(file["filename"]) for file in source.cache_files]
+    else:
+        files = [Path(source, "config.json"), *sorted(Path(source).glob("*model*"))]
+    content = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            for start in range(0, size, size // 1024 + 1):
+                file.seek(start)
+                content.update(file.read(4096))
+    return content.hexdigest()[:16]
+
+
+def updates(accelerator: Accelerator, args, finished: int, last: int):
+    """Yield the updates finished + 1 to last under a progress bar, and write a checkpoint after each one where it is
     due. After SIGTERM or SIGUSR1, which schedulers send as a notice, write one and end the run with exit code 75."""
     folder = Path(args.output_dir)
     caught = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: caught.append(number))  # the update still ends
-    for update in track(range(first + 1, last + 1), STAGE, disable=not accelerator.is_main_process):
+        signal.signal(number, lambda received, _: caught.append(received))  # only noted: the update finishes first
+    for update in track(range(finished + 1, last + 1), STAGE, disable=not accelerator.is_main_process):
         yield update
         stop = gather_object(caught)  # by any process
         if stop or (args.save_every and update % args.save_every == 0):
@@ -493,19 +536,6 @@ def updates(accelerator: Accelerator, args, first: int, last: int):
             raise SystemExit(75)
 
 
-def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
-    """Append a line to metrics.jsonl and log it to the trackers. Print its first five numbers about 20 times a run."""
-    metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
-    line = json.dumps({"update": update, **metrics})
-    if accelerator.is_main_process:
-        with or_fail("metrics.jsonl could not be written"), Path(args.output_dir, "metrics.jsonl").open("a") as file:
-            file.write(line + "\n")
-    accelerator.log(metrics, step=update)
-    if update % max(1, last // 20) == 0:
-        numbers = [f" {key} {metrics[key]:.4g}" for key in list(metrics)[:5]]
-        accelerator.print(f"{STAGE}: update {update} of {last}", *numbers)
-
-
 def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
     """Write a model's weights and its tokenizer into the run folder as a transformers checkpoint."""
     with writing(accelerator, Path(args.output_dir, name)) as partial:
@@ -514,33 +544,20 @@ def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
             tokenizer.save_pretrained(partial)
 
 
-def prepare(accelerator: Accelerator, model, args):
-    """Return the model and its AdamW optimiser, wrapped as the launcher asked for (plain, DDP or DeepSpeed)."""
-    settings = {"lr": args.learning_rate, "eps": ADAM_EPS, "weight_decay": WEIGHT_DECAY}
-    optimizer = torch.optim.AdamW(model.parameters(), **settings, fused=True)
-    if accelerator.state.deepspeed_plugin:  # DeepSpeed has other defaults for these
-        config = accelerator.state.deepspeed_plugin.deepspeed_config
-        config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
-        config["gradient_clipping"] = args.max_grad_norm
-        config["gradient_accumulation_steps"] = 1
-        config["zero_force_ds_cpu_optimizer"] = False  # when offloaded, use torch's AdamW
-        config["data_types"] = {"grad_accum_dtype": "fp32"}  # not in bfloat16
-    return accelerator.prepare(model, optimizer)
-
-
-def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:
-    """Take one step with the accumulated gradients and return their norm before clipping, which must be finite."""
-    norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or inf))
-    if not norm < inf:  # also true for nan
-        fail(f"{where}: the gradient norm is {norm}; this update was not saved. Try a lower --learning-rate")
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm
+def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
+    """Append a line to metrics.jsonl and log it to the trackers. Print its first five numbers every 5 % of a run."""
+    metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
+    if accelerator.is_main_process:
+        with or_fail("metrics.jsonl could not be written"), Path(args.output_dir, "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"update": update, **metrics}) + "\n")
+    accelerator.log(metrics, step=update)
+    if update % ceil(last / 20) == 0 or update == last:
+        numbers = [f" {key} {metrics[key]:.4g}" for key in list(metrics)[:5]]
+        accelerator.print(f"{STAGE}: update {update} of {last}", *numbers)
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # print ? where the terminal cannot show a character
-    signal.signal(signal.SIGINT, lambda *_: fail("stopped by Ctrl-C"))
     main(tyro.cli(Args))
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # its threads can crash a normal exit
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":  # its threads can crash a normal exit
         os._exit(0)  # everything has been written

@@ -39,6 +39,7 @@ import tempfile
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 import datasets
@@ -119,10 +120,13 @@ def truncate_query(row: dict, tokenizer: PreTrainedTokenizerBase, max_length: in
     while len(tokens) > max_length:
         if not body:
             raise ValueError(f"{field}: the query has {len(tokens)} tokens without it, more than {max_length}")
-        end = body.rfind("\n")
-        if end < 0:  # faster where many tokens are too much: a character has at most 4, and 32 are left to single steps
-            end = max(0, len(body) - max(1, (len(tokens) - max_length - 32) // 4))
-        body = body[:end]
+        if "\n" in body:
+            body = body[: body.rfind("\n")]
+        else:
+            # Single steps would be slow in a long line. A character has at most 4 tokens, so a quarter of the excess
+            # can go at once with the same result; the last 32 tokens still go by single characters.
+            excess = len(tokens) - max_length
+            body = body[: -max(1, (excess - 32) // 4)]
         query = format_query({**row, field: body})
         tokens = encode(tokenizer, query)
     return query, tokens
@@ -153,8 +157,9 @@ def response_columns(name: str, text: str, query: dict, tokenizer, widths: tuple
     joined = query["query"].strip() + response
     joined_tokens = encode(tokenizer, joined) + [tokenizer.eos_token_id]
     query_token = query["query_token"][-query["query_token_len"] :]  # without [PAD]
+    # The two strings share these tokens, usually the whole query. What follows counts as the response.
     shared = len(os.path.commonprefix([query_token, joined_tokens]))
-    texts = response + tokenizer.eos_token, joined + tokenizer.eos_token
+    texts = (response + tokenizer.eos_token, joined + tokenizer.eos_token)
     return padded_columns(name, texts, joined_tokens[:shared], joined_tokens[shared:], pad_id, widths)
 
 
@@ -325,12 +330,12 @@ def split_off_cnndm(raw: dict[str, RawRows]) -> dict[str, RawRows]:
     splits = {split: [] for split in PREFERENCE_SPLITS}
     for split, rows in raw.items():
         for where, row in rows:
-            if split == "validation" and is_cnndm(row):
-                splits["validation_cnndm"].append((where, row))
-            elif is_cnndm(row) == (split == "validation_cnndm"):
-                splits[split].append((where, row))
-            else:
-                fail(f"{where}: CNN/DM rows, and no others, belong in validation_cnndm")
+            if not is_cnndm(row) and split == "validation_cnndm":
+                fail(f"{where}: not a CNN/DM row, but validation_cnndm holds nothing else")
+            if is_cnndm(row) and split not in ("validation", "validation_cnndm"):
+                fail(f"{where}: a CNN/DM row, which belongs in validation or validation_cnndm")
+            target = "validation_cnndm" if is_cnndm(row) else split
+            splits[target].append((where, row))
     return {split: rows for split, rows in splits.items() if rows}
 
 
@@ -420,31 +425,36 @@ def column_types(name: str) -> Features:
 
 def process_split(name: str, split: str, rows: RawRows, tokenizer, args: Args, folder: Path) -> Dataset:
     """Return all columns of all rows, in order; the first bad row ends the run. Each process gets consecutive rows."""
-    fields, process = post_fields, process_sft_row
-    if name == "preference":
-        fields, process = pair_fields, process_preference_row
-    checked = []
+    if name == "sft":
+        check_fields = post_fields
+        process_row = process_sft_row
+    else:
+        check_fields = pair_fields
+        process_row = process_preference_row
+    checked = []  # so that a wrong row ends the run before any work, and all rows have the same types
     for where, row in rows:
         try:
-            checked.append({"where": where} | fields(row))
+            checked.append({"where": where} | check_fields(row))
         except ValueError as error:
             fail(f"{where}: {error}")
     types = column_types(name)
     stored = {column: types[column] for column in types if column in checked[0]}
 
-    def columns(row: dict) -> dict:
+    def process(row: dict) -> dict:
         try:
-            return process(dict(row), tokenizer, args)
+            return process_row(dict(row), tokenizer, args)
         except ValueError as error:
             raise ValueError(f"{row['where']}: {error}") from None
 
-    processes = min(args.num_proc, -(-len(rows) // 100))  # starting a process takes as long as 100 rows
-    settings = {"num_proc": processes if processes > 1 else None, "desc": f"{name} {split}"}
+    num_proc = min(args.num_proc, ceil(len(rows) / 100))  # starting a process takes as long as 100 rows
+    if num_proc == 1:
+        num_proc = None  # datasets would start a process for 1
+    settings = {"num_proc": num_proc, "desc": f"{name} {split}"}
     settings["new_fingerprint"] = f"{name}_{split}"  # the same for any number of processes
     settings["cache_file_name"] = f"{folder}/{name}_{split}/rows.arrow"  # a fresh folder, so nothing is stale
     try:
         data = Dataset.from_list(checked, features=Features({"where": Value("string")} | stored))
-        return data.map(columns, features=types, remove_columns=["where"], **settings)
+        return data.map(process, features=types, remove_columns=["where"], **settings)
     except ValueError as error:
         fail(str(error))
 

@@ -81,7 +81,7 @@ def parameters(model: str, head: bool) -> tuple[int, int, int]:
     width, layers, vocab = SHAPES[model]
     linear = layers * (12 * width**2 + 9 * width)  # attention's 3 + 1 and the MLP's 4 + 4 matrices, and their biases
     other = vocab * width + (4 * layers + 2) * width
-    return (linear + vocab * width, other, 0) if head else (linear, other, width + 1)
+    return (linear + vocab * width, other, 0) if head else (linear, other, width)
 
 
 def trained_size(args: Args) -> int:

@@ -109,7 +109,7 @@ def policy_row(args: Args, stage: str, accelerator, sft, tokenizer, posts) -> di
     row["eos_rate"] = rows["has_eos"].mean()
     row["questions"] = fmean(text.rstrip().endswith("?") for text in rows["response"])
     if stage not in ("zero_shot", "sft"):
-        policy = ppo.load_policy(ppo.checkpoint_folder("--runs", str(args.runs / stage)), tokenizer)
+        policy = ppo.load_policy(ppo.local_checkpoint("--runs", str(args.runs / stage)), tokenizer)
         with accelerator.autocast():
             kl = kl_to_sft(accelerator, policy, sft, tokenizer, posts["query_token"][:])
         row |= {"kl": kl.mean().item(), "kl_error": (kl.std() / len(kl) ** 0.5).item()}
@@ -161,7 +161,7 @@ def collect(args: Args):
     """Write every other table of --output."""
     precision = json.loads((args.runs / "sft" / "args.json").read_text())["mixed_precision"]
     accelerator = Accelerator(mixed_precision=precision or "no")
-    folder = ppo.checkpoint_folder("--runs", str(args.runs / "sft"))
+    folder = ppo.local_checkpoint("--runs", str(args.runs / "sft"))
     tokenizer = ppo.load_tokenizer(folder)
     sft = ppo.load_policy(folder, tokenizer)
     posts = load_from_disk(args.data / "sft").with_format("torch", ["query_token"], output_all_columns=True)[

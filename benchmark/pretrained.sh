@@ -64,7 +64,7 @@ if [[ $gpu ]]; then
     rloo=(--batch-size 256 --micro-batch-size 32 --sample-batch-size 256 --total-episodes 9984 --save-every 13)
     rloo+=(--learning-rate 1e-5)
     ppo=("${rloo[@]}" --lam 1) # as with --small
-    samples=(--forward-batch-size 256)
+    samples=(--batch-size 256)
 fi
 
 # ---- data -----------------------------------------------------------------------------------------------------------

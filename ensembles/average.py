@@ -32,7 +32,7 @@ from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppo import checkpoint_folder, fail, load_reward_model, load_splits, load_tokenizer, or_fail, rounded_width  # noqa: E402
+from ppo import fail, load_reward_model, load_splits, load_tokenizer, local_checkpoint, or_fail, rounded_width  # noqa: E402
 
 COLUMNS = ["query", "query_token", "query_chosen_token", "query_rejected_token"]
 ONE_BASE = 0.5  # cosine of two members' weights: above 0.9 after training from one base, about 0 between two bases
@@ -95,7 +95,7 @@ def main(args: Args):
     output_dir = Path(args.output_dir)
     if output_dir.exists():
         fail(f"{output_dir} exists; remove it (rm -r {output_dir}) or name another --output-dir")
-    folders = {path: checkpoint_folder("--reward-model-paths", path) for path in args.reward_model_paths}
+    folders = {path: local_checkpoint("--reward-model-paths", path) for path in args.reward_model_paths}
     members = {Path(folder).resolve() for folder in folders.values()}  # X and X/model are one
     if len(members) < max(2, len(args.reward_model_paths)):
         fail(f"--reward-model-paths {' '.join(args.reward_model_paths)}: two or more, each once, make an average")
@@ -133,7 +133,7 @@ def main(args: Args):
     unfinished = output_dir.with_name(output_dir.name + ".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     with or_fail(f"{output_dir} could not be written"):
-        mean.finished().save_pretrained(unfinished / "model")
+        mean.to_transformers().save_pretrained(unfinished / "model")
         tokenizer.save_pretrained(unfinished / "model")
         pandas.DataFrame(rows).to_csv(unfinished / "accuracy.csv", index=False)
         settings = {"stage": "average"} | asdict(args)

@@ -43,12 +43,12 @@ from eval_helpers import fail, load_function, markdown, nucleus, or_fail  # noqa
 
 from ppo import (  # noqa: E402
     RewardModel,
-    checkpoint_folder,
     gumbel_noise,
     load_policy,
     load_reward_model,
     load_splits,
     load_tokenizer,
+    local_checkpoint,
     noise_keys,
     similar_lengths,
 )
@@ -113,14 +113,14 @@ def repeated(cache: DynamicCache, count: int) -> DynamicCache:
 @torch.no_grad()
 def sample_many(model, query: torch.Tensor, keys: torch.Tensor, eos_id: int, pad_id: int, args) -> torch.Tensor:
     """Return responses (N, R) to one query (Q,) without padding, with [PAD] after the first EOS. Tokens are sampled by
-    Gumbel-max with the noise of `keys` (N, 2), but never the ids marked in model.banned (V,)."""
+    Gumbel-max with the noise of `keys` (N, R, 2), but never the ids marked in model.banned (V,)."""
     responses, cache = torch.full((len(keys), args.response_length), pad_id, device=query.device), DynamicCache()
     first = model(query[None], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]  # (1, V)
     for rows in torch.arange(len(keys), device=query.device).split(args.micro_batch_size):
         logits, going = first.expand(len(rows), -1), repeated(cache, len(rows))
         for t in range(args.response_length):
             scaled = (logits.float() / args.temperature).masked_fill(model.banned, -torch.inf)
-            noise = gumbel_noise(keys[rows], t, scaled.shape[1])
+            noise = gumbel_noise(keys[rows, t], scaled.shape[1])
             token = (nucleus(scaled, args.top_p) + noise).argmax(1)
             responses[rows, t] = token
             open_rows = token != eos_id
@@ -137,7 +137,7 @@ def rewards_after(model: RewardModel, tokens: torch.Tensor, cache: DynamicCache)
     hidden = model.model.base_model(tokens, past_key_values=cache, use_cache=True).last_hidden_state
     head = model.model.score
     with torch.autocast(hidden.device.type, enabled=False):
-        rewards = F.linear(hidden.float(), head.weight.float(), head.bias.float()) - model.reward_mean
+        rewards = F.linear(hidden.float(), head.weight.float(), model.bias.float()) - model.reward_mean
     return rewards.squeeze(-1)
 
 
@@ -158,7 +158,7 @@ def proxy_scales(policy, members: list, posts: list[torch.Tensor], eos_id: int, 
     """Return {path: mean and standard deviation (/ n)} of each proxy's scores of one sample to each post (Q,)."""
     scores, scales = [], {}
     for i, query in enumerate(track(posts, "scale of the proxies", console=Console(stderr=True))):
-        keys = noise_keys(args.seed, -2, [i]).to(query.device)  # no prompt has the number -2
+        keys = noise_keys(args.seed, -2, [i], args.response_length).to(query.device)  # no prompt has the number -2
         response = sample_many(policy, query, keys, eos_id, pad_id, args)
         scores.append([response_scores(model, query, response, pad_id, 1).item() for model in members])
     for path, column in zip(args.reward_model_paths, torch.tensor(scores, dtype=torch.float64).T, strict=True):
@@ -172,12 +172,12 @@ def proxy_scales(policy, members: list, posts: list[torch.Tensor], eos_id: int, 
 def sample_prompts(args: Args, settings: dict, device, rank: int, world: int):
     """Write samples_{prompt}.npz for those of this process's prompts that have none yet."""
     # ---- data and models -------------------------------------------------------------------------
-    policy_folder = checkpoint_folder("--policy", args.policy)
-    folders = [checkpoint_folder("--reward-model-paths", path) for path in args.reward_model_paths]
+    policy_folder = local_checkpoint("--policy", args.policy)
+    folders = [local_checkpoint("--reward-model-paths", path) for path in args.reward_model_paths]
     names = [*args.reward_model_paths, f"gold {args.gold}"]
     by_function = re.fullmatch(r".+\.py:\w+", args.gold)
     if not by_function:
-        folders.append(checkpoint_folder("--gold", args.gold))
+        folders.append(local_checkpoint("--gold", args.gold))
     tokenizer = load_tokenizer(policy_folder)
     for folder in folders:
         if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
@@ -212,7 +212,7 @@ def sample_prompts(args: Args, settings: dict, device, rank: int, world: int):
         for i in track(missing, "prompts", console=Console(stderr=True)):
             row = data["validation"][i]
             query = row["query_token"][row["query_token"] != pad_id].to(device)
-            keys = noise_keys(args.seed, i, range(args.samples)).to(device)
+            keys = noise_keys(args.seed, i, range(args.samples), args.response_length).to(device)
             responses = sample_many(policy, query, keys, eos_id, pad_id, args)  # (N, R)
             distinct, places = responses.unique(dim=0, return_inverse=True)  # (m, R), (N,)
             scores = []

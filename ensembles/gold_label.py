@@ -33,12 +33,12 @@ from eval_helpers import fail, load_function, nucleus, or_fail  # noqa: E402
 
 from ppo import (  # noqa: E402
     RewardModel,
-    checkpoint_folder,
     gumbel_noise,
     load_policy,
     load_reward_model,
     load_splits,
     load_tokenizer,
+    local_checkpoint,
     noise_keys,
 )
 from tldr_dataset import column_types, padded_columns, unfinished_folder  # noqa: E402
@@ -92,7 +92,8 @@ class NucleusGumbel(LogitsProcessor):
         self.keys, self.query_width, self.banned, self.args = keys, query_width, banned, args
 
     def __call__(self, input_ids, scores):
-        noise = gumbel_noise(self.keys, input_ids.shape[1] - self.query_width, scores.shape[1])
+        position = input_ids.shape[1] - self.query_width
+        noise = gumbel_noise(self.keys[:, position], scores.shape[1])
         scaled = (scores.float() / self.args.temperature).masked_fill(self.banned, -torch.inf)
         return nucleus(scaled, self.args.top_p) + noise
 
@@ -100,7 +101,7 @@ class NucleusGumbel(LogitsProcessor):
 @torch.no_grad()
 def answers(model, queries: torch.Tensor, tokenizer, keys: torch.Tensor, args) -> torch.Tensor:
     """Return responses (b, R) to queries (b, Q) of one length, with [PAD] after the first EOS and the noise of keys
-    (b, 2)."""
+    (b, R, 2)."""
     pad_id = tokenizer.pad_token_id
     model.generation_config = GenerationConfig(  # so that the checkpoint's own settings do not apply
         max_new_tokens=args.response_length, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=pad_id
@@ -123,7 +124,8 @@ def gold_score(gold, query: dict, tokens: torch.Tensor, tokenizer, device) -> fl
 
 def flipped(n: int, share: float, seed: int, split: str) -> list[bool]:
     """Return which of n labels are flipped: exactly round(share x n), the first of an order drawn from the seed."""
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(noise_keys(seed, 0, [split])[0, 0].item()))
+    generator = torch.Generator().manual_seed(noise_keys(seed, 0, [split], 1)[0, 0, 0].item())
+    order = torch.randperm(n, generator=generator)
     chosen = torch.zeros(n, dtype=torch.bool)
     chosen[order[: int(share * n + 0.5)]] = True
     return chosen.tolist()
@@ -156,7 +158,7 @@ def main(args: Args):
         fail(f"--label-noise {args.label_noise}: shares of flipped labels, from 0 to 1")
     if not (args.temperature > 0 and 0 < args.top_p <= 1 and args.response_length > 0):
         fail("--temperature and --response-length are above 0, --top-p in (0, 1]")
-    folder = checkpoint_folder("--policy", args.policy)
+    folder = local_checkpoint("--policy", args.policy)
     tokenizer = load_tokenizer(folder)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
@@ -164,7 +166,7 @@ def main(args: Args):
     if re.fullmatch(r".+\.py:\w+", args.gold):
         gold = load_function("--gold", args.gold)
     else:
-        path = checkpoint_folder("--gold", args.gold)
+        path = local_checkpoint("--gold", args.gold)
         if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
             fail(f"--gold {args.gold} has another tokenizer than {folder}: it cannot score that model's tokens")
         gold = load_reward_model(path, tokenizer).to(device).eval()
@@ -186,7 +188,8 @@ def main(args: Args):
             for index in equal_lengths(lengths, args.micro_batch_size):
                 batch = torch.stack([prompts[i]["tokens"] for i in index]).to(device)
                 for which in (0, 1):
-                    keys = noise_keys(args.seed, which, [f"{split} {i}" for i in index.tolist()]).to(device)
+                    names = [f"{split} {i}" for i in index.tolist()]
+                    keys = noise_keys(args.seed, which, names, args.response_length).to(device)
                     for i, response in zip(index, answers(policy, batch, tokenizer, keys, args).cpu(), strict=True):
                         tokens = response[response != pad_id]
                         where = f"{split}, prompt {i} ({prompts[i]['id']}): --gold {args.gold}"

@@ -69,7 +69,7 @@ def steps_of() -> list[list[Job]]:
                 command += f" --reward-model-paths {' '.join(models[method])} {flags} --kl-coef {kl_coef}"
                 command += " --standardise-posts 128 --penalty-reward-value None --eval-every 3 --eval-rows 64"
                 command += " --sample-every 0 --total-episodes 1152 --batch-size 64 --micro-batch-size 16"
-                command += " --forward-batch-size 64 --num-ppo-epochs 2 --num-mini-batches 4 --learning-rate 1e-4"
+                command += " --num-ppo-epochs 2 --num-mini-batches 4 --learning-rate 1e-4"
                 command += " --final-learning-rate 1e-4 --save-every 10"
                 ppo.append(job(f"ppo/{method}_kl_{kl_coef}/{i}", "model/config.json", command))
     return [sft, labels, members, averages, ppo]

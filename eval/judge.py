@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval_helpers import fail, load_function, markdown, or_fail  # noqa: E402
 
-from ppo import checkpoint_folder, load_reward_model, load_tokenizer  # noqa: E402
+from ppo import load_reward_model, load_tokenizer, local_checkpoint  # noqa: E402
 from tldr_dataset import encode, pad_right  # noqa: E402
 
 # appendix B
@@ -179,7 +179,7 @@ def model_scores(flag: str, path: str, tokens_of, size: int = 16) -> list[float]
     round them differently."""
     # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
     torch.backends.cuda.enable_cudnn_sdp(False)
-    folder = checkpoint_folder(flag, path)
+    folder = local_checkpoint(flag, path)
     tokenizer = load_tokenizer(folder)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     rows = tokens_of(tokenizer)

@@ -32,21 +32,20 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ppo import (  # noqa: E402
-    KeyValueCache,
-    checkpoint_folder,
     fail,
     generate,
     load_policy,
     load_reward_model,
     load_splits,
     load_tokenizer,
+    local_checkpoint,
     make_batch,
     noise_keys,
     or_fail,
     rounded_width,
     writing,
 )
-from reward import shares  # noqa: E402
+from reward import own_batches  # noqa: E402
 
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 COLUMNS = ["id", "query", "query_token", "reference_response", "reference_response_token"]
@@ -71,7 +70,7 @@ class Args:
     """tokens sampled at most; default the run's, else 53 (Detail 4)"""
     temperature: float = 0.01
     """sampling temperature (the paper's code)"""
-    forward_batch_size: int = 32
+    batch_size: int = 32
     """rows per device at a time: memory and speed, and rounding"""
     mixed_precision: Literal["no", "bf16"] | None = None
     """bf16: bfloat16 weights but for a reward's head; default bf16 on a GPU (Detail 8), no on a CPU"""
@@ -88,13 +87,11 @@ def sampled(accelerator: Accelerator, policy, reward_model, data, tokenizer, arg
     pad_id = tokenizer.pad_token_id
     rouge = RougeScorer(["rouge1", "rouge2", "rougeL"])
     samples = []
-    for index, posts in shares(accelerator, data, args.forward_batch_size, f"sampling {split}"):
+    for index, posts in own_batches(accelerator, data, args.batch_size, f"sampling {split}"):
         queries = posts["query_token"].to(accelerator.device)
-        keys = noise_keys(args.seed, 0, index).to(accelerator.device)
+        keys = noise_keys(args.seed, 0, index, args.response_length).to(accelerator.device)
         with accelerator.autocast():
-            width = rounded_width((queries != pad_id).sum(1)) + args.response_length
-            cache = KeyValueCache(policy.config, width)
-            responses, _ = generate(policy, queries, tokenizer, args.response_length, args.temperature, keys, cache)
+            responses, _ = generate(policy, queries, tokenizer, args.response_length, args.temperature, keys)
         scores = {}
         if reward_model:
             references = posts["reference_response_token"].to(accelerator.device)
@@ -179,14 +176,14 @@ def main(args: Args):
         fail(
             f"{world} processes were launched, accelerate sees {accelerator.num_processes}: benchmark/accelerate/*.yaml"
         )
-    folder = checkpoint_folder("checkpoint", args.checkpoint)
+    folder = local_checkpoint("checkpoint", args.checkpoint)
     tokenizer = load_tokenizer(folder)
     data = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
     if not [split for split in args.splits if split in data]:
         fail(f"--splits {' '.join(args.splits)}: {args.dataset} has {', '.join(data)}")
     policy, reward_model = load_policy(folder, tokenizer).to(accelerator.device).eval(), None
     if args.reward_model_path:
-        reward_folder = checkpoint_folder("--reward-model-path", args.reward_model_path)
+        reward_folder = local_checkpoint("--reward-model-path", args.reward_model_path)
         if load_tokenizer(reward_folder).get_vocab() != tokenizer.get_vocab():
             fail(f"--reward-model-path {reward_folder}: a reward model of another tokenizer than {folder}")
         reward_model = load_reward_model(reward_folder, tokenizer).to(accelerator.device).eval()

@@ -164,7 +164,7 @@ def main(args: Args):
     if args.ppo and (Path(args.ppo) / "value_model").exists():
         scorers["value_model"] = str(Path(args.ppo) / "value_model")
     flags = {name: f"--{name.replace('_', '-')}" for name in [*policies, *scorers]}
-    folders = {name: ppo.checkpoint_folder(flags[name], path) for name, path in (policies | scorers).items()}
+    folders = {name: ppo.local_checkpoint(flags[name], path) for name, path in (policies | scorers).items()}
     first = next(iter(policies))  # SFT where it is there
     tokenizer = ppo.load_tokenizer(folders[first])
     for name, folder in folders.items():

@@ -40,7 +40,7 @@ sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".
 from eval_helpers import fail, one_line, or_fail  # noqa: E402
 
 import tldr_dataset  # noqa: E402
-from ppo import checkpoint_folder  # noqa: E402
+from ppo import local_checkpoint  # noqa: E402
 
 TURNS = ("<|prompter|>", "<|assistant|>")
 MARGINS = {"significantly": 1.0, "better": 2 / 3, "slightly": 1 / 3, "negligibly": 0.0, "none": 0.0}  # table 27, small
@@ -102,7 +102,7 @@ def parse_mix(mix: tuple[str, ...], names: list[str]) -> dict[str, Fraction]:
 def load_base(path: str, turns: bool) -> tuple:
     """Return (model, tokenizer) of --base. If `turns` are needed and missing, both get them; otherwise model is None.
     The turns are not special tokens, because decoding should keep them."""
-    folder, model = checkpoint_folder("--base", path), None
+    folder, model = local_checkpoint("--base", path), None
     with or_fail(f"--base {path} cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if turns and not set(TURNS) <= set(tokenizer.get_vocab()):

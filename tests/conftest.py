@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,8 +148,8 @@ def make_reward_model(source: Path, folder: Path, bias: float = 0.0) -> Path:
 
     tokenizer = reward.load_tokenizer(str(source))
     model = reward.new_reward_model(str(source), tokenizer)
-    torch.nn.init.constant_(model.model.score.bias, bias)
-    model.finished().save_pretrained(folder)
+    torch.nn.init.constant_(model.bias, bias)
+    model.to_transformers().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -235,16 +236,23 @@ def make_talker(world, folder: Path, eos: float) -> Path:
 
 
 @torch.no_grad()
-def sample_by_hand(model, query, tokenizer, key, length: int, temperature: float = 1.0, top_p: float = 1.0) -> list:
+def single_process(**others) -> SimpleNamespace:
+    """What the scripts' helpers need of an Accelerator: one process on the CPU, without autocast."""
+    settings = {"device": torch.device("cpu"), "autocast": nullcontext, "process_index": 0, "num_processes": 1}
+    settings |= {"reduce": lambda tensors, _: tensors, "unwrap_model": lambda model: model}
+    return SimpleNamespace(**settings | others)
+
+
+def sample_by_hand(model, query, tokenizer, keys, length: int, temperature: float = 1.0, top_p: float = 1.0) -> list:
     """The tokens of a response, each by a full forward pass without padding: softmax, the fewest tokens of top_p, and
-    the noise of the key. [PAD] and ids beyond the tokenizer are never drawn."""
+    the noise of the keys (length, 2). [PAD] and ids beyond the tokenizer are never drawn."""
     import ppo
 
     said = []
     while len(said) < length and tokenizer.eos_token_id not in said:
         logits = model(torch.tensor([query + said])).logits[0, -1].double() / temperature
         logits[len(tokenizer) :] = logits[tokenizer.pad_token_id] = -torch.inf
-        noisy = (logits + ppo.gumbel_noise(key, len(said), len(logits))[0]).tolist()
+        noisy = (logits + ppo.gumbel_noise(keys[None, len(said)], len(logits))[0]).tolist()
         probs, order = logits.softmax(0), logits.argsort(descending=True)
         before = probs[order].cumsum(0) - probs[order]  # the mass of what is likelier
         said.append(max(order[before < top_p].tolist(), key=noisy.__getitem__))

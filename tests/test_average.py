@@ -87,7 +87,7 @@ def test_what_cannot_be_averaged(world, made, tmp_path):
     model = reward.new_reward_model(str(world.model), reward.load_tokenizer(first))
     torch.manual_seed(5)
     model.apply(lambda x: x.weight.data.normal_(std=0.02) if getattr(x, "weight", None) is not None else None)
-    model.finished().save_pretrained(other_base)
+    model.to_transformers().save_pretrained(other_base)
     reward.load_tokenizer(first).save_pretrained(other_base)
     give_other_tokenizer(world, Path(shutil.copytree(first, tmp_path / "other_tokenizer")))
     shutil.copytree(second, tmp_path / "run" / "model")

@@ -111,9 +111,6 @@ def test_data_like_the_authors_and_data_that_no_stage_can_use(world, monkeypatch
     def other_query(rows: list[int]):
         return lambda row, i: {"query": row["query"] + " and more"} if i in rows else {}
 
-    def large(column: str):
-        return lambda row, i: {column: [*row[column][:-1], len(tokenizer)]} if i == 7 else {}
-
     def no_eos(row, i):
         ids = {key: [x for x in row[key] if x != eos_id] for key in keys}
         return {key: ids[key] + [pad_id] * (len(row[key]) - len(ids[key])) for key in keys if key != "query_token"}
@@ -134,8 +131,6 @@ def test_data_like_the_authors_and_data_that_no_stage_can_use(world, monkeypatch
         ("validation", other_query(range(64)), "validation: 0 of"),
         ("train", no_eos, "train: 0 of 16 rows"),
         ("train", ragged, "train: rows differ in width"),
-        *(("train", large(key), f"largest id {len(tokenizer)}. Make it with tldr_dataset.py") for key in keys),
-        ("validation", large(keys[-1]), f"largest id {len(tokenizer)}. Make it with tldr_dataset.py"),
     ):
         with pytest.raises(SystemExit) as error:
             load(split, change)
@@ -178,9 +173,8 @@ def wrong_models(world, made) -> dict[str, str]:
         ("ppo", {"total_episodes": 7}, ["--batch-size 8", "--total-episodes"]),
         ("dpo", {"loss_type": "ipo", "label_smoothing": 0.1}, ["--label-smoothing 0.1"]),
         ("sft", {"batch_size": 0}, ["--batch-size 0 must be above 0"]),
-        ("sft", {"seed": 2**32}, ["--seed 4294967296 must be between 0 and 4294967295"]),
-        ("sft", {"learning_rate": float("nan")}, ["--learning-rate nan must be between 0 and inf"]),
-        ("ppo", {"lam": 1.01}, ["--lam 1.01 must be between 0 and 1"]),
+        ("sft", {"learning_rate": float("nan")}, ["--learning-rate nan must be a finite number"]),
+        ("ppo", {"lam": -0.1}, ["--lam -0.1 must be a finite number that is not negative"]),
     ],
 )
 def test_a_model_or_a_number_that_cannot_be(stage_args, wrong_models, stage, changes, parts):

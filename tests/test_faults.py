@@ -38,7 +38,7 @@ def toy(args, at=None) -> list[int]:
     accelerator = sft.make_accelerator(args)
     torch.manual_seed(1)
     model, optimizer = sft.prepare(accelerator, torch.nn.Linear(300, 300), args)
-    first = sft.begin_run(accelerator, args)
+    first = sft.start_or_resume(accelerator, args, {})
     done = []
     if first == 0:
         sft.write_metrics(accelerator, args, {"eval/loss": 1.0}, 0, LAST)
@@ -219,7 +219,7 @@ def test_resume_compares_data_and_model_by_content(world, tmp_path):
     shutil.rmtree(folder / "checkpoints" / "update_000004")
     before = files(folder)
     edit_config(tmp_path / "nano", use_cache=False)
-    with pytest.raises(SystemExit, match="^error: --resume .*: --model content .* would change the run"):
+    with pytest.raises(SystemExit, match="^error: --resume .*: --model digest .* would change the run"):
         train(resume=True)
     shutil.rmtree(tmp_path / "nano")
     shutil.copytree(world.model, tmp_path / "nano")
@@ -227,10 +227,10 @@ def test_resume_compares_data_and_model_by_content(world, tmp_path):
     data = load_from_disk(str(world.dataset))
     swapped = data["train"].select([1, 0, *range(2, 64)])  # as many rows and tokens
     DatasetDict({**data, "train": swapped}).save_to_disk(str(tmp_path / "data"))
-    with pytest.raises(SystemExit, match="^error: --resume .*: --dataset content .* would change the run"):
+    with pytest.raises(SystemExit, match="^error: --resume .*: --dataset digest .* would change the run"):
         train(resume=True)
     assert files(folder) == before
-    data.save_to_disk(str(tmp_path / "moved"), num_shards={split: 2 for split in data})  # the same rows elsewhere
+    shutil.copytree(world.dataset, tmp_path / "moved")
     train(resume=True, dataset=str(tmp_path / "moved"))
     assert left_behind(folder) == expected
 
@@ -289,7 +289,7 @@ def test_a_gradient_that_is_no_number_stops_before_the_step(tmp_path):
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 5
 
 
-def test_a_score_that_is_no_number_names_its_model_and_episode(world, tmp_path):
+def test_a_score_that_is_no_number_names_its_model(world, tmp_path):
     folder = make_reward_model(world.model, tmp_path / "reward")
     state = load_file(folder / "model.safetensors")
     state["score.weight"][0, 0] = float("nan")
@@ -299,7 +299,7 @@ def test_a_score_that_is_no_number_names_its_model_and_episode(world, tmp_path):
     AcceleratorState._reset_state(True)
     with pytest.raises(SystemExit) as end:
         ppo.main(ppo.Args(**arguments, batch_size=8, total_episodes=8, eval_rows=2))
-    assert str(end.value).startswith(f"error: update 1, episode 0: the score of {folder} is nan;")
+    assert str(end.value).startswith(f"error: update 1: a score of {folder} is not finite;")
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl") == []
 
 

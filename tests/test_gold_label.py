@@ -42,7 +42,7 @@ def test_answers_and_labels(policy, labelled, world):
     data, expected = load_from_disk(str(world.dataset))["train"], {}
     for i, row in enumerate(data.select(range(14))):
         query = row["query_token"][-row["query_token_len"] :]
-        keys = [gold_label.noise_keys(1, which, [f"train {i}"]) for which in (0, 1)]
+        keys = [gold_label.noise_keys(1, which, [f"train {i}"], 20)[0] for which in (0, 1)]
         pair = [sample_by_hand(model, query, tokenizer, key, 20, top_p=0.9) for key in keys]
         golds = [-len(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in pair]
         if golds[0] != golds[1] and all(tokens[-1] == eos for tokens in pair):

@@ -30,7 +30,7 @@ ROWS = 20  # training rows, so that the second update takes rows of the first pa
 LEARNING_RATE = 2e-4
 # micro-batches of 5 divide neither 12 nor 6 rows; some of the gradients are clipped
 OPTIMISER = {"learning_rate": LEARNING_RATE, "max_grad_norm": 5.0, "micro_batch_size": 5}
-ADAM_EPS, WEIGHT_DECAY = 2e-5, 0.03  # not the defaults: both have to arrive
+ADAM_EPS, WEIGHT_DECAY = 1e-5, 0.01  # the paper's, and torch's default
 SIZES = {"seed": SEED, "model": "nano", "batch_size": BATCH, "total_episodes": UPDATES * BATCH + 1}
 SIDES = ("chosen", "rejected")
 GRADES = {"significantly": 1, "better": 2 / 3, "slightly": 1 / 3, "negligibly": 0, "none": 0}
@@ -157,18 +157,17 @@ def train(start, path: str, label: str, **settings) -> SimpleNamespace:
     AcceleratorState._reset_state(True)
     module, name = script(path), f"{path} {label}".strip()
     settings = SIZES | OPTIMISER | {"output_dir": str(start.root / name.replace("/", " "))} | settings
-    steps, samples, keys = [], [], []
+    steps, samples = [], []
     with pytest.MonkeyPatch.context() as patch:
         if hasattr(module, "sample"):
-            samples, keys = record(patch, module, "sample"), record(patch, module, "noise_keys")
+            samples = record(patch, module, "sample")
         optimizer_step = module.optimizer_step
         backwards = record(patch, Accelerator, "backward")
 
         def recorded(accelerator, model, optimizer, max_grad_norm, where):
             parameters = dict(model.named_parameters())
-            step = SimpleNamespace(samples=[], micro_batches=len(backwards))
-            for call, (_, _, episodes) in zip(samples, (call.args for call in keys), strict=True):
-                step.samples.append(call.result[0][torch.tensor(list(episodes)).argsort()])
+            step = SimpleNamespace(micro_batches=len(backwards))
+            step.samples = [call.result[0] for call in samples]
             backwards.clear()
             step.weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
             step.gradients = {name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()}
@@ -177,8 +176,6 @@ def train(start, path: str, label: str, **settings) -> SimpleNamespace:
             return optimizer_step(accelerator, model, optimizer, max_grad_norm, where)
 
         patch.setattr(module, "optimizer_step", recorded)
-        patch.setattr(module, "ADAM_EPS", ADAM_EPS)
-        patch.setattr(module, "WEIGHT_DECAY", WEIGHT_DECAY)
         module.main(module.Args(**settings))
     run = SimpleNamespace(**settings, name=name, steps=steps, start=start)
     run.micro_batches = math.ceil(BATCH / settings.get("num_mini_batches", 1) / run.micro_batch_size)
@@ -216,7 +213,10 @@ def hold(run, models: dict, by_hand, record_property, saved=("model",), changed_
     models: {prefix of their parameters' names: the float64 model} as the run should start with, and which get the
     weights of each step. saved: the folders that the run leaves these models in, where the parameters named in
     changed_after were changed after the training."""
-    parameters = {prefix + name: p for prefix, model in models.items() for name, p in model.named_parameters()}
+    parameters = {}
+    for prefix, model in models.items():
+        for name, parameter in model.named_parameters():
+            parameters[(prefix + name).replace("model.score.bias", "bias")] = parameter  # RewardModel's own
     weights = {name: weight.clone() for name, weight in run.steps[0].weights.items()}
     optimizer = torch.optim.AdamW(weights.values(), eps=ADAM_EPS, weight_decay=WEIGHT_DECAY, fused=True)
     worst, clipped, logged = (0.0, ""), 0, defaultdict(lambda: defaultdict(list))
@@ -259,7 +259,7 @@ def hold(run, models: dict, by_hand, record_property, saved=("model",), changed_
     for (prefix, model), folder in zip(models.items(), saved, strict=bool(saved)):
         left = plain(f"{run.output_dir}/{folder}", hasattr(model, "score"))
         for name, weight in left.named_parameters():
-            found, tolerance = weights[prefix + name].double(), 1e-7
+            found, tolerance = weights[(prefix + name).replace("model.score.bias", "bias")].double(), 1e-7
             if name == "score.bias":  # it has become part of the mean, which may come from float32 scores
                 found, weight, tolerance = model.mean - found, torch.tensor([left.mean]).double(), 1e-6
             if name not in changed_after:
@@ -433,7 +433,10 @@ def rollout(run, update: int, score, k: int = 1) -> list[SimpleNamespace]:
     start = run.start
     rows = [row for row in batch_of(start.rows, update, BATCH // k) for _ in range(k)]
     episodes = []
-    for row, response in zip(rows, without_pad(run.now.samples[-1], start.pad), strict=True):
+    responses = [samples for samples in run.now.samples if len(samples) == BATCH][
+        update - 1
+    ]  # one may have had no step
+    for row, response in zip(rows, without_pad(responses, start.pad), strict=True):
         episode = SimpleNamespace(row=row, query=row.query, response=response, has_eos=start.eos in response)
         episode.raw_score = score(episode)
         episode.score = episode.raw_score if episode.has_eos else PENALTY
@@ -775,7 +778,7 @@ ENSEMBLES = [
 def test_ensembles_ppo(start, record_property, options):
     """The members are standardised (but for the safety gate) by their scores of a sample to each of nine posts."""
     combination, gate = options["reward_combination"], options["reward_combination"] == "safety_gate"
-    settings = {"reward_model_paths": [start.reward, start.other], "standardise_posts": 9, "forward_batch_size": 4}
+    settings = {"reward_model_paths": [start.reward, start.other], "standardise_posts": 9}
     settings |= {"standardise_members": not gate, "final_learning_rate": 1e-4, "whiten_rewards": False}
     run = on_policy(start, "ensembles/ppo.py", combination, **settings, **options, **PPO)
     members = [plain(path, with_head=True) for path in (start.reward, start.other)]

@@ -5,13 +5,12 @@ import gc
 import math
 import random
 import weakref
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import nano
 import pytest
 import torch
-from conftest import close
+from conftest import close, single_process
 
 import ppo
 import reward
@@ -99,7 +98,7 @@ def test_pair_rows_has_the_query_once(more_columns):
             has_label += [place >= start for place in range(len(response))]
         assert found["tokens"][i] == row + padding and found["position_ids"][i] == positions + padding
         assert found["segments"][i] == segments + [reward.PADDING] * len(padding)
-        assert found["in_response"][i] == has_label + [False] * len(padding)
+        assert found["has_label"][i] == has_label + [False] * len(padding)
     assert not any(found["is_same"])
 
 
@@ -183,16 +182,16 @@ def test_rewards_and_values_are_float32_under_autocast(small):
         columns = torch.tensor([[2, 3], [2, 3]])
         values = ppo.PolicyAndValue(policy, ppo.RewardModel(model.model))(rows, columns)[1]
     head = model.model.score
-    assert close(found, (hidden[0].double() @ head.weight.double().T + head.bias)[:, :, 0], 1e-6)
-    assert close(values, (hidden[-1].double() @ head.weight.double().T + head.bias)[:, 2:4, 0], 1e-6)
+    assert close(found, (hidden[0].double() @ head.weight.double().T)[:, :, 0], 1e-6)
+    assert close(values, (hidden[-1].double() @ head.weight.double().T)[:, 2:4, 0], 1e-6)
 
 
 # ---- sampling ---------------------------------------------------------------------------------------------------
 
 
 def test_noise_is_gumbel_and_independent_across_rows_positions_and_tokens():
-    keys = ppo.noise_keys(5, 1, list(range(100)))
-    noise = torch.stack([ppo.gumbel_noise(keys, t, 500) for t in range(40)]).double()  # (40, 100, 500)
+    keys = ppo.noise_keys(5, 1, range(100), 40)
+    noise = torch.stack([ppo.gumbel_noise(keys[:, t], 500) for t in range(40)]).double()  # (40, 100, 500)
     n = noise.numel()  # two million: the standard error of the mean is 0.0009, of the variance 0.0024
     assert noise.mean().item() == pytest.approx(0.5772157, abs=0.004)
     assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.012)
@@ -221,8 +220,7 @@ def test_each_cache_of_a_rollout_is_gone_before_the_next(small, monkeypatch):
     args = ppo.Args(response_length=4, sample_batch_size=3)
     gc.disable()  # nothing waits for the collector
     try:
-        keys = ppo.noise_keys(1, 1, list(range(7)))
-        ppo.sample(SimpleNamespace(autocast=nullcontext), model, queries, keys, tokenizer, args, 0.7)
+        ppo.sample(single_process(), model, queries, ppo.noise_keys(1, 1, range(7), 4), tokenizer, args, 0.7)
         assert [layer() for layer in made] == [None, None, None] and max(alive) <= 1  # it has no tensors yet
     finally:
         gc.enable()

@@ -224,7 +224,7 @@ def two_processes(setting):
         jobs[f"zero2 {stage}"] = stage, setting.args(stage, f"zero2_{stage}", micro_batch_size=3), "none"
     jobs["zero2_offload sft"] = "sft", setting.args("sft", "zero2_offload_sft", micro_batch_size=3), "cpu"
     for case, (stage, changes) in CASES.items():
-        sizes = {"micro_batch_size": 3} | ({} if stage == "sft" else {"forward_batch_size": 3})
+        sizes = {"micro_batch_size": 3}
         sizes |= {"sample_batch_size": 3} if stage in ("ppo", "ensembles") else {}
         jobs[case] = stage, setting.args(stage, f"{case}_two", **sizes, **changes), ""
     begun = setting.args("ppo", "resumed_by_two", **SAVED)

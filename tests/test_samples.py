@@ -52,7 +52,7 @@ def made(world, tmp_path_factory) -> SimpleNamespace:
     about = {"stage": "ppo", "seed": SEED, "dataset": str(world.dataset), "response_length": LENGTH}
     (run_folder / "args.json").write_text(json.dumps(about | {"wandb_id": "abc123"}))
     before = files(run_folder)
-    flags = {"reward_model_path": str(root / "scorer"), "temperature": TEMPERATURE, "forward_batch_size": 7}
+    flags = {"reward_model_path": str(root / "scorer"), "temperature": TEMPERATURE, "batch_size": 7}
     run(run_folder, **flags, splits=("validation", "none"))
     return SimpleNamespace(root=root, run=run_folder, reward=root / "scorer", flags=flags, before=before)
 
@@ -71,7 +71,8 @@ def test_samples_and_scores_are_those_of_plain_forward_passes(made, world):
     assert list(found.columns) == SCORED and found["id"].tolist() == data["id"]
     assert found["has_eos"].nunique() == 2 and found["response"].nunique() == len(found)
     for i, (row, ours) in enumerate(zip(data, found.to_dict("records"), strict=True)):
-        query, key = [x for x in row["query_token"] if x != tokenizer.pad_token_id], samples.noise_keys(SEED, 0, [i])
+        query = [x for x in row["query_token"] if x != tokenizer.pad_token_id]
+        key = samples.noise_keys(SEED, 0, [i], LENGTH)[0]
         response = sample_by_hand(policy, query, tokenizer, key, LENGTH, TEMPERATURE)
         ended = response[-1] == tokenizer.eos_token_id
         assert (ours["response_tokens"], ours["has_eos"]) == (len(response), ended)
@@ -92,7 +93,6 @@ def test_rouge_takes_words_as_they_are_and_its_means(made, world, monkeypatch):
     responses = [" He feels sad, about laptops!", " Sister! My SISTER2<|endoftext|>"]
     tokens = tokenizer(responses, padding=True, padding_side="right", return_tensors="pt").input_ids
     monkeypatch.setattr(samples, "generate", lambda *_: (tokens, None))
-    monkeypatch.setattr(samples, "KeyValueCache", lambda *_: None)
     AcceleratorState._reset_state(True)
     args = samples.Args("x", seed=1, response_length=9)
     found = samples.sampled(Accelerator(), SimpleNamespace(config=None), None, data, tokenizer, args, "test")
@@ -113,7 +113,7 @@ def test_a_run_gets_its_tables_and_nothing_else_of_it_changes(made, tmp_path):
     """Without a reward model the samples are the same; both splits at temperature 0.01 are the default."""
     assert samples.Args("x").temperature == 0.01
     assert {name: content for name, content in files(made.run).items() if not name.startswith("eval/")} == made.before
-    run(made.run, output_dir=str(tmp_path), forward_batch_size=3, temperature=TEMPERATURE)
+    run(made.run, output_dir=str(tmp_path), batch_size=3, temperature=TEMPERATURE)
     assert [*files(tmp_path)] == [f"eval/{name}.csv" for name in ("rouge", "samples_test", "samples_validation")]
     plain, scored = table(tmp_path, "samples_validation"), table(made.run, "samples_validation")
     assert list(plain.columns) == COLUMNS and plain.equals(scored[COLUMNS])

@@ -2,14 +2,12 @@
 step of an update is exactly 1, also in bfloat16."""
 
 import time
-from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import make_reward_model, make_talker, read_metrics
+from conftest import make_reward_model, make_talker, read_metrics, single_process
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import (
     AutoModelForCausalLM,
@@ -52,7 +50,7 @@ class Noise(LogitsProcessor):
         self.keys, self.width, self.leads = keys, width, []
 
     def __call__(self, input_ids, scores):
-        noise = ppo.gumbel_noise(self.keys, input_ids.shape[1] - self.width, scores.shape[1])
+        noise = ppo.gumbel_noise(self.keys[:, input_ids.shape[1] - self.width], scores.shape[1])
         noisy = scores / (0.7 + 1e-7) + noise
         noisy[:, PAD] = -torch.inf
         best = noisy.topk(2, 1).values
@@ -95,13 +93,12 @@ def compare(name: str, rows: int, times: int = 1) -> dict:
     for row in queries:
         length = int(torch.randint(1, 150, (), generator=generator))
         row[WIDTH - length :] = torch.randint(1, 590, (length,), generator=generator)
-    keys = ppo.noise_keys(1, 1, list(range(rows)))
+    keys = ppo.noise_keys(1, 1, range(rows), RESPONSE)
     args = ppo.Args(response_length=RESPONSE, sample_batch_size=40)
-    single = SimpleNamespace(autocast=nullcontext)
     seconds = {"ours": 0.0, "transformers": 0.0}
     for _ in range(times):  # in turn
         start = time.time()
-        found, logprobs = ppo.sample(single, model, queries, keys, Tokenizer(), args, 0.7)
+        found, logprobs = ppo.sample(single_process(), model, queries, keys, Tokenizer(), args, 0.7)
         middle = time.time()
         expected, leads = by_transformers(model, queries, keys, ppo.similar_lengths((queries != PAD).sum(1), 40))
         seconds["ours"] += middle - start
@@ -138,11 +135,11 @@ def test_a_step_reads_nothing_back_from_the_device(name, monkeypatch):
     monkeypatch.setattr(ppo, "rounded_width", lambda lengths: 10)  # once a group
     with FakeTensorMode():
         model = new_model(name)
-        queries, keys = torch.zeros(4, 10, dtype=torch.long), torch.zeros(4, 2, dtype=torch.int32)
-        found, _ = ppo.generate(model, queries, Tokenizer(), 7, 0.7, keys, ppo.KeyValueCache(model.config, 18))
+        queries, keys = torch.zeros(4, 10, dtype=torch.long), torch.zeros(4, 8, 2, dtype=torch.long)
+        found, _ = ppo.generate(model, queries, Tokenizer(), 7, 0.7, keys)
         assert found.shape == (4, 7)
         with pytest.raises(DataDependentOutputException):
-            ppo.generate(model, queries, Tokenizer(), 8, 0.7, keys, ppo.KeyValueCache(model.config, 18))
+            ppo.generate(model, queries, Tokenizer(), 8, 0.7, keys)
 
 
 # ---- the ratio before the first step ------------------------------------------------------------------------------

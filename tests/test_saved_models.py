@@ -120,8 +120,8 @@ def test_generate_gives_the_tokens_of_our_sampler(saved, world, record_property)
         width = inputs.input_ids.shape[1]
         without_bos = plain(posts["query"], add_special_tokens=False, padding=True).input_ids
         assert inputs.input_ids.tolist() == without_bos
-        keys, cache = ppo.noise_keys(1, 1, range(16)), ppo.KeyValueCache(ours.config, width + RESPONSE)
-        expected, _ = ppo.generate(ours, inputs.input_ids, tokenizer, RESPONSE, 1e-6, keys, cache)
+        keys = ppo.noise_keys(1, 1, range(16), RESPONSE)
+        expected, _ = ppo.generate(ours, inputs.input_ids, tokenizer, RESPONSE, 1e-6, keys)
         found = model.generate(**inputs, do_sample=False, max_new_tokens=RESPONSE)[:, width:]
         found = torch.nn.functional.pad(found, (0, RESPONSE - found.shape[1]), value=plain.pad_token_id)
         differ += (found != expected).any(1).sum().item()

@@ -27,7 +27,7 @@ SEED = 3
 EVALUATIONS = {
     "sft": "validation_loss",
     "reward": "evaluate_pairs",
-    "dpo": "implicit_rewards",
+    "dpo": "implicit_reward_table",
     "ppo": "validation_score",
 }
 DAY = 86_400
@@ -151,7 +151,7 @@ def test_run_folder(chain, few, stage):
     own = {"ppo": {"value_model"}, "reward": {"eval"}, "dpo": {"eval"}}
     assert names == {".lock", "model", "metrics.jsonl", "args.json", "tensorboard"} | own.get(stage, set())
     args = json.loads((folder / "args.json").read_text())
-    contents = {key for key in args if key.endswith(" content")}
+    contents = {key for key in args if key.endswith(" digest")}
     assert len(contents) == {"sft": 2, "reward": 3, "ppo": 3, "dpo": 2}[stage]
     assert set(args) - contents == {*vars(STAGES[stage].Args()), "stage", "processes", "wandb_id"}
     assert args["stage"] == stage and args["seed"] == SEED

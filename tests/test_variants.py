@@ -310,7 +310,7 @@ def test_a_function_of_one_or_of_lists(start, tmp_path, monkeypatch):
     ("name", "message"),
     [
         ("raises", "mine.py:raises failed .*cannot score this"),
-        ("nan", "update 1, episode 7: the score of .*mine.py:nan is nan"),
+        ("nan", "update 1: a score of .*mine.py:nan is not finite"),
         ("too_few", "23 scores for 24 summaries"),
         ("of_three", r"f\(posts, summaries\).*'references'"),
     ],

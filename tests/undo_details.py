@@ -74,19 +74,17 @@ PATCHES = r"""
 -     return model
 - 
 - 
-- @torch.no_grad()
 - def check_model
 +     return model.train()
 + 
 + 
-+ @torch.no_grad()
 + def check_model
 07 ppo.py: the value model's dropout stays
 - return RewardModel(model)
 + return RewardModel(model.train())
 test_details.py::test_tables_3 sft.py: epsilon 1e-8 by default
-- ADAM_EPS = 1e-5
-+ ADAM_EPS = 1e-8
+- eps=1e-5
++ eps=1e-8
 test_details.py::test_tables_3 sft.py: two epochs
 - num_train_epochs: float = 1
 + num_train_epochs: float = 2
@@ -103,7 +101,7 @@ test_gradients.py::test_reward reward.py: a linear schedule
 - last = (tokens != pad_id).long().cumprod(1).sum(1, keepdim=True) - 1
 + last = tokens.shape[1] - 1 - (tokens != pad_id).int().flip(1).argmax(1, keepdim=True)
 test_gradients.py::test_reward reward.py: the reward's own position is logged as another
-- .scatter(1, rejected_last, False)
+-  & (t != rejected_last)
 + 
 14 ppo.py: rewards of left-padded rows
 - "tokens": joined.gather(1, real_first),
@@ -173,8 +171,8 @@ test_details.py::test_whitening ppo.py: unbiased variance
 + * mask).sum() / (count - 1)
 +     whitened
 test_gradients.py::test_sft sft.py: EOS is not in the loss
-- batch[column] == pad_id, -100)
-+ (batch[column] == pad_id) | (batch[column] == 0), -100)
+- tokens == pad_id, -100)
++ (tokens == pad_id) | (tokens == 0), -100)
 test_gradients.py::test_sft sft.py: the schedule is not applied
 - group["lr"] = learning_rate
 + group["lr"] = args.learning_rate
@@ -193,8 +191,8 @@ test_gradients.py::test_dpo dpo.py: logged rewards know no beta
 + chosen_reward = (chosen.detach() - mb["ref_chosen"])
 +             rejected_reward = (
 test_gradients.py::test_dpo dpo.py: the reference's part goes to other rows
-- places = torch.searchsorted(seen, rows)
-+ places = torch.arange(len(rows))
+- ref_logprobs["train"][rows].unbind(1)
++ ref_logprobs["train"][: len(rows)].unbind(1)
 test_gradients.py::test_ppo ppo.py: all log-probabilities at temperature 1
 - scaled = logits.float() / (temperature + TEMPERATURE_EPS)
 -     return -F
@@ -222,23 +220,23 @@ test_gradients.py::test_dpo ablations/simpo.diff: the margin is the rejected one
 - beta * (chosen - rejected) - gamma
 + beta * (chosen - rejected) + gamma
 test_sampling.py::test_noise_in_the_rollouts ppo.py: old log-probabilities in other micro-batches
-- mbs += micro_batches(batch, rows, args.micro_batch_size)
-+ mbs += micro_batches(batch, rows, args.micro_batch_size + 3)
+- mbs += micro_batches(batch, own_share(accelerator, mini_batch), args.micro_batch_size)
++ mbs += micro_batches(batch, own_share(accelerator, mini_batch), args.micro_batch_size + 3)
 test_sampling.py::test_it_is_exactly_1 ppo.py: a frozen model all in bfloat16
-- is_linear = isinstance(module, nn.Linear) and module.weight not in embeddings
-+ is_linear = True
+- if not everything:  # a head may share
++ if False:  # a head may share
 test_sampling.py::test_the_tokens_are ppo.py: padding is seen
-- is_token = F.pad(is_query[:, -width:], (0
-+ is_token = F.pad(is_query[:, -width:] | True, (0
+- may_attend = F.pad(is_query[:, -width:], (0
++ may_attend = F.pad(is_query[:, -width:] | True, (0
 test_launch.py::test_what_a_run sft.py: cuDNN's attention stays on
 - torch.backends.cuda.enable_cudnn_sdp(False)
 + pass
 test_launch.py::test_nothing_of_a_frozen ppo.py: biases are cast at every call
-- if is_cast and accelerator.mixed_precision == "bf16":
-+ if is_cast and accelerator.mixed_precision == "bf16" and parameter.ndim == 2:
+- if weight not in kept:
++ if weight not in kept and weight.ndim == 2:
 test_launch.py::test_a_frozen_model_in ppo.py: a tied head takes the embedding along
-- and module.weight not in embeddings
-+ or False
+- if weight not in kept:
++ if True:
 test_ensembles.py::test_members_are_standardised_by ensembles/ppo.py: the standard deviation over n - 1
 - sd = scores[:, k].std(unbiased=False)
 + sd = scores[:, k].std()
@@ -270,13 +268,13 @@ test_gradients.py::test_ppo_value ablations/value.diff: the policy decays in the
 - parameter.grad = None
 + parameter.grad.zero_()
 test_gradients.py::test_ppo_lora ablations/lora.diff: the value model's head is frozen
-- .requires_grad_(True)
-+ .requires_grad_(False)
+- score).requires_grad_(True)
++ score).requires_grad_(False)
 test_gradients.py::test_ppo_value ablations/value.diff: returns with PPO's lambda
 - args.gamma, args.lam_value)
 + args.gamma, args.lam)
 test_faults.py::test_resume_refuses sft.py: --resume takes whatever it is given
-- if key not in MAY_CHANGE:
+- if key in old and key not in MAY_CHANGE:
 + if False:
 test_faults.py::test_resume_takes sft.py: no other micro-batch on --resume
 - MAY_CHANGE = {"micro_batch_size", 
@@ -285,24 +283,24 @@ test_faults.py::test_accumulation sft.py: accelerate's accumulation is not looke
 - os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
 + pass
 test_invariance.py::test_the_model_is ppo.py: the value model comes last
--     save_model(accelerator, args, "value_model", value_model.finished(), tokenizer)
+-     save_model(accelerator, args, "value_model", value_model.to_transformers(), tokenizer)
 -     save_model(accelerator, args, "model", policy, tokenizer)
 +     save_model(accelerator, args, "model", policy, tokenizer)
-+     save_model(accelerator, args, "value_model", value_model.finished(), tokenizer)
++     save_model(accelerator, args, "value_model", value_model.to_transformers(), tokenizer)
 test_faults.py::test_resume_without sft.py: a run begins anew in silence
 -     if args.resume:
 -         accelerator.print(
 +     if args.resume and finished:
 +         accelerator.print(
 test_faults.py::test_a_second_run sft.py: no lock
-- accelerator.lock.acquire(timeout=120)
+- .acquire(timeout=120)
 + pass
 test_faults.py::test_resume_compares sft.py: data are compared by their size
-- content.update(tokens.to_numpy())
-+ content.update(str(len(tokens)).encode())
+- content.update(file.read(4096))
++ content.update(str(size).encode())
 test_faults.py::test_a_score ppo.py: a score may be no number
-- check_scores(batch["raw_scores"][:, None]
-+ print(batch["raw_scores"][:, None]
+- if not batch["raw_scores"].isfinite().all():
++ if False:
 """
 
 

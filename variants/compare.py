@@ -52,7 +52,7 @@ def kl_to_sft(accelerator, policy, sft, tokenizer, queries: torch.Tensor) -> tor
     """Return log pi - log pi_sft (n,), summed over the tokens of a response that the policy samples to each query (n,
     Q)."""
     args = ppo.Args(sample_batch_size=32, response_length=53)
-    keys = ppo.noise_keys(1, -2, range(len(queries)))  # training never has an update -2
+    keys = ppo.noise_keys(1, -2, range(len(queries)), args.response_length)  # training never has an update -2
     responses, _ = ppo.sample(accelerator, policy, queries, keys, tokenizer, args, args.temperature)
     batch = ppo.make_batch(queries, responses, tokenizer.pad_token_id)
     kl = torch.zeros(len(queries))
@@ -76,7 +76,7 @@ def compare(args: Args) -> list[dict]:
     transformers_logging.disable_progress_bar()
     accelerator = Accelerator(cpu=True)
     posts = {row["id"]: row for row in read_rows(args.raw / "posts" / "validation.jsonl", ["id", "post", "summary"])}
-    folder = ppo.checkpoint_folder("--sft", str(args.sft))
+    folder = ppo.local_checkpoint("--sft", str(args.sft))
     tokenizer = ppo.load_tokenizer(folder)
     sft = ppo.load_policy(folder, tokenizer)
     table, sft_truths = [], []
@@ -91,7 +91,7 @@ def compare(args: Args) -> list[dict]:
         differences = [truth - before for truth, before in zip(truths, sft_truths, strict=True)]
         low, high = bootstrap_interval(differences, 2_000)
         queries = tokenizer([row["query"] for row in samples], padding=True, padding_side="left", return_tensors="pt")
-        policy = ppo.load_policy(ppo.checkpoint_folder("--runs", str(run)), tokenizer)
+        policy = ppo.load_policy(ppo.local_checkpoint("--runs", str(run)), tokenizer)
         kl = kl_to_sft(accelerator, policy, sft, tokenizer, queries.input_ids)
         metrics = read_metrics(run)
         row = {"policy": json.loads((run / "args.json").read_text())["stage"], "truth": fmean(truths)}

@@ -30,13 +30,15 @@ folder (default runs/online_dpo/{model}/{seed}) holds model/ (the policy, a plai
 metrics.jsonl, args.json, TensorBoard files and, with --save-every, checkpoints/.
 
 Shapes: B is the number of episodes of an update, b the number of rows in a function's input, Q the width of the
-queries, R the response length, W the width of a micro-batch's responses, T the width of query and response together, V
-the vocabulary size and D the size of a hidden state. A batch is a dict of tensors:
+queries, R the response length, W the width of a micro-batch's responses (one past the longest, up to R), T the width of
+query and response together, V the vocabulary size and D the size of a hidden state. A batch is a dict of tensors:
 
     tokens (B, Q + R) query and response, right-padded; responses (B, R) right-padded
     query_lengths, lengths (of the responses, EOS included), row_lengths (of both) and raw_scores (B,)
-    response_mask (B, R) through EOS: logprobs, ref_logprobs and entropy are 0 outside of it
-    in a micro-batch also `rows` (b,) of the batch, and `columns` (b, W) of `tokens` that predict the response tokens
+    response_mask (B, R): logprobs, ref_logprobs and entropy are 0 outside of it
+    sampling_logprobs (B, R), only for diagnostics: meaningless after EOS
+    A micro-batch also has `rows` (b,), its rows in the batch, and `columns` (b, W), the columns of `tokens` where the
+    policy predicts the response tokens.
 
 A prompt's k episodes are consecutive. The script deviates from other implementations on purpose:
 - The log-probabilities of policy and reference are both taken at the sampling temperature. TRL samples at 0.9 and takes
@@ -61,7 +63,7 @@ from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from typing import Literal
 
@@ -72,7 +74,7 @@ import tyro
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import WandBTracker
 from accelerate.utils import DeepSpeedPlugin, gather_object, set_seed
-from datasets import DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from filelock import FileLock
 from huggingface_hub import snapshot_download
 from rich.console import Console
@@ -86,7 +88,6 @@ from transformers import (
     GenerationConfig,
     StaticCache,
 )
-from transformers.utils import logging as transformers_logging
 
 STAGE = "online_dpo"
 MICRO_BATCH_SIZES = {"1b": 16, "2.8b": 8, "6.9b": 2}  # per Pythia size: fits on one 80 GB device
@@ -99,7 +100,7 @@ DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_170
 @dataclass
 class Args:
     model: str = "1b"
-    """name of the run, for {model} in the paths; 1b, 2.8b and 6.9b also set batch and offload defaults for 80 GB"""
+    """name of the run, for {model} in the paths; 1b, 2.8b and 6.9b also set memory defaults for 80 GB devices"""
     seed: int = 44413
     """seed of the query order and the sampling noise (the paper uses 44413, 55513, 66613 and 77713)"""
     sft_model_path: str = "runs/sft/{model}/{seed}"
@@ -147,13 +148,11 @@ class Args:
     eval_rows: int = 64
     """number of validation posts in that batch"""
     micro_batch_size: int | None = None
-    """episodes per device in one forward/backward pass; affects memory, speed, rounding; default: fits 80 GB, or 8"""
-    forward_batch_size: int = 32
-    """episodes per device that a reward model scores at a time"""
+    """episodes per device in one pass of a model; affects memory, speed, rounding; default: fits 80 GB, or 8"""
     sample_batch_size: int | None = None
     """episodes per device to sample at a time; affects memory, speed, rounding; default: fits 80 GB, or 32"""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """autocast type, while weights stay in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
+    """autocast type; trained weights are kept in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
     offload: bool | None = None
     """keep reference and reward model in CPU memory except while they are used; default: only for 6.9b"""
     save_every: int = 0
@@ -180,8 +179,9 @@ def best_and_worst(scores: torch.Tensor, responses, k: int, precision: str) -> t
 
 
 def is_tie(chosen: torch.Tensor, rejected: torch.Tensor, size: torch.Tensor, precision: str) -> torch.Tensor:
-    """Return which scores (b,) differ by no more than the rounding of the sums they come from, whose magnitude is
-    `size` (b,). Such a difference depends on the micro-batch, so it is no preference."""
+    """Return whether two scores (b,) differ by no more than rounding (b,), so that another micro-batch size could swap
+    their order. `size` (b,) is the magnitude of the numbers that were rounded: of the rewards in reward.py, of the
+    log-probabilities in dpo.py."""
     return (chosen - rejected).abs() <= ROUNDING[precision] * size
 
 
@@ -214,14 +214,13 @@ def dpo_loss(
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     """Return the row indices (stop - start,) at positions start..stop-1 of an endless stream over n rows, reshuffled
     without replacement on each pass (Detail 21). They depend only on (seed, position), so all processes agree."""
-    first = start // n
-    passes = [permutation(n, seed, epoch) for epoch in range(first, (stop - 1) // n + 1)]
-    return torch.cat(passes)[start - first * n : stop - first * n]
+    passes = {number: permutation(n, seed, number) for number in range(start // n, stop // n + 1)}
+    return torch.stack([passes[position // n][position % n] for position in range(start, stop)])
 
 
-def permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the numbers 0..n-1 in a random order (n,) that depends only on seed and epoch."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+def permutation(n: int, seed: int, number: int) -> torch.Tensor:
+    """Return the numbers 0..n-1 in a random order (n,) that depends only on seed and number."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     return torch.randperm(n, generator=generator)
 
 
@@ -233,18 +232,17 @@ def main(args: Args):
     check_args(args)
     accelerator = make_accelerator(args)
     device = accelerator.device
-    rank = accelerator.process_index
-    world = accelerator.num_processes
-    num_updates = fill_sizes(args, world)
+    fill_defaults(args, accelerator.num_processes)
+    num_updates = args.total_episodes // args.batch_size
     if args.labels == "soft" and args.loss_type == "ipo":
         fail("--labels soft needs --loss-type sigmoid: IPO's loss takes no label probabilities")
     k = args.samples_per_prompt
-    if k < 2 or args.batch_size % (k * args.num_mini_batches * world):
+    if k < 2 or args.batch_size % (k * args.num_mini_batches * accelerator.num_processes):
         per_prompt = f"--samples-per-prompt {k} (2 or more)"
         fail(f"--batch-size {args.batch_size} must be a multiple of {per_prompt} x mini-batches x processes")
 
-    sft_folder = checkpoint_folder("--sft-model-path", args.sft_model_path)
-    reward_folder = checkpoint_folder("--reward-model-path", args.reward_model_path)
+    sft_folder = local_checkpoint("--sft-model-path", args.sft_model_path)
+    reward_folder = local_checkpoint("--reward-model-path", args.reward_model_path)
     tokenizer = load_tokenizer(sft_folder)
     if load_tokenizer(reward_folder).get_vocab() != tokenizer.get_vocab():
         fail(f"--reward-model-path {reward_folder}: another tokenizer than in {sft_folder}")
@@ -258,37 +256,34 @@ def main(args: Args):
     ref_policy = frozen_model(accelerator, load_policy(sft_folder, tokenizer, width), args.offload)
     policy = load_policy(sft_folder, tokenizer, width).to(device)
     model, optimizer = prepare(accelerator, PolicyLogits(policy), args)
-    # Register state of your own here (accelerator.register_for_checkpointing). After --resume it is on the CPU.
-    finished_updates = begin_run(accelerator, args)
+    # change here: pass state of your own to accelerator.register_for_checkpointing. --resume restores it on the CPU.
+    inputs = {"sft_model_path": sft_folder, "reward_model_path": reward_folder, "dataset": train}  # for --resume
+    finished_updates = start_or_resume(accelerator, args, inputs)
 
     run_start = time.time()
+    # After each update, updates() writes a checkpoint if one is due, and ends the run if a signal has come.
     for update in updates(accelerator, args, finished_updates, num_updates):
-        # ---- 1. sample: each process its share of the episodes -----------------------------------
+        # ---- 1. sample (in steps 1 and 2 each process does its share; all get the whole batch) ---
         update_start = time.time()
         episodes = range((update - 1) * args.batch_size, update * args.batch_size)
         order = data_order(len(train), args.seed, episodes.start // k, episodes.stop // k)  # Detail 21
-        rows = torch.arange(args.batch_size).chunk(world)[rank]
-        queries = train[order[rows // k].tolist()]["query_token"].to(device)  # (b, Q)
-        keys = noise_keys(args.seed, update, (episodes.start + rows).tolist())
-        responses, logprobs = sample(accelerator, policy, queries, keys, tokenizer, args, args.temperature)
+        queries = train[order.tolist()]["query_token"].repeat_interleave(k, 0).to(device)  # (B, Q)
+        keys = noise_keys(args.seed, update, episodes, args.response_length).to(device)  # of the sampling noise
+        responses, sampling_logprobs = sample(accelerator, policy, queries, keys, tokenizer, args, args.temperature)
+        batch = make_batch(queries, responses, tokenizer.pad_token_id)
+        batch["sampling_logprobs"] = sampling_logprobs
         sampling_seconds = time.time() - update_start
 
         # ---- 2. scores, log-probabilities, values ------------------------------------------------
-        batch = make_batch(queries, responses, tokenizer.pad_token_id)
-        batch["sampling_logprobs"] = logprobs
         batch["raw_scores"] = reward_scores(accelerator, reward_model, batch, args)
-        batch |= forward_passes(accelerator, policy, ref_policy, batch, args)
-        # From here on every process holds the whole batch, in the order of its episodes.
-        batch["rows"] = rows.to(device)
-        batch = {key: accelerator.gather(value) for key, value in batch.items()}
-        by_episode = batch.pop("rows").argsort()
-        batch = {key: value[by_episode] for key, value in batch.items()}
+        if not batch["raw_scores"].isfinite().all():
+            fail(f"update {update}: a score of {args.reward_model_path} is not finite; check that model")
+        everything = torch.arange(args.batch_size, device=device)
+        batch |= forward_passes(accelerator, model, ref_policy, batch, [everything], args)
 
         # ---- 3. rewards --------------------------------------------------------------------------
-        where = [f"update {update}, episode {i}" for i in episodes]
-        check_scores(batch["raw_scores"][:, None], [args.reward_model_path], where)
         has_eos = (batch["responses"] == tokenizer.eos_token_id).any(1)  # (B,)
-        scores = batch["raw_scores"]
+        scores = batch["raw_scores"]  # change here
         if args.penalty_reward_value is not None:
             scores = scores.where(has_eos, args.penalty_reward_value)  # Detail 23
         kl = batch["logprobs"] - batch["ref_logprobs"]  # (B, R)
@@ -313,13 +308,11 @@ def main(args: Args):
                 count = untied[mini_batch].sum()
                 if count == 0:
                     continue  # all pairs are tied, so skip the step
-                own = mini_batch.chunk(world)[rank]
+                own = own_share(accelerator, mini_batch)
                 mbs = pair_batches(batch, pairs[own], untied[own] / count, args.micro_batch_size)
-                for mb in mbs:
-                    last = mb is mbs[-1]  # devices exchange gradients with the last micro-batch
-                    accelerator.sync_gradients = last  # for DeepSpeed, whose backward then also takes the step
-                    model.require_backward_grad_sync = last  # for DDP
-                    logits = model(mb["tokens"], mb["columns"])
+                for mb in accumulate(accelerator, model, mbs):  # exchanges gradients in the last backward pass only
+                    # One column before each response token. Rows are right-padded, so they need no mask.
+                    logits = model(mb["tokens"], mb["columns"])  # (b, W, V)
                     logprobs = token_logprobs(logits, mb["responses"], args.temperature)
                     del logits  # the largest tensor, not needed for the backward pass
                     chosen, rejected = logprobs.masked_fill(~mb["response_mask"], 0.0).sum(1).chunk(2)
@@ -327,7 +320,7 @@ def main(args: Args):
                     flip = flip_probability(mb["scores"], args.labels)
                     losses = dpo_loss(chosen, rejected, *ref, args.beta, args.loss_type, flip)
                     loss = (losses * mb["weights"]).sum()
-                    accelerator.backward(loss * world)  # DDP and DeepSpeed average over devices
+                    accelerator.backward(loss * accelerator.num_processes)  # DDP and DeepSpeed average over devices
                     logs["loss/policy"] += loss.detach()
                     for name, logprob, ref_logprob in zip(("chosen", "rejected"), (chosen, rejected), ref, strict=True):
                         logs[f"logprobs/{name}"] += (logprob.detach() * mb["weights"]).sum()
@@ -337,8 +330,7 @@ def main(args: Args):
         means = {key: accelerator.reduce(value, "sum").item() / steps for key, value in logs.items()}
 
         # ---- 6. log, samples ---------------------------------------------------------------------
-        sampling_difference = (batch["sampling_logprobs"] - batch["logprobs"]).abs()[batch["response_mask"]]
-        metrics = {  # the first five are also printed
+        metrics = {  # change here; the first five are also printed
             "objective/score": scores.mean(),
             "objective/kl": kl.sum(1).mean(),
             "response/length": batch["lengths"].float().mean(),
@@ -355,12 +347,8 @@ def main(args: Args):
             "time/rollout": rollout_seconds,
             "time/update": time.time() - update_start,
             "time/total": time.time() - run_start,
-            # diagnostics: look here when the numbers above look wrong
-            "objective/kl_k2": (0.5 * kl.square()).sum(1).mean(),
-            "objective/kl_k3": ((-kl).exp() - 1 + kl).sum(1).mean(),
-            "policy/sampling_logprob_difference_mean": sampling_difference.mean(),
-            "policy/sampling_logprob_difference_max": sampling_difference.max(),
         }
+        metrics |= diagnostics(batch, kl)
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
             metrics["eval/score"] = validation_score(accelerator, policy, reward_model, validation, tokenizer, args)
         write_metrics(accelerator, args, metrics, update, num_updates)
@@ -378,90 +366,82 @@ def main(args: Args):
 
 @torch.no_grad()
 def sample(accelerator: Accelerator, policy, queries, keys, tokenizer, args, temperature: float) -> tuple:
-    """Sample a response (b, R) to each left-padded query (b, Q), with [PAD] after its EOS (Detail 23). Also returns the
-    log-probabilities (b, R) of its tokens at sampling time, meaningless after EOS. keys (b, 2) come from noise_keys."""
-    keys = keys.to(queries.device)
+    """Sample a response (B, R) to each left-padded query (B, Q), with [PAD] after its EOS (Detail 23). Also returns the
+    log-probabilities (B, R) of its tokens at sampling time, meaningless after EOS. keys (B, R, 2): see noise_keys."""
     lengths = (queries != tokenizer.pad_token_id).sum(1)
     responses = queries.new_zeros((len(queries), args.response_length))
     logprobs = torch.zeros(responses.shape, device=queries.device)
-    for rows in similar_lengths(lengths, args.sample_batch_size):
-        cache = KeyValueCache(policy.config, rounded_width(lengths[rows]) + args.response_length)
+    own = own_share(accelerator, torch.arange(len(queries), device=queries.device))
+    for group in similar_lengths(lengths[own], args.sample_batch_size):
+        rows = own[group]
         with accelerator.autocast():
-            found = generate(policy, queries[rows], tokenizer, args.response_length, temperature, keys[rows], cache)
-        responses[rows], logprobs[rows] = found
-    return responses, logprobs
+            sampled = generate(policy, queries[rows], tokenizer, args.response_length, temperature, keys[rows])
+        responses[rows], logprobs[rows] = sampled
+    return accelerator.reduce((responses, logprobs), "sum")  # the rows of other processes are still 0
 
 
 @torch.no_grad()
-def forward_passes(accelerator: Accelerator, policy, ref_policy, batch: dict, args) -> dict:
-    """Return logprobs, ref_logprobs and entropy (b, R) of the responses in a process's batch (make_batch), 0 outside
-    their masks. Its chunks are the process's parts of the mini-batches of epoch 0."""
+def forward_passes(accelerator: Accelerator, model, ref_policy, batch: dict, mini_batches: tuple, args) -> dict:
+    """Return logprobs, ref_logprobs and entropy (B, R) of the responses in a batch, 0 outside their masks. The
+    models see the same micro-batches as in training on `mini_batches`, each of which is rows (n,) of the batch."""
+    mbs = []
+    for mini_batch in mini_batches:
+        mbs += micro_batches(batch, own_share(accelerator, mini_batch), args.micro_batch_size)
     zeros = torch.zeros(batch["responses"].shape, device=accelerator.device)
     outputs = {key: zeros.clone() for key in ("logprobs", "ref_logprobs", "entropy")}
-    mbs = []
-    for rows in torch.arange(len(batch["responses"]), device=accelerator.device).chunk(args.num_mini_batches):
-        mbs += micro_batches(batch, rows, args.micro_batch_size)
+    policy_logits = accelerator.unwrap_model(model)  # DDP and DeepSpeed are only needed for gradients
     for mb in mbs:
-        rows, width = mb["rows"], mb["responses"].shape[1]
         with accelerator.autocast():
-            logits = response_logits(policy, mb["tokens"], mb["columns"])
-            logprobs = token_logprobs(logits, mb["responses"], args.temperature)
-            entropy = token_entropy(logits, args.temperature)
-        outputs["logprobs"][rows, :width] = logprobs * mb["response_mask"]
-        outputs["entropy"][rows, :width] = entropy * mb["response_mask"]
+            logits = policy_logits(mb["tokens"], mb["columns"])
+        logprobs = token_logprobs(logits, mb["responses"], args.temperature)
+        width = logprobs.shape[1]
+        outputs["logprobs"][mb["rows"], :width] = logprobs * mb["response_mask"]
+        outputs["entropy"][mb["rows"], :width] = token_entropy(logits, args.temperature) * mb["response_mask"]
     with on_device(accelerator, ref_policy):
         for mb in mbs:
             with accelerator.autocast():
                 logits = response_logits(ref_policy, mb["tokens"], mb["columns"])
-                logprobs = token_logprobs(logits, mb["responses"], args.temperature)
-            width = logprobs.shape[1]
-            outputs["ref_logprobs"][mb["rows"], :width] = logprobs * mb["response_mask"]
-    return outputs
+            logprobs = token_logprobs(logits, mb["responses"], args.temperature)
+            outputs["ref_logprobs"][mb["rows"], : logprobs.shape[1]] = logprobs * mb["response_mask"]
+    return accelerator.reduce(outputs, "sum")  # the rows of other processes are still 0
 
 
 @torch.no_grad()
 def reward_scores(accelerator: Accelerator, reward_model, batch: dict, args) -> torch.Tensor:
-    """Return the reward model's score (b,) of each response in a batch, read at its last token (Detail 12)."""
-    rows = torch.arange(len(batch["responses"]), device=accelerator.device)
-    scores = torch.zeros(len(rows), device=accelerator.device)
+    """Return the reward model's score (B,) of each response in a batch, read at its last token (Detail 12)."""
+    scores = torch.zeros(len(batch["responses"]), device=accelerator.device)
+    own = own_share(accelerator, torch.arange(len(scores), device=accelerator.device))
     with on_device(accelerator, reward_model):
-        for mb in micro_batches(batch, rows, args.forward_batch_size):
+        for mb in micro_batches(batch, own, args.micro_batch_size):
             with accelerator.autocast():
                 rewards = reward_model(mb["tokens"])  # (b, T)
             last = mb["row_lengths"] - 1
             scores[mb["rows"]] = rewards.gather(1, last[:, None]).squeeze(1)
-    return scores
-
-
-def check_scores(scores: torch.Tensor, names: list[str], where: list[str]):
-    """End with an error if one of the scores (b, k) is not finite, naming its model (k,) and its row (b,)."""
-    for row, k in (~scores.isfinite()).nonzero().tolist():
-        fail(f"{where[row]}: the score of {names[k]} is {scores[row, k].item()}; check that model")
+    return accelerator.reduce(scores, "sum")  # the rows of other processes are still 0
 
 
 @contextmanager
 def on_device(accelerator: Accelerator, model):
-    """Keep a frozen model on the device while it is used (Detail 8). An offloaded model keeps its copy in host memory,
-    so nothing is copied back."""
+    """Keep a frozen model on the device while it is used (Detail 8)."""
     tensors = [*model.parameters(), *model.buffers()]
-    in_host_memory = [tensor.data for tensor in tensors]
+    originals = [tensor.data for tensor in tensors]  # in host memory, if the model is offloaded
     for tensor in tensors:
         tensor.data = tensor.data.to(accelerator.device, non_blocking=True)
     yield
-    for tensor, data in zip(tensors, in_host_memory, strict=True):
-        tensor.data = data
+    for tensor, original in zip(tensors, originals, strict=True):
+        tensor.data = original  # frees the copy on the device; nothing is copied back
 
 
 def make_batch(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> dict:
-    """Return the part of a batch that follows from the tokens of left-padded queries (b, Q) and responses (b, R): see
-    "Shapes" at the top of the file."""
+    """Return a batch with the joined tokens, lengths and masks (see "Shapes" at the top of the file) of left-padded
+    queries (b, Q) and right-padded responses (b, R)."""
     joined = torch.cat([queries, responses], 1)
-    real_first = (joined == pad_id).int().argsort(dim=1, stable=True)
+    real_first = (joined == pad_id).int().argsort(dim=1, stable=True)  # moves padding to the right
     query_lengths = (queries != pad_id).sum(1)
     lengths = (responses != pad_id).sum(1)
     positions = torch.arange(responses.shape[1], device=responses.device)
     return {
-        "tokens": joined.gather(1, real_first),  # moves padding to the right
+        "tokens": joined.gather(1, real_first),
         "responses": responses,
         "query_lengths": query_lengths,
         "lengths": lengths,
@@ -486,36 +466,51 @@ def pair_batches(batch: dict, pairs: torch.Tensor, weights: torch.Tensor, size: 
     return mbs
 
 
+def own_share(accelerator: Accelerator, rows: torch.Tensor) -> torch.Tensor:
+    """Return this process's part of rows (n,), which are split into one part of about equal size per process."""
+    return rows.tensor_split(accelerator.num_processes)[accelerator.process_index]
+
+
+def accumulate(accelerator: Accelerator, model, mbs: list):
+    """Yield the micro-batches of an optimiser step. Devices exchange gradients only with the last one. (accelerate's
+    own accumulate() divides the loss by a fixed number of micro-batches, and its no_sync() fails under ZeRO-2.)"""
+    for number, mb in enumerate(mbs, 1):
+        is_last = number == len(mbs)
+        model.require_backward_grad_sync = is_last  # for DDP, which reads it in the forward pass
+        accelerator.sync_gradients = is_last  # for DeepSpeed, whose backward then also takes the step
+        yield mb
+
+
 def micro_batches(batch: dict, rows: torch.Tensor, size: int) -> list[dict]:
-    """Split these rows (b,) of a batch into micro-batches of `size` rows of similar length, which saves padding. Tokens
-    are cropped to the longest row (b, T), and per-token tensors to one position past the longest response (b, W). A
-    micro-batch also has `rows`, its rows in the batch, and `columns` (b, W): for each response token the column of the
-    token before it, where the policy predicts it and the value model values the state."""
+    """Split these rows (b,) of a batch into micro-batches of `size` rows of similar length, and crop them to their
+    longest row. Every 2-D tensor but `tokens` is cropped to its first W columns, so one that you add to the batch must
+    be (B, R). Adds `rows` and `columns` (see "Shapes" at the top of the file)."""
     mbs = []
     for group in similar_lengths(batch["row_lengths"][rows], size):
         mb = {key: value[rows[group]] for key, value in batch.items()}
-        width = int(mb["lengths"].max()) + 1
+        width = int(mb["lengths"].max()) + 1  # + 1 for the value after EOS; a slice stops at R by itself
         for key, value in mb.items():
             if value.ndim == 2 and key != "tokens":
                 mb[key] = value[:, :width]
         mb["rows"] = rows[group]
         mb["tokens"] = mb["tokens"][:, : rounded_width(mb["row_lengths"])]
-        columns = mb["query_lengths"][:, None] - 1 + torch.arange(mb["responses"].shape[1], device=rows.device)
+        # Response token t is in column query_length + t, so the policy predicts it in the column before.
+        columns = mb["query_lengths"][:, None] + torch.arange(mb["responses"].shape[1], device=rows.device) - 1
         mb["columns"] = columns.clamp(max=mb["tokens"].shape[1] - 1)  # past a response's end, any column will do
         mbs.append(mb)
     return mbs
 
 
 def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Return row indices in groups of `size` rows of similar length, which saves padding. lengths: (b,)."""
+    """Return positions in `lengths` (b,), in groups of `size` rows of similar length, which saves padding."""
     order = lengths.argsort(descending=True, stable=True)
-    return list(order.split(size))
+    return [rows for rows in order.split(size) if len(rows)]  # no group if there are no rows
 
 
 def rounded_width(lengths: torch.Tensor) -> int:
     """Return the width that rows of these lengths (b,) are cropped to: the longest, rounded up to a multiple of 16.
     Rounding keeps the number of different shapes small, because each new shape costs memory and, on a GPU, time."""
-    return -(-int(lengths.max()) // 16) * 16
+    return ceil(int(lengths.max()) / 16) * 16
 
 
 class PolicyLogits(nn.Module):
@@ -532,8 +527,8 @@ class PolicyLogits(nn.Module):
 
 def response_logits(policy, tokens: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Return the logits (b, W, V) at the columns (b, W) of right-padded rows (b, T), which need no mask,
-    because the model is causal. The head only runs on these columns. Banned ids get -1e9, so mask the huge
-    log-probability of a [PAD] after the end before taking exp."""
+    because the model is causal. The head only runs on these columns. Banned ids get -1e9, because a mask of 0
+    times -inf would be nan."""
     hidden = policy.base_model(tokens, use_cache=False).last_hidden_state  # (b, T, D)
     states = hidden.gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[2]))
     return policy.get_output_embeddings()(states).masked_fill_(policy.banned, -1e9)
@@ -555,42 +550,33 @@ def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 # ==== sampling ====================================================================================
 
 
-def noise_keys(seed: int, update: int, episodes: Iterable[int]) -> torch.Tensor:
-    """Return two 32-bit keys (b, 2) per episode, hashed from (seed, update, episode)."""
-    digests = [hashlib.blake2b(f"{seed} {update} {i}".encode(), digest_size=8).digest() for i in episodes]
-    return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int32).reshape(-1, 2)
+def noise_keys(seed: int, update: int, episodes: Iterable[int], length: int) -> torch.Tensor:
+    """Return two 32-bit keys (b, length, 2) for each position of each episode, hashed from (seed, update, episode)."""
+    digests = [hashlib.shake_128(f"{seed} {update} {i}".encode()).digest(8 * length) for i in episodes]
+    return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint32).long().view(-1, length, 2)
 
 
-def mix(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return a bijective hash of int32 x, in which each bit changes about half of all bits: Wellons's lowbias32, with
-    key xored in after each product. It is meant for unsigned numbers, but torch multiplies only signed ones. Products
-    wrap around all the same, masks make >> unsigned, and - 2**32 brings a large constant into the range of int32."""
-    x = ((x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D) ^ key
-    x = ((x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)) ^ key
-    return x ^ ((x >> 16) & 0xFFFF)
-
-
-def gumbel_noise(keys: torch.Tensor, position: int | torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return Gumbel(0, 1) noise (b, V) that depends only on (key, position, token), not on batch, device or rank: the
-    hash of all three, as a uniform number u in (0, 1), becomes -log(-log(1 - u)). The largest noise comes from u near
-    0, where float32 is finest."""
-    # odd factors spread consecutive positions and tokens over the 32 bits
-    step = torch.as_tensor(position, dtype=torch.int32, device=keys.device) * 0x3C6EF35F
-    # two keys (b, 1) for this position; each hashes the other in, so that it depends on all 64 bits of the row's keys
-    key_0 = mix(keys[:, 0, None] + step, keys[:, 1, None])
-    key_1 = mix(keys[:, 1, None] + step, keys[:, 0, None])
-    token = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * (0x9E3779B9 - 2**32)
-    bits = mix(token + key_0, key_1)  # (b, V)
-    unsigned = torch.where(bits < 0, bits + 2.0**32, bits.float())
-    uniform = ((unsigned + 0.5) / 2**32).clamp(max=1 - 2**-24)  # 1 would give an infinite number
+def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return Gumbel(0, 1) noise (b, V) that depends only on a position's two keys (b, 2) and the token, not on batch,
+    device or rank. Token and keys are hashed by Wellons's lowbias32 to a uniform number u, and -log(-log(1 - u)) is the
+    noise. Numbers of 32 bits are kept in int64: a product may overflow, but its last 32 bits are right."""
+    tokens = torch.arange(vocab_size, device=keys.device)
+    bits = (tokens * 0x9E3779B9 + keys[:, :1]) & 0xFFFFFFFF  # (b, V)
+    bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    bits = bits ^ keys[:, 1:]  # the second key goes between the two rounds
+    bits = ((bits ^ (bits >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    bits = bits ^ (bits >> 16)
+    uniform = ((bits.float() + 0.5) / 2**32).clamp(max=1 - 2**-24)  # float32 can round up to 1, whose noise is infinite
+    # Not -log(-log(u)): its large values, which decide the arg max, come from u near 1, where float32 is coarse.
     return -torch.log(-torch.log1p(-uniform))
 
 
-def sample_tokens(logits, keys, position, temperature: float, banned) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample a token (b,) per row of logits (b, V), and return its log-probability (b,) too. The arg max of log
-    softmax(logits / (temperature + 1e-7)) plus keyed Gumbel noise samples that softmax. `banned` (V,) are excluded."""
+def sample_tokens(logits, keys, temperature: float, banned) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample a token (b,) per row of logits (b, V) from softmax(logits / (temperature + 1e-7)), and return its
+    log-probability (b,) too. The arg max of logits plus Gumbel noise is such a sample. keys (b, 2) are those of this
+    position. `banned` (V,) marks ids that are never sampled."""
     scaled = (logits.float() / (temperature + TEMPERATURE_EPS)).masked_fill(banned, -torch.inf)
-    tokens = (scaled + gumbel_noise(keys, position, scaled.shape[1])).argmax(1)
+    tokens = (scaled + gumbel_noise(keys, scaled.shape[1])).argmax(1)
     logprobs = scaled.gather(1, tokens[:, None]).squeeze(1) - scaled.logsumexp(1)
     return tokens, logprobs
 
@@ -604,32 +590,32 @@ class KeyValueCache(StaticCache):
 
 
 @torch.no_grad()
-def generate(model, queries, tokenizer, response_length: int, temperature: float, keys, cache):
+def generate(model, queries, tokenizer, response_length: int, temperature: float, keys):
     """Sample responses (b, R) to left-padded queries (b, Q) and return them with their tokens' log-probabilities (b,
-    R). Rows are filled with [PAD] after EOS (Detail 23). cache is a new KeyValueCache with room for the longest query
-    (rounded_width) and R tokens. All steps but the first have the same shapes. Only every eighth step waits for the
-    device, to check whether all rows have ended."""
+    R). Rows are filled with [PAD] after EOS (Detail 23). keys (b, R, 2) come from noise_keys. All steps but the first
+    have the same shapes. Only every eighth step waits for the device, to check whether all rows have ended."""
     pad_id = tokenizer.pad_token_id
     is_query = queries != pad_id
     width = rounded_width(is_query.sum(1))
     inputs = queries[:, -width:]
-    is_token = F.pad(is_query[:, -width:], (0, response_length), value=True)  # later columns are hidden by causality
+    # Columns that have no token yet are True as well, because causality hides them until they have one.
+    may_attend = F.pad(is_query[:, -width:], (0, response_length), value=True)
     position_ids = (is_query[:, -width:].cumsum(1) - 1).clamp(min=0)
+    cache = KeyValueCache(model.config, width + response_length)
     responses = queries.new_full((len(queries), response_length), pad_id)
     logprobs = torch.zeros(responses.shape, device=queries.device)
     ended = torch.zeros(len(queries), dtype=torch.bool, device=queries.device)
-    positions = torch.arange(response_length, dtype=torch.int32, device=queries.device)  # copied only once
     for t in range(response_length):
         states = model.base_model(
-            inputs, attention_mask=is_token, position_ids=position_ids, past_key_values=cache, use_cache=True
+            inputs, attention_mask=may_attend, position_ids=position_ids, past_key_values=cache, use_cache=True
         ).last_hidden_state
         logits = model.get_output_embeddings()(states[:, -1])
-        tokens, logprobs[:, t] = sample_tokens(logits, keys, positions[t], temperature, model.banned)
+        tokens, logprobs[:, t] = sample_tokens(logits, keys[:, t], temperature, model.banned)
         responses[:, t] = tokens.masked_fill(ended, pad_id)
         ended |= tokens == tokenizer.eos_token_id
         if t % 8 == 7 and ended.all():
             break
-        inputs = tokens[:, None]
+        inputs = tokens[:, None]  # ended rows go on, but their tokens are masked above
         position_ids = position_ids[:, -1:] + 1
     return responses, logprobs
 
@@ -639,29 +625,28 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
 
 class RewardModel(nn.Module):
     """A transformers sequence classifier with one label that returns its scalar at every position, less the constant
-    `reward_mean` (Detail 15). The head is in float32, even under autocast or in a bfloat16 model. In training it has a
-    bias that starts at 0."""
+    `reward_mean` of its config (Detail 15). The head computes in float32, even under autocast or in a bfloat16
+    model. It has a bias that starts at 0 (Detail 11), which transformers' own head lacks."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
         self.config = model.config
+        # Apart from the bias, because as part of it, it would be rounded in a bfloat16 model.
         self.reward_mean = getattr(model.config, "reward_mean", 0.0)
-        model.score.bias = nn.Parameter(torch.zeros(1))  # the head, an nn.Linear without bias
+        self.bias = nn.Parameter(torch.zeros(1))
 
-    def forward(self, tokens):
-        """Return the rewards (b, T) of right-padded rows (b, T), which need no mask, because the model is causal."""
-        hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state
-        head = self.model.score
+    def forward(self, input_ids, **inputs):
+        """Return the rewards (b, T) of right-padded rows (b, T), which need no mask, because the model is causal. For
+        pairs in one row (reward.py), also pass attention_mask (b, 1, T, T) and position_ids (b, T)."""
+        hidden = self.model.base_model(input_ids, use_cache=False, **inputs).last_hidden_state
         with torch.autocast(hidden.device.type, enabled=False):
-            rewards = F.linear(hidden.float(), head.weight.float(), head.bias.float()) - self.reward_mean
-        return rewards.squeeze(-1)
+            rewards = F.linear(hidden.float(), self.model.score.weight.float(), self.bias.float())
+        return rewards.squeeze(-1) - self.reward_mean
 
-    def finished(self):
-        """Return the transformers model to save. Its head has a weight alone, because the bias becomes part of the
-        config's `reward_mean`. Do not use this RewardModel afterwards."""
-        self.config.reward_mean = self.reward_mean - self.model.score.bias.item()
-        self.model.score.bias = None
+    def to_transformers(self):
+        """Return the transformers model to save, with the bias as part of its config's `reward_mean`."""
+        self.config.reward_mean = self.reward_mean - self.bias.item()
         return self.model
 
 
@@ -682,15 +667,23 @@ def load_reward_model(path: str, tokenizer, width: int = 0) -> RewardModel:
 def load_policy(path: str, tokenizer, width: int = 0):
     """Return a causal language model for rows of up to `width` tokens, in float32, with an embedding for every id of
     the tokenizer. It stays in evaluation mode even while it is trained, so it has no dropout (Detail 7). Its buffer
-    `banned` (V,) marks [PAD] and the ids beyond the tokenizer, which transformers' generate() avoids as well."""
+    `banned` (V,) marks [PAD] and the ids beyond the tokenizer, which are never sampled: ppo.py's sampler looks there,
+    generate() at suppress_tokens."""
     with or_fail(f"the model in {path} cannot be read"):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
     check_model(model, path, width)
+    tokens = torch.arange(4)[None]
+    with torch.no_grad():
+        logits = model.get_output_embeddings()(model.base_model(tokens)[0])
+        if not torch.allclose(logits, model(tokens).logits, atol=1e-4):  # Granite; ppo.py calls the head like this
+            fail(f"{path}: {type(model).__name__} scales or caps the logits of its head. Choose another model")
     rows = model.get_input_embeddings().num_embeddings
-    if rows < len(tokenizer) - 1:  # it may lack one for [PAD]
+    if rows == len(tokenizer) - 1:  # none for [PAD]
+        rows += 1
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    if rows < len(tokenizer):
         fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
-    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
-    ids = torch.arange(max(rows, len(tokenizer)))
+    ids = torch.arange(rows)
     model.register_buffer("banned", (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer)), persistent=False)
     settings = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     model.config.update(settings)  # after resizing: some models check that the id has a row
@@ -698,45 +691,50 @@ def load_policy(path: str, tokenizer, width: int = 0):
     return model
 
 
-@torch.no_grad()
 def check_model(model, path: str, width: int):
-    """End with an error if a model cannot be trained or sampled from here because of its attention, because it scales
-    or caps the logits of its head, or because it has fewer positions than `width`, the tokens of the widest row."""
+    """End with an error if a model's attention does not let it be trained or sampled from here, or if it has fewer
+    positions than `width`, the tokens of the widest row."""
     name = f"{path}: {type(model).__name__}"
-    if model.config._attn_implementation != "sdpa":
+    if model.config._attn_implementation != "sdpa":  # MPT, Gemma 2
         fail(f"{name} has no scaled dot-product attention in transformers. Choose another model")
     other = set(getattr(model.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    if other:
+    if other:  # recurrent or hybrid: Qwen3-Next, Granite 4, LFM2, Falcon H1
         fail(f"{name} has {', '.join(sorted(other))} layers; only full and sliding attention are supported")
     positions = getattr(model.config, "max_position_embeddings", None) or inf
-    if width > positions:
+    if width > positions:  # GPT-2 has learned positions
         fail(f"{name} has {positions} positions, but rows need {width}. Make the data with shorter queries")
-    head = model.get_output_embeddings()  # None in a reward model
-    tokens = torch.arange(4)[None]
-    if head and not torch.allclose(head(model.base_model(tokens)[0]), model(tokens).logits, atol=1e-4):
-        fail(f"{name} scales or caps the logits of its head. Choose another model")
 
 
 def frozen_model(accelerator: Accelerator, model, offload: bool):
-    """Freeze a model and move it to the device, or with `offload` into page-locked host memory. Under bf16 the weights
-    of linear layers are cast here once, because autocast would cast them at every use (not those that an embedding
-    shares). Under DeepSpeed, which trains in bfloat16, all weights but a reward model's head are cast.
-    Buffers, such as rotary frequencies, stay in float32."""
+    """Freeze a model, cast its weights under bf16 so that it computes as the trained policy does, and move it to the
+    device, or with `offload` into page-locked host memory."""
     model.requires_grad_(False)
-    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    if accelerator.mixed_precision == "bf16":
+        cast_weights(model, everything=accelerator.state.deepspeed_plugin is not None)
+    if not offload:
+        return model.to(accelerator.device)
+    if accelerator.device.type == "cuda":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.pin_memory()
+    return model
+
+
+def cast_weights(model, everything: bool):
+    """Cast the weights of linear layers to bfloat16 once, which autocast would do at every use. With `everything`, cast
+    embeddings and norms as well, as in models that DeepSpeed trains. Buffers, such as rotary frequencies, stay."""
+    kept = set()
+    if not everything:  # a head may share its weight with the embeddings
+        kept = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, module in model.named_modules():
-        is_linear = isinstance(module, nn.Linear) and module.weight not in embeddings
-        is_cast = (is_linear or accelerator.state.deepspeed_plugin) and name != "model.score"  # RewardModel's head
-        for parameter in module.parameters(recurse=False):
-            if is_cast and accelerator.mixed_precision == "bf16":
-                parameter.data = parameter.data.bfloat16()
-            if offload and accelerator.device.type == "cuda":
-                parameter.data = parameter.data.pin_memory()
-    return model if offload else model.to(accelerator.device)
+        is_reward_head = name == "model.score"  # of ppo.py's RewardModel
+        if (everything or isinstance(module, nn.Linear)) and not is_reward_head:
+            for weight in module.parameters(recurse=False):
+                if weight not in kept:
+                    weight.data = weight.data.bfloat16()
 
 
-def fill_sizes(args, world: int) -> int:
-    """Fill in the sizes left open and return the number of updates. Ends with an error if the batch does not fit."""
+def fill_defaults(args, world: int):
+    """Fill in the sizes and --offload where left open. Ends with an error if the batch cannot be split as asked."""
     args.micro_batch_size = args.micro_batch_size or MICRO_BATCH_SIZES.get(args.model, 8)
     args.sample_batch_size = args.sample_batch_size or SAMPLE_BATCH_SIZES.get(args.model, 32)
     if args.offload is None:
@@ -745,19 +743,30 @@ def fill_sizes(args, world: int) -> int:
         fail(f"--total-episodes {args.total_episodes} must be at least --batch-size {args.batch_size}")
     if args.batch_size % (args.num_mini_batches * world):
         fail(f"--batch-size {args.batch_size}: no multiple of {args.num_mini_batches} mini-batches x {world} processes")
-    return args.total_episodes // args.batch_size
 
 
 # ==== evaluation ==================================================================================
 
 
+def diagnostics(batch: dict, kl: torch.Tensor) -> dict:
+    """Return metrics to look at when others look wrong: the KL by the estimators k2 and k3 (kl (B, R) is k1), and how
+    far the log-probabilities at sampling time are from those of the forward pass, which should be rounding alone."""
+    difference = (batch["sampling_logprobs"] - batch["logprobs"]).abs()[batch["response_mask"]]
+    return {
+        "objective/kl_k2": (0.5 * kl.square()).sum(1).mean(),
+        "objective/kl_k3": ((-kl).exp() - 1 + kl).sum(1).mean(),
+        "policy/sampling_logprob_difference_mean": difference.mean(),
+        "policy/sampling_logprob_difference_max": difference.max(),
+    }
+
+
 @torch.no_grad()
 def validation_score(accelerator: Accelerator, policy, reward_model, data, tokenizer, args) -> float:
-    """Return the mean score of one summary per post of `data`, sampled at temperature 0.01, without EOS penalty. Each
-    process computes all of it, because decoding more rows at a time takes hardly longer."""
+    """Return the mean score of one summary per post of `data`, sampled at temperature 0.01, without EOS
+    penalty."""
     queries = data[:]["query_token"].to(accelerator.device)
-    keys = noise_keys(args.seed, 0, range(len(data)))  # training never has an update 0
-    responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, 0.01)
+    keys = noise_keys(args.seed, 0, range(len(data)), args.response_length)  # training never has an update 0
+    responses, _ = sample(accelerator, policy, queries, keys.to(queries.device), tokenizer, args, 0.01)
     scores = reward_scores(accelerator, reward_model, make_batch(queries, responses, tokenizer.pad_token_id), args)
     return scores.mean().item()
 
@@ -779,18 +788,57 @@ def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, u
             tracker.log_table("samples/training", columns, samples, step=update)
 
 
-# ==== plumbing: identical in every stage script; read it once, then skip it =======================
+# ==== data: the same code in every stage script ===================================================
 
-POSITIVE = {"batch_size", "micro_batch_size", "forward_batch_size", "sample_batch_size", "num_mini_batches"}
-POSITIVE |= {"total_episodes", "num_ppo_epochs", "response_length", "temperature", "beta", "eval_rows"}
-LARGEST = {"seed": 2**32 - 1, "gamma": 1, "lam": 1, "label_smoothing": 1}
-# Settings that --resume may change: they affect memory, speed, rounding, evaluation, logging and saving only.
-MAY_CHANGE = {"micro_batch_size", "forward_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes"}
-MAY_CHANGE |= {"eval_every", "eval_rows", "run_eval", "sample_every", "track", "save_every", "resume", "output_dir"}
-MAY_CHANGE |= {"dataset", "preference_dataset"}  # their contents are compared
-CONTENTS = {}  # for --resume: digests of data sets, and of configs and file sizes of a flag's models
-ADAM_EPS = 1e-5  # the paper's tables
-WEIGHT_DECAY = 0.01  # torch's default for AdamW, as in the authors' code
+
+def load_tokenizer(path: str):
+    """Return the tokenizer of a checkpoint folder, with `[PAD]` added so that padding is never EOS (Detail 3)."""
+    with or_fail(f"the tokenizer in {path} cannot be read"):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    if max(tokenizer.get_vocab().values()) != len(tokenizer) - 1:
+        fail(f"the tokenizer in {path} leaves ids out, so [PAD] would get the id of another token")
+    if tokenizer("a").input_ids != tokenizer("a", add_special_tokens=False).input_ids:
+        tokenizer.add_bos_token = False  # as in the data: no row begins with a BOS
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
+    """Load a DatasetDict from a folder written by tldr_dataset.py or from a Hub id[@revision]. Ends with an error if a
+    split or column is missing, or if the rows are ragged or were made with another tokenizer."""
+    name, _, revision = path.partition("@")
+    with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
+        data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
+        for split in {"train", "validation", *data}:
+            data[split].select_columns(columns)[0]  # fails where something is missing
+    keys = [column for column in columns if "_token" in column]
+    for split, rows in data.items():
+        for key in keys:
+            if len(pc.unique(pc.list_value_length(rows.data.column(key)))) != 1:
+                fail(f"{flag} {path}: {split}: rows differ in width in {key}. Pad them, as tldr_dataset.py does")
+        looked_at = rows.select(range(0, len(rows), ceil(len(rows) / 16)))
+        matches = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
+        if 2 * matches <= len(looked_at):  # 5 % of the published rows do not match; of another tokenizer's, nearly all
+            found = f"{matches} of {len(looked_at)} rows match the model's tokenizer"
+            fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py; eval/check_data.py shows the rows")
+    return data.with_format("torch")
+
+
+def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
+    """Return whether a row's query tokenises to its `query_token`, and its other token columns end in EOS."""
+    tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
+    if tokens.pop("query_token") != tokenizer(row["query"], add_special_tokens=False).input_ids:
+        return False
+    return all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())
+
+
+# ==== plumbing: the same code in every stage script; read it once, then skip it ===================
+
+# Flags of all stage scripts: those that must be above 0, and those that --resume may change, as no update needs them
+POSITIVE = {"batch_size", "num_mini_batches", "num_ppo_epochs", "response_length", "eval_rows", "temperature", "beta"}
+MAY_CHANGE = {"micro_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes", "eval_every"}
+MAY_CHANGE |= {"eval_rows", "run_eval", "sample_every", "save_every", "track", "resume", "output_dir"}
+MAY_CHANGE |= {"dataset", "preference_dataset", "sft_model_path", "reward_model_path"}  # their contents are compared
 
 
 def fail(message: str):
@@ -810,16 +858,16 @@ def or_fail(message: str):
 def check_args(args):
     """Replace {model} and {seed} in the arguments. Ends with an error if a number is out of its range or the output
     folder already holds a run. With --resume, ends the process successfully if that run is complete."""
-    name = Path(os.path.abspath(args.model)).name.partition("@")[0]  # sft.py takes a path or an id@revision
+    name = Path(os.path.abspath(args.model)).name.partition("@")[0]  # sft.py also takes a path or an id@revision
     for key, value in vars(args).items():
+        flag = f"--{key.replace('_', '-')}"
         if isinstance(value, str):
             value = value.replace("{model}", name).replace("{seed}", str(args.seed))
             setattr(args, key, os.path.expanduser(value))
-        if isinstance(value, int | float) and key != "penalty_reward_value":
-            largest = LARGEST.get(key, inf)
-            if not 0 <= value <= largest or (value == 0 and key in POSITIVE):
-                bounds = "above 0" if key in POSITIVE else f"between 0 and {largest}"
-                fail(f"--{key.replace('_', '-')} {value} must be {bounds}")
+        elif isinstance(value, int | float) and key != "penalty_reward_value" and not 0 <= value < inf:
+            fail(f"{flag} {value} must be a finite number that is not negative")
+        elif value == 0 and key in POSITIVE:
+            fail(f"{flag} {value} must be above 0")
     folder = Path(args.output_dir)
     if args.resume and (folder / "model").exists():  # a run writes this last
         print(f"--resume: the run in {folder} has ended, so there is nothing left to do", flush=True)
@@ -830,91 +878,64 @@ def check_args(args):
 
 def make_accelerator(args) -> Accelerator:
     """Return the Accelerator that the launcher asked for. Ends with an error if accelerate started something else."""
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # less fragmentation
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # or it divides the loss
     torch.backends.cuda.enable_cudnn_sdp(False)  # slow with new shapes, and has given NaN
-    transformers_logging.set_verbosity_error()  # it warns about a new head
     set_seed(args.seed)
-    CONTENTS.clear()  # another run in this process may have filled it
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    configured = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    chosen = args.model in ("2.8b", "6.9b") and world > 1 and not configured  # DDP would need too much memory
-    deepspeed = configured or chosen
-    on_cpu = not torch.accelerator.is_available()
     process_group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # large checkpoints
-    if on_cpu and deepspeed:
-        process_group.backend = "gloo"
     settings = {"log_with": "tensorboard", "project_dir": args.output_dir, "kwargs_handlers": [process_group]}
     settings["mixed_precision"] = args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no")
-    if chosen:
-        settings["deepspeed_plugin"] = DeepSpeedPlugin(zero_stage=2)
-    accelerator = Accelerator(cpu=on_cpu and not deepspeed, **settings)  # cpu=True would switch DeepSpeed off
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"  # by the launcher
+    if args.model in ("2.8b", "6.9b") and world > 1 and not deepspeed:  # DDP would need too much memory
+        deepspeed = True
+        settings["deepspeed_plugin"] = DeepSpeedPlugin(zero_stage=2)  # as in benchmark/accelerate/zero2.yaml
+    if not torch.accelerator.is_available():
+        settings["cpu"] = not deepspeed  # accelerate needs it on CPUs, but it would switch DeepSpeed off
+        if deepspeed:
+            process_group.backend = "gloo"
+    accelerator = Accelerator(**settings)
     plugin = accelerator.state.deepspeed_plugin
     if accelerator.num_processes != world or bool(plugin) != deepspeed or (plugin and plugin.zero_stage == 3):
         fail("accelerate did not start what was asked for, or ZeRO-3: use a configuration of benchmark/accelerate/")
-    if chosen:
-        accelerator.print(f"no DeepSpeed configuration was given: {args.model} trains under ZeRO-2, as with zero2.yaml")
     return accelerator
 
 
-def checkpoint_folder(flag: str, path: str) -> str:
-    """Return the local folder of a checkpoint given as a run folder, checkpoint folder or Hub id[@revision]."""
-    folder = Path(path, "model") if Path(path, "model/config.json").exists() else Path(path)
-    if not (folder / "config.json").exists():
-        name, _, revision = path.partition("@")
-        wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no subfolders
-        with or_fail(f"{flag} {path}: no checkpoint there, in its model/ or on the Hub. Run the earlier stage first"):
-            folder = Path(snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
-            if not list(folder.glob("*.safetensors")):
-                folder = Path(snapshot_download(**wanted))  # with its pytorch_model.bin
-    weights = [(file.name, file.stat().st_size) for file in sorted(folder.glob("*model*"))]
-    content = f"{(folder / 'config.json').read_text()}{weights}".encode()
-    CONTENTS.setdefault(f"{flag[2:]} content", []).append(hashlib.sha256(content).hexdigest()[:16])
-    return str(folder)
-
-
-def load_tokenizer(path: str):
-    """Return the tokenizer of a checkpoint folder, with `[PAD]` added so that padding is never EOS (Detail 3)."""
-    with or_fail(f"the tokenizer in {path} cannot be read"):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    if max(tokenizer.get_vocab().values()) != len(tokenizer) - 1:
-        fail(f"the tokenizer in {path} leaves ids out, so [PAD] would get the id of another token")
-    if tokenizer("a").input_ids != tokenizer("a", add_special_tokens=False).input_ids:
-        tokenizer.add_bos_token = False  # as in the data: no row begins with a BOS
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    return tokenizer
-
-
-def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
-    """Load a DatasetDict from a folder written by tldr_dataset.py or from a Hub id[@revision]. Ends with an error if a
-    split or column is missing, or rows are ragged or were made with another tokenizer (looks at 16 of each split)."""
+def local_checkpoint(flag: str, path: str) -> str:
+    """Return the folder of a checkpoint given as a run folder, a checkpoint folder or a Hub id[@revision]."""
+    for folder in (Path(path, "model"), Path(path)):
+        if (folder / "config.json").exists():
+            return str(folder)
     name, _, revision = path.partition("@")
-    with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
-        data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
-        for split in ("train", "validation", *data):
-            data[split].select_columns(columns)[0]  # fails where something is missing
-    keys = [column for column in columns if "_token" in column]
-    content = hashlib.sha256(str(data.num_rows).encode())
-    for split, rows in data.items():
-        largest = 0
-        for column in rows.data.select(keys).columns:
-            if len(pc.unique(pc.list_value_length(column))) != 1:
-                fail(f"{flag} {path}: {split}: rows differ in width. Pad them, as tldr_dataset.py does")
-            for tokens in pc.list_flatten(column).chunks:
-                largest = max(largest, pc.max(tokens).as_py())
-                content.update(tokens.to_numpy())
-        matches = []
-        for row in rows.select(range(0, len(rows), -(-len(rows) // 16))):
-            tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
-            is_query = tokens.pop("query_token") == tokenizer(row["query"], add_special_tokens=False).input_ids
-            has_eos = all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())  # in the other columns
-            matches.append(is_query and has_eos)
-        if 2 * sum(matches) <= len(matches) or largest >= len(tokenizer):  # another tokenizer matches next to none
-            found = f"{sum(matches)} of {len(matches)} rows match the model's tokenizer; largest id {largest}"
-            fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py; eval/check_data.py shows the rows")
-    CONTENTS[f"{flag[2:]} content"] = content.hexdigest()[:16]
-    return data.with_format("torch")
+    wanted = {"repo_id": name, "revision": revision or None, "ignore_patterns": "*/*"}  # no subfolders
+    with or_fail(f"{flag} {path}: no checkpoint there, in its model/ or on the Hub. Run the earlier stage first"):
+        folder = snapshot_download(**wanted, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"])
+        if not list(Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(**wanted)  # with its pytorch_model.bin
+    return folder
+
+
+def prepare(accelerator: Accelerator, model, args):
+    """Return the model and its AdamW optimiser (the paper's eps), wrapped as the launcher asked for."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, eps=1e-5, weight_decay=0.01, fused=True)
+    if accelerator.state.deepspeed_plugin:  # DeepSpeed has other defaults for these
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+        config["gradient_clipping"] = args.max_grad_norm
+        config["gradient_accumulation_steps"] = 1
+        config["zero_force_ds_cpu_optimizer"] = False  # when offloaded, use torch's AdamW
+        config["data_types"] = {"grad_accum_dtype": "fp32"}  # not in bfloat16
+    return accelerator.prepare(model, optimizer)
+
+
+def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:
+    """Take one step with the accumulated gradients and return their norm before clipping, which must be finite."""
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or inf))  # inf: only measure
+    if not norm < inf:  # also true for nan
+        fail(f"{where}: the gradient norm is {norm}; this update was not saved. Try a lower --learning-rate")
+    optimizer.step()  # does nothing under DeepSpeed, whose last backward pass has already taken the step
+    optimizer.zero_grad()
+    return norm
 
 
 @contextmanager
@@ -933,26 +954,26 @@ def writing(accelerator: Accelerator, path: Path):
         accelerator.wait_for_everyone()
 
 
-def begin_run(accelerator: Accelerator, args) -> int:
-    """Make the run folder or, with --resume, load its newest checkpoint, and start the trackers. Returns the number of
-    finished updates. Call it right before training, so that a wrong command leaves nothing behind."""
+def start_or_resume(accelerator: Accelerator, args, inputs: dict) -> int:
+    """Start a run or, with --resume, continue it from its newest checkpoint. Returns the number of finished updates.
+    --resume compares the content of `inputs`, a dict from flags to checkpoint folders and train splits."""
     folder = Path(args.output_dir)
     if accelerator.is_main_process:
         with or_fail(f"{folder}: another run still writes there, or nothing can be written there"):
             folder.mkdir(parents=True, exist_ok=True)
-            accelerator.lock = FileLock(folder / ".lock", is_singleton=True)  # held until the process ends
-            accelerator.lock.acquire(timeout=120)  # a requeued job may meet the old one still ending
+            # Held until the process ends. A requeued job may meet the old one, so wait for its end.
+            accelerator.lock = FileLock(folder / ".lock", is_singleton=True).acquire(timeout=120)
     accelerator.wait_for_everyone()
     check_args(args)  # again, because another run may have been here since
-    settings = {"stage": STAGE, "processes": accelerator.num_processes} | asdict(args) | CONTENTS
-    old = {}
+    settings = {"stage": STAGE, "processes": accelerator.num_processes, "wandb_id": os.urandom(8).hex()} | asdict(args)
+    settings |= {f"{key} digest": content_digest(source) for key, source in inputs.items()}
     if (folder / "args.json").exists():
         old = json.loads((folder / "args.json").read_text())
-    for key, value in settings.items():
-        if old.get(key, value) != value:
-            change = f"--resume {folder}: --{key.replace('_', '-')} {old[key]} -> {value}"
-            if key not in MAY_CHANGE:
-                fail(f"{change} would change the run. If a model has only moved, write its new path into args.json")
+        settings["wandb_id"] = old["wandb_id"]
+        for key in [key for key in settings if old.get(key) != settings[key]]:
+            change = f"--resume {folder}: --{key.replace('_', '-')} {old.get(key)} -> {settings[key]}"
+            if key in old and key not in MAY_CHANGE:
+                fail(f"{change} would change the run")
             accelerator.print(change)
     finished = 0
     metrics = ""
@@ -964,10 +985,10 @@ def begin_run(accelerator: Accelerator, args) -> int:
         finished = int(newest.name.removeprefix("update_"))
     if args.resume:
         accelerator.print(f"--resume: {folder} continues after update {finished}")
-    settings["wandb_id"] = old.get("wandb_id", os.urandom(8).hex())
-    if args.track:  # accelerate's own tracker would override WANDB_PROJECT
-        run = {"name": "__".join(folder.parts[-3:]), "id": settings["wandb_id"], "resume": "allow"}
-        accelerator.log_with.append(WandBTracker(None, config=asdict(args), dir=args.output_dir, **run))
+
+    if args.track:  # made here, because init_trackers would use TensorBoard's folder name as W&B's project
+        run = {"name": "__".join(folder.parts[-3:]), "id": settings["wandb_id"], "resume": "allow", "dir": folder}
+        accelerator.log_with.append(WandBTracker(None, config=asdict(args), **run))  # None: WANDB_PROJECT
     tensorboard = {"purge_step": finished + 1 if finished else 0}  # drops what a killed run logged later
     with or_fail("the trackers could not start (with WANDB_MODE=offline, W&B only writes to the run folder)"):
         accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": tensorboard})
@@ -978,14 +999,30 @@ def begin_run(accelerator: Accelerator, args) -> int:
     return finished
 
 
-def updates(accelerator: Accelerator, args, first: int, last: int):
-    """Yield the updates first + 1 to last under a progress bar, and write a checkpoint after each update where one is
+def content_digest(source: str | Dataset) -> str:
+    """Return a hash of a checkpoint folder's config and weights, or of a train split: 1,024 pieces of each file."""
+    if isinstance(source, Dataset):
+        files = [Path(file["filename"]) for file in source.cache_files]
+    else:
+        files = [Path(source, "config.json"), *sorted(Path(source).glob("*model*"))]
+    content = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            for start in range(0, size, size // 1024 + 1):
+                file.seek(start)
+                content.update(file.read(4096))
+    return content.hexdigest()[:16]
+
+
+def updates(accelerator: Accelerator, args, finished: int, last: int):
+    """Yield the updates finished + 1 to last under a progress bar, and write a checkpoint after each one where it is
     due. After SIGTERM or SIGUSR1, which schedulers send as a notice, write one and end the run with exit code 75."""
     folder = Path(args.output_dir)
     caught = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: caught.append(number))  # the update still ends
-    for update in track(range(first + 1, last + 1), STAGE, disable=not accelerator.is_main_process):
+        signal.signal(number, lambda received, _: caught.append(received))  # only noted: the update finishes first
+    for update in track(range(finished + 1, last + 1), STAGE, disable=not accelerator.is_main_process):
         yield update
         stop = gather_object(caught)  # by any process
         if stop or (args.save_every and update % args.save_every == 0):
@@ -1001,19 +1038,6 @@ def updates(accelerator: Accelerator, args, first: int, last: int):
             raise SystemExit(75)
 
 
-def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
-    """Append a line to metrics.jsonl and log it to the trackers. Print its first five numbers about 20 times a run."""
-    metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
-    line = json.dumps({"update": update, **metrics})
-    if accelerator.is_main_process:
-        with or_fail("metrics.jsonl could not be written"), Path(args.output_dir, "metrics.jsonl").open("a") as file:
-            file.write(line + "\n")
-    accelerator.log(metrics, step=update)
-    if update % max(1, last // 20) == 0:
-        numbers = [f" {key} {metrics[key]:.4g}" for key in list(metrics)[:5]]
-        accelerator.print(f"{STAGE}: update {update} of {last}", *numbers)
-
-
 def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
     """Write a model's weights and its tokenizer into the run folder as a transformers checkpoint."""
     with writing(accelerator, Path(args.output_dir, name)) as partial:
@@ -1022,33 +1046,20 @@ def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
             tokenizer.save_pretrained(partial)
 
 
-def prepare(accelerator: Accelerator, model, args):
-    """Return the model and its AdamW optimiser, wrapped as the launcher asked for (plain, DDP or DeepSpeed)."""
-    settings = {"lr": args.learning_rate, "eps": ADAM_EPS, "weight_decay": WEIGHT_DECAY}
-    optimizer = torch.optim.AdamW(model.parameters(), **settings, fused=True)
-    if accelerator.state.deepspeed_plugin:  # DeepSpeed has other defaults for these
-        config = accelerator.state.deepspeed_plugin.deepspeed_config
-        config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
-        config["gradient_clipping"] = args.max_grad_norm
-        config["gradient_accumulation_steps"] = 1
-        config["zero_force_ds_cpu_optimizer"] = False  # when offloaded, use torch's AdamW
-        config["data_types"] = {"grad_accum_dtype": "fp32"}  # not in bfloat16
-    return accelerator.prepare(model, optimizer)
-
-
-def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: float, where: str) -> float:
-    """Take one step with the accumulated gradients and return their norm before clipping, which must be finite."""
-    norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or inf))
-    if not norm < inf:  # also true for nan
-        fail(f"{where}: the gradient norm is {norm}; this update was not saved. Try a lower --learning-rate")
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm
+def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):
+    """Append a line to metrics.jsonl and log it to the trackers. Print its first five numbers every 5 % of a run."""
+    metrics = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in metrics.items()}
+    if accelerator.is_main_process:
+        with or_fail("metrics.jsonl could not be written"), Path(args.output_dir, "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"update": update, **metrics}) + "\n")
+    accelerator.log(metrics, step=update)
+    if update % ceil(last / 20) == 0 or update == last:
+        numbers = [f" {key} {metrics[key]:.4g}" for key in list(metrics)[:5]]
+        accelerator.print(f"{STAGE}: update {update} of {last}", *numbers)
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # print ? where the terminal cannot show a character
-    signal.signal(signal.SIGINT, lambda *_: fail("stopped by Ctrl-C"))
     main(tyro.cli(Args))
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # its threads can crash a normal exit
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":  # its threads can crash a normal exit
         os._exit(0)  # everything has been written

@@ -58,7 +58,7 @@ DEVIATIONS = [
     Deviation(
         "PPO.*(policy clip fraction|approximate KL)",
         "ppo.py",
-        "The policy loss is divided by the number of response tokens",
+        "The policy loss is divided by the size of the response mask",
         [
             (
                 "logs[key] += value.detach() / policy_count",

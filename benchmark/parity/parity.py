@@ -389,7 +389,7 @@ def ppo_case(args: Args, job: dict, title: str, whiten_rewards: bool, mini_batch
         **settings,
     )
     arguments = {"seed": 1, "total_episodes": 48, "batch_size": 16, "micro_batch_size": 16 // mini_batches}
-    arguments |= {"forward_batch_size": 16, "response_length": RESPONSE_LENGTH, "learning_rate": args.learning_rate}
+    arguments |= {"response_length": RESPONSE_LENGTH, "learning_rate": args.learning_rate}
     own = job | run | {"arguments": arguments | settings, "converted_reward_model": str(work / "converted")}
 
     def again(patches):

@@ -116,12 +116,12 @@ def same_tokens(args: Args) -> tuple[int, int]:
     folder = str(tiny_work(args) / "model")
     tokenizer = ppo.load_tokenizer(folder)
     model = ppo.load_policy(folder, tokenizer).eval()
-    queries, keys = random_queries(64, 96, tokenizer.pad_token_id), ppo.noise_keys(1, 1, list(range(64)))
+    queries = random_queries(64, 96, tokenizer.pad_token_id)
+    keys = ppo.noise_keys(1, 1, range(64), RESPONSE)
     found = []
     for where in ("cpu", args.device):
-        cache = ppo.KeyValueCache(model.config, 96 + RESPONSE)
         model.to(where)
-        tokens, _ = ppo.generate(model, queries.to(where), tokenizer, RESPONSE, 0.7, keys.to(where), cache)
+        tokens, _ = ppo.generate(model, queries.to(where), tokenizer, RESPONSE, 0.7, keys.to(where))
         found.append(tokens.cpu())
     return int((found[0] == found[1]).all(1).sum()), len(queries)
 
@@ -196,13 +196,11 @@ def decoding(args: Args):
     table = []
     for count in counts:
         queries = random_queries(count, query, tokenizer.pad_token_id).to(args.device)
-        keys = ppo.noise_keys(1, 1, list(range(count))).to(args.device)
-        cache = ppo.KeyValueCache(model.config, query + RESPONSE)
+        keys = ppo.noise_keys(1, 1, range(count), RESPONSE).to(args.device)
 
-        def generate(length: int, cache=cache, queries=queries, keys=keys):
-            cache.reset()
+        def generate(length: int, queries=queries, keys=keys):
             with torch.autocast(args.device, torch.bfloat16, enabled=on_gpu):
-                return ppo.generate(model, queries, tokenizer, length, 0.7, keys, cache)
+                return ppo.generate(model, queries, tokenizer, length, 0.7, keys)
 
         prefill = throughput.seconds_of(lambda: generate(1), args.device, 3)
         seconds = throughput.seconds_of(lambda: generate(RESPONSE), args.device, 3) - prefill

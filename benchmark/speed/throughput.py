@@ -76,7 +76,7 @@ class Args:
     micro_batch_size: int = 8
     """of a forward and backward pass, for both"""
     forward_batch_size: int = 8
-    """of a pass without gradient"""
+    """of a pass without gradient, for the peer"""
     sample_batch_size: int = 32
     """episodes that ppo.py samples at a time"""
     raw: str = "../shared/data"
@@ -205,7 +205,7 @@ def stage_command(args: Args, work: Path) -> list[str]:
     if args.stage in ("reward", "dpo"):
         command += ["--preference-dataset", work / "preference"]
     if args.stage == "ppo":
-        command += ["--reward-model-path", work / "reward", "--forward-batch-size", args.forward_batch_size]
+        command += ["--reward-model-path", work / "reward"]
         command += ["--sample-batch-size", args.sample_batch_size, "--eval-rows", 8]
     return [str(word) for word in command]
 
