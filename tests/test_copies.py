@@ -36,7 +36,7 @@ IMPORTS = {
     "quickstart/report.py": "truth",
 }
 FOR_TOOLS = {"eval_helpers", "ppo", "reward", "tldr_dataset", "run_metrics"}
-MARK = "# ==== plumbing"
+MARK = "# ==== data"
 DIFFER = {"main", "Args"}  # what every script has of its own
 # functions that a copy changes under their old name, which keeps its diff short: one text among the scripts listed here
 CHANGED = {
