@@ -31,6 +31,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -47,7 +48,6 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import WandBTracker
 from accelerate.utils import DeepSpeedPlugin, gather_object, set_seed
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
-from filelock import FileLock
 from huggingface_hub import snapshot_download
 from rich.progress import track
 from torch import nn
@@ -142,12 +142,12 @@ def pair_logprobs(model, pairs: dict) -> tuple[torch.Tensor, torch.Tensor]:
     first = max(int(query_end.min()) - 1, 0) // 16 * 16
     logits = model(**pair_inputs(model, pairs), use_cache=False, logits_to_keep=width - first).logits.float()
     t = torch.arange(first, width, device=tokens.device)
-    # A token is predicted in the column before it, but the first one of rejected in the last column of the query.
-    predicted_in = torch.where(t == chosen_end, query_end - 1, t - 1)  # (b, T - first)
-    predicted_in = (predicted_in - first).clamp(min=0)  # nothing predicts the token in column `first`, which is query
+    # Column t - 1 predicts token t, except that the first token of rejected follows the query.
+    source = torch.where(t == chosen_end, query_end - 1, t - 1)  # (b, T - first)
+    source = (source - first).clamp(min=0)  # at `first` it would be -1; that token is query and masked below
     row = torch.arange(len(tokens), device=tokens.device)[:, None]
-    # log softmax at the tokens alone, without another (b, T - first, V) tensor
-    logprobs = logits[row, predicted_in, tokens[:, first:]] - logits.logsumexp(2).gather(1, predicted_in)
+    # log softmax at the tokens alone
+    logprobs = logits[row, source, tokens[:, first:]] - logits.logsumexp(2).gather(1, source)
     logprobs = logprobs.masked_fill(~pairs["has_label"][:, first:], 0.0)
     is_rejected = t >= chosen_end
     chosen = logprobs.masked_fill(is_rejected, 0.0).sum(1)
@@ -156,9 +156,8 @@ def pair_logprobs(model, pairs: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def is_tie(chosen: torch.Tensor, rejected: torch.Tensor, size: torch.Tensor, precision: str) -> torch.Tensor:
-    """Return whether two scores (b,) differ by no more than rounding (b,), so that another micro-batch size could swap
-    their order. `size` (b,) is the magnitude of the numbers that were rounded: of the rewards in reward.py, of the
-    log-probabilities in dpo.py."""
+    """Return (b,) whether two scores differ by less than rounding may, so that another micro-batch size could swap
+    them. `size` (b,) sums the magnitudes that were rounded: rewards in reward.py, log-probabilities in dpo.py."""
     return (chosen - rejected).abs() <= ROUNDING[precision] * size
 
 
@@ -207,8 +206,8 @@ def main(args: Args):
     order = data_order(len(train), args.seed, 0, num_updates * args.batch_size)  # Detail 19: as in reward.py
     width = max(len(rows[0][key]) for rows in (train, *data.values()) for key in PAIR_COLUMNS)
     ref_policy = load_policy(sft_folder, tokenizer, width).to(accelerator.device)
-    check_pairs(ref_policy, sft_folder, train[:1], pad_id)
-    if accelerator.mixed_precision == "bf16":
+    check_pairs(ref_policy, sft_folder, width, pad_id)
+    if accelerator.mixed_precision == "bf16":  # computes as the policy does
         cast_weights(ref_policy, everything=accelerator.state.deepspeed_plugin is not None)
     ref_logprobs = {}  # split: (n, 2)
     for split, rows in data.items():
@@ -302,7 +301,7 @@ def split_logprobs(accelerator: Accelerator, model, data, args, pad_id: int, nam
     for index, batch in own_batches(accelerator, pairs, at_once, f"log-probabilities of {name}"):
         logprobs = torch.empty(len(index), 2, device=accelerator.device)
         for mb in pair_micro_batches(batch, args.micro_batch_size, pad_id, accelerator.device):
-            with accelerator.autocast():
+            with accelerator.autocast():  # for the reference, which is not prepared
                 logprobs[mb["index"]] = torch.stack(pair_logprobs(model, mb), 1)
         rows += logprobs.tolist()
     return torch.tensor(gather_object(rows))
@@ -356,20 +355,20 @@ def pair_rows(batch: dict, pad_id: int) -> dict:
         query_end, chosen_end, rejected_end (b, 1): the column behind the last token of each
         is_same (b,): whether both responses are equal
 
-    A tokenizer may merge the end of the query with the start of a response. Such a token has no label. It belongs to
-    the query if it is the same in both rows, and else to each response."""
+    A tokenizer may merge the end of the query with the start of a response. Such a token has no label, so no loss
+    counts it. If it is the same in both rows, it ends the query; if not, each response begins with its own."""
     chosen, chosen_labels, rejected, rejected_labels = (batch[key] for key in PAIR_COLUMNS)
-    # the query: the tokens without a label that both rows begin with
+    # the query: the tokens that both rows begin with, as far as they have no label
     width = min(chosen.shape[1], rejected.shape[1])
     is_equal = chosen[:, :width] == rejected[:, :width]
-    has_label = (chosen_labels[:, :width] != pad_id) | (rejected_labels[:, :width] != pad_id)
-    is_query = is_equal & ~has_label & (chosen[:, :width] != pad_id)
+    is_labelled = (chosen_labels[:, :width] != pad_id) | (rejected_labels[:, :width] != pad_id)
+    is_query = is_equal & ~is_labelled & (chosen[:, :width] != pad_id)
     query_end = is_query.long().cumprod(1).sum(1, keepdim=True)
     chosen_end = (chosen != pad_id).sum(1, keepdim=True)
     rejected_alone = (rejected != pad_id).sum(1, keepdim=True)  # the length of its own row, query included
     rejected_end = chosen_end + rejected_alone - query_end
 
-    # the row: chosen's, then rejected's without the query. All [PAD] move to the right, and labels move along.
+    # the row: chosen's, then rejected's without the query. Sorted by "is it [PAD]", the others keep their order.
     without_query = rejected.masked_fill(torch.arange(rejected.shape[1]) < query_end, pad_id)
     tokens = torch.cat([chosen, without_query], 1)
     labels = torch.cat([chosen_labels, rejected_labels], 1)
@@ -413,16 +412,22 @@ def pair_inputs(model, pairs: dict) -> dict:
 
 
 @torch.no_grad()
-def check_pairs(model, path: str, pairs: dict, pad_id: int):
+def check_pairs(model, path: str, width: int, pad_id: int):
     """End with an error unless a model gives a rejected response the same states in its pair's row as in a row of its
-    own. They differ if its attention ignores our mask or position ids."""
-    [pair] = pair_micro_batches(pairs, 1, pad_id, model.device)
+    own, for rows of up to `width` tokens. They differ if its attention ignores our mask or position ids."""
     problem = f"{path}: {type(model).__name__} cannot process a pair in one row, as {STAGE}.py does"
+    ids = torch.tensor([i for i in range(101) if i != pad_id])
+    chosen = ids[torch.arange(width) % 100][None]  # (1, width); the first half is the query
+    rejected = chosen.clone()
+    rejected[:, width // 2 :] = chosen[:, width // 2 :].flip(1)
+    is_query = torch.arange(width) < width // 2
+    columns = [chosen, chosen.masked_fill(is_query, pad_id), rejected, rejected.masked_fill(is_query, pad_id)]
+    [pair] = pair_micro_batches(dict(zip(PAIR_COLUMNS, columns, strict=True)), 1, pad_id, model.device)
     with or_fail(problem):
         states = model.base_model(**pair_inputs(model, pair), use_cache=False).last_hidden_state
-        alone = model.base_model(pair["query_rejected_token"], use_cache=False).last_hidden_state
+        alone = model.base_model(rejected.to(model.device), use_cache=False).last_hidden_state
     is_rejected = pair["segments"] == REJECTED
-    expected = alone[0, pair["position_ids"][is_rejected]]
+    expected = alone[0, pair["position_ids"][is_rejected]]  # a position is a column in the row of its own
     difference = (states[is_rejected] - expected).norm() / expected.norm()
     if not difference < 1e-3:
         fail(f"{problem}: its states differ by {difference:.1e}")
@@ -433,35 +438,34 @@ def check_pairs(model, path: str, pairs: dict, pad_id: int):
 
 def load_policy(path: str, tokenizer, width: int = 0):
     """Return a causal language model for rows of up to `width` tokens, in float32, with an embedding for every id of
-    the tokenizer. It stays in evaluation mode even while it is trained, so it has no dropout (Detail 7). Its buffer
-    `banned` (V,) marks [PAD] and the ids beyond the tokenizer, which are never sampled: ppo.py's sampler looks there,
-    generate() at suppress_tokens."""
+    the tokenizer. It stays in evaluation mode even while it is trained, so it has no dropout (Detail 7). Its head gives
+    [PAD] and the ids beyond the tokenizer a logit of -1e9; plain transformers finds them in suppress_tokens."""
+    settings = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
     with or_fail(f"the model in {path} cannot be read"):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
-    check_model(model, path, width)
+        model, report = AutoModelForCausalLM.from_pretrained(path, **settings)
+    check_model(model, path, width, report["missing_keys"])
+    fit_embeddings(model, path, tokenizer)
+    head = model.get_output_embeddings()
     tokens = torch.arange(4)[None]
-    with torch.no_grad():
-        logits = model.get_output_embeddings()(model.base_model(tokens)[0])
-        if not torch.allclose(logits, model(tokens).logits, atol=1e-4):  # Granite; ppo.py calls the head like this
+    with torch.no_grad():  # ppo.py calls the head by itself, and all stages take the same models
+        if not torch.allclose(head(model.base_model(tokens)[0]), model(tokens).logits, atol=1e-4):  # Granite
             fail(f"{path}: {type(model).__name__} scales or caps the logits of its head. Choose another model")
-    rows = model.get_input_embeddings().num_embeddings
-    if rows == len(tokenizer) - 1:  # none for [PAD]
-        rows += 1
-        model.resize_token_embeddings(rows, mean_resizing=False)
-    if rows < len(tokenizer):
-        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
-    ids = torch.arange(rows)
-    model.register_buffer("banned", (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer)), persistent=False)
+    ids = torch.arange(len(head.weight))
+    head.register_buffer("banned", (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer)), persistent=False)
+    head.register_forward_hook(lambda head, _, logits: logits.masked_fill_(head.banned, -1e9))  # -inf x 0 would be nan
     settings = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    model.config.update(settings)  # after resizing: some models check that the id has a row
-    model.generation_config = GenerationConfig(**settings, suppress_tokens=ids[model.banned].tolist())
+    model.generation_config = GenerationConfig(**settings, suppress_tokens=ids[head.banned].tolist())
     return model
 
 
-def check_model(model, path: str, width: int):
-    """End with an error if a model's attention does not let it be trained or sampled from here, or if it has fewer
-    positions than `width`, the tokens of the widest row."""
+def check_model(model, path: str, width: int, wrong: Iterable[str]):
+    """End with an error if weights are `wrong`, if a model's attention does not let it be trained or sampled from here,
+    or if it has fewer positions than `width`, the tokens of the widest row."""
     name = f"{path}: {type(model).__name__}"
+    if wrong:  # transformers goes on, with random weights where some are missing
+        fail(f"{name} and the weights in this folder do not fit: {', '.join(sorted(wrong)[:3])}")
+    if model.config.get_text_config() is not model.config:  # a vision tower would have no gradient
+        fail(f"{name} is more than a language model. Choose a model for text alone")
     if model.config._attn_implementation != "sdpa":  # MPT, Gemma 2
         fail(f"{name} has no scaled dot-product attention in transformers. Choose another model")
     other = set(getattr(model.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
@@ -470,6 +474,21 @@ def check_model(model, path: str, width: int):
     positions = getattr(model.config, "max_position_embeddings", None) or inf
     if width > positions:  # GPT-2 has learned positions
         fail(f"{name} has {positions} positions, but rows need {width}. Make the data with shorter queries")
+
+
+def fit_embeddings(model, path: str, tokenizer):
+    """Give a model a row for every id of its tokenizer, whose EOS and [PAD] its config then names."""
+    rows = model.get_input_embeddings().num_embeddings
+    if rows == len(tokenizer) - 1:  # none for [PAD]
+        rows += 1
+        model.resize_token_embeddings(rows, mean_resizing=False)
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for weight in layer.parameters() if layer else []:
+                weight.data[-1] = weight.data[:-1].mean(0)  # harmless in programs that do not ban [PAD]
+    if rows < len(tokenizer):
+        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
+    model.get_input_embeddings().padding_idx = None  # from the config, which may name EOS; it would not be trained
+    model.config.update({"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id})
 
 
 def cast_weights(model, everything: bool):
@@ -565,7 +584,7 @@ def load_tokenizer(path: str):
 
 def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
     """Load a DatasetDict from a folder written by tldr_dataset.py or from a Hub id[@revision]. Ends with an error if a
-    split or column is missing, or if the rows are ragged or were made with another tokenizer."""
+    split or column is missing, or if rows are ragged, padded on the other side or made with another tokenizer."""
     name, _, revision = path.partition("@")
     with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
@@ -574,8 +593,15 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
     keys = [column for column in columns if "_token" in column]
     for split, rows in data.items():
         for key in keys:
-            if len(pc.unique(pc.list_value_length(rows.data.column(key)))) != 1:
+            column = rows.data.column(key)
+            widths = pc.unique(pc.list_value_length(column))
+            if len(widths) != 1:
                 fail(f"{flag} {path}: {split}: rows differ in width in {key}. Pad them, as tldr_dataset.py does")
+            # queries are padded on the left, and all else on the right; a label begins with the query's [PAD]
+            inner = widths[0].as_py() - 1 if key == "query_token" else 0
+            row = pc.index(pc.list_element(column, inner), tokenizer.pad_token_id).as_py()
+            if row >= 0 and not key.endswith("_label"):
+                fail(f"{flag} {path}: {split}: {key} of row {row} is padded on the other side. Use tldr_dataset.py")
         looked_at = rows.select(range(0, len(rows), ceil(len(rows) / 16)))
         matches = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
         if 2 * matches <= len(looked_at):  # 5 % of the published rows do not match; of another tokenizer's, nearly all
@@ -618,16 +644,18 @@ def or_fail(message: str):
 def check_args(args):
     """Replace {model} and {seed} in the arguments. Ends with an error if a number is out of its range or the output
     folder already holds a run. With --resume, ends the process successfully if that run is complete."""
-    name = Path(os.path.abspath(args.model)).name.partition("@")[0]  # sft.py also takes a path or an id@revision
+    path = args.model if Path(args.model).exists() else args.model.partition("@")[0]  # sft.py takes an id@revision
+    name = Path(os.path.abspath(path)).name
     for key, value in vars(args).items():
-        flag = f"--{key.replace('_', '-')}"
         if isinstance(value, str):
             value = value.replace("{model}", name).replace("{seed}", str(args.seed))
             setattr(args, key, os.path.expanduser(value))
-        elif isinstance(value, int | float) and key != "penalty_reward_value" and not 0 <= value < inf:
-            fail(f"{flag} {value} must be a finite number that is not negative")
-        elif value == 0 and key in POSITIVE:
-            fail(f"{flag} {value} must be above 0")
+        elif isinstance(value, int | float):
+            lowest = -sys.float_info.max if key == "penalty_reward_value" else 0
+            highest = inf if key in ("cliprange", "cliprange_value") else sys.float_info.max
+            if not lowest <= value <= highest or (value == 0 and key in POSITIVE):
+                wanted = "above 0" if value == 0 else "a finite number that is not negative"
+                fail(f"--{key.replace('_', '-')} {value} must be {wanted}")
     folder = Path(args.output_dir)
     if args.resume and (folder / "model").exists():  # a run writes this last
         print(f"--resume: the run in {folder} has ended, so there is nothing left to do", flush=True)
@@ -708,6 +736,10 @@ def writing(accelerator: Accelerator, path: Path):
         yield partial
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
+            umask = os.umask(0)  # safetensors writes files that only the owner can read
+            os.umask(umask)
+            for file in partial.rglob("*"):
+                file.chmod((0o777 if file.is_dir() else 0o666) & ~umask)
             os.sync()
             shutil.rmtree(path, ignore_errors=True)  # a file is replaced, a folder has to go first
             os.replace(partial, path)
@@ -718,26 +750,23 @@ def start_or_resume(accelerator: Accelerator, args, inputs: dict) -> int:
     """Start a run or, with --resume, continue it from its newest checkpoint. Returns the number of finished updates.
     --resume compares the content of `inputs`, a dict from flags to checkpoint folders and train splits."""
     folder = Path(args.output_dir)
-    if accelerator.is_main_process:
-        with or_fail(f"{folder}: another run still writes there, or nothing can be written there"):
-            folder.mkdir(parents=True, exist_ok=True)
-            # Held until the process ends. A requeued job may meet the old one, so wait for its end.
-            accelerator.lock = FileLock(folder / ".lock", is_singleton=True).acquire(timeout=120)
-    accelerator.wait_for_everyone()
-    check_args(args)  # again, because another run may have been here since
     settings = {"stage": STAGE, "processes": accelerator.num_processes, "wandb_id": os.urandom(8).hex()} | asdict(args)
     settings |= {f"{key} digest": content_digest(source) for key, source in inputs.items()}
+    settings = {key: str(value) if value == inf else value for key, value in settings.items()}  # JSON has no inf
     if (folder / "args.json").exists():
         old = json.loads((folder / "args.json").read_text())
-        settings["wandb_id"] = old["wandb_id"]
+        if old["output_dir"] == args.output_dir:  # a copy of a run gets a page of its own
+            settings["wandb_id"] = old["wandb_id"]
         for key in [key for key in settings if old.get(key) != settings[key]]:
-            change = f"--resume {folder}: --{key.replace('_', '-')} {old.get(key)} -> {settings[key]}"
-            if key in old and key not in MAY_CHANGE:
+            change = f"--resume {folder}: --{key.replace('_', '-')} {old.get(key, 'unknown')} -> {settings[key]}"
+            if key in old and key not in MAY_CHANGE | {"wandb_id"}:
                 fail(f"{change} would change the run")
             accelerator.print(change)
     finished = 0
     metrics = ""
     newest = max(folder.glob("checkpoints/update_??????"), default=None)
+    if len(set(gather_object([str(newest)]))) > 1:
+        fail(f"--resume {folder}: the processes see {gather_object([str(newest)])}. They need one shared disk")
     if newest:
         with or_fail(f"--resume: {newest} cannot be loaded. Launch the run as before, or delete that checkpoint"):
             metrics = (newest / "metrics.jsonl").read_text()
@@ -804,6 +833,22 @@ def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
         if accelerator.is_main_process:  # every process has all weights, under ZeRO-2 as well
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
+            add_old_names(partial)
+
+
+def add_old_names(folder: Path):
+    """Add what transformers 4 reads to a saved model: old names of rotary settings and of the tokenizer's class."""
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)  # some models have one per type of layer
+    if "rope_theta" in rope:
+        scaling = None if rope["rope_type"] == "default" else {**rope}
+        config |= {"rope_theta": rope["rope_theta"], "rotary_emb_base": rope["rope_theta"], "rope_scaling": scaling}
+        if "partial_rotary_factor" in rope:
+            config["partial_rotary_factor"] = config["rotary_pct"] = rope["partial_rotary_factor"]
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    text = (folder / "tokenizer_config.json").read_text()
+    (folder / "tokenizer_config.json").write_text(text.replace("TokenizersBackend", "PreTrainedTokenizerFast"))
 
 
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):

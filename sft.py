@@ -27,6 +27,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -42,7 +43,6 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import WandBTracker
 from accelerate.utils import DeepSpeedPlugin, gather_object, set_seed
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
-from filelock import FileLock
 from huggingface_hub import snapshot_download
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -226,41 +226,40 @@ def trimmed_width(tokens: torch.Tensor, pad_id: int) -> int:
 
 def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
     """Return positions in `lengths` (b,), in groups of `size` rows of similar length, which saves padding."""
-    order = lengths.argsort(descending=True, stable=True)
-    return [rows for rows in order.split(size) if len(rows)]  # no group if there are no rows
+    groups = lengths.argsort(descending=True, stable=True).split(size)
+    return [rows for rows in groups if len(rows)]  # no group if there are no rows
 
 
 def load_policy(path: str, tokenizer, width: int = 0):
     """Return a causal language model for rows of up to `width` tokens, in float32, with an embedding for every id of
-    the tokenizer. It stays in evaluation mode even while it is trained, so it has no dropout (Detail 7). Its buffer
-    `banned` (V,) marks [PAD] and the ids beyond the tokenizer, which are never sampled: ppo.py's sampler looks there,
-    generate() at suppress_tokens."""
+    the tokenizer. It stays in evaluation mode even while it is trained, so it has no dropout (Detail 7). Its head gives
+    [PAD] and the ids beyond the tokenizer a logit of -1e9; plain transformers finds them in suppress_tokens."""
+    settings = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
     with or_fail(f"the model in {path} cannot be read"):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
-    check_model(model, path, width)
+        model, report = AutoModelForCausalLM.from_pretrained(path, **settings)
+    check_model(model, path, width, report["missing_keys"])
+    fit_embeddings(model, path, tokenizer)
+    head = model.get_output_embeddings()
     tokens = torch.arange(4)[None]
-    with torch.no_grad():
-        logits = model.get_output_embeddings()(model.base_model(tokens)[0])
-        if not torch.allclose(logits, model(tokens).logits, atol=1e-4):  # Granite; ppo.py calls the head like this
+    with torch.no_grad():  # ppo.py calls the head by itself, and all stages take the same models
+        if not torch.allclose(head(model.base_model(tokens)[0]), model(tokens).logits, atol=1e-4):  # Granite
             fail(f"{path}: {type(model).__name__} scales or caps the logits of its head. Choose another model")
-    rows = model.get_input_embeddings().num_embeddings
-    if rows == len(tokenizer) - 1:  # none for [PAD]
-        rows += 1
-        model.resize_token_embeddings(rows, mean_resizing=False)
-    if rows < len(tokenizer):
-        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
-    ids = torch.arange(rows)
-    model.register_buffer("banned", (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer)), persistent=False)
+    ids = torch.arange(len(head.weight))
+    head.register_buffer("banned", (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer)), persistent=False)
+    head.register_forward_hook(lambda head, _, logits: logits.masked_fill_(head.banned, -1e9))  # -inf x 0 would be nan
     settings = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    model.config.update(settings)  # after resizing: some models check that the id has a row
-    model.generation_config = GenerationConfig(**settings, suppress_tokens=ids[model.banned].tolist())
+    model.generation_config = GenerationConfig(**settings, suppress_tokens=ids[head.banned].tolist())
     return model
 
 
-def check_model(model, path: str, width: int):
-    """End with an error if a model's attention does not let it be trained or sampled from here, or if it has fewer
-    positions than `width`, the tokens of the widest row."""
+def check_model(model, path: str, width: int, wrong: Iterable[str]):
+    """End with an error if weights are `wrong`, if a model's attention does not let it be trained or sampled from here,
+    or if it has fewer positions than `width`, the tokens of the widest row."""
     name = f"{path}: {type(model).__name__}"
+    if wrong:  # transformers goes on, with random weights where some are missing
+        fail(f"{name} and the weights in this folder do not fit: {', '.join(sorted(wrong)[:3])}")
+    if model.config.get_text_config() is not model.config:  # a vision tower would have no gradient
+        fail(f"{name} is more than a language model. Choose a model for text alone")
     if model.config._attn_implementation != "sdpa":  # MPT, Gemma 2
         fail(f"{name} has no scaled dot-product attention in transformers. Choose another model")
     other = set(getattr(model.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
@@ -271,19 +270,35 @@ def check_model(model, path: str, width: int):
         fail(f"{name} has {positions} positions, but rows need {width}. Make the data with shorter queries")
 
 
+def fit_embeddings(model, path: str, tokenizer):
+    """Give a model a row for every id of its tokenizer, whose EOS and [PAD] its config then names."""
+    rows = model.get_input_embeddings().num_embeddings
+    if rows == len(tokenizer) - 1:  # none for [PAD]
+        rows += 1
+        model.resize_token_embeddings(rows, mean_resizing=False)
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for weight in layer.parameters() if layer else []:
+                weight.data[-1] = weight.data[:-1].mean(0)  # harmless in programs that do not ban [PAD]
+    if rows < len(tokenizer):
+        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
+    model.get_input_embeddings().padding_idx = None  # from the config, which may name EOS; it would not be trained
+    model.config.update({"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id})
+
+
 @torch.no_grad()
 def validation_loss(accelerator: Accelerator, model, data, args, pad_id: int) -> float:
     """Return the mean loss per target token of a whole split, in nats."""
-    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    sums = [0.0, 0]  # in Python, because Apple's GPUs have no float64
     share = data.shard(accelerator.num_processes, accelerator.process_index, contiguous=False)
     starts = range(0, len(share), args.micro_batch_size)
     for start in track(starts, "validation loss", disable=not accelerator.is_main_process):
         batch = share[start : start + args.micro_batch_size]
         tokens = batch["query_reference_response_token"].to(accelerator.device)
         labels = next_tokens(batch, args.loss_on, pad_id).to(accelerator.device)
-        sums += torch.stack([sft_loss(model, tokens, labels, pad_id), (labels != -100).sum()])
-    loss_sum, count = accelerator.reduce(sums, "sum").tolist()
-    return loss_sum / count
+        sums[0] += sft_loss(model, tokens, labels, pad_id).item()
+        sums[1] += (labels != -100).sum().item()
+    losses, counts = zip(*gather_object([sums]), strict=True)
+    return sum(losses) / sum(counts)
 
 
 # ==== data: the same code in every stage script ===================================================
@@ -303,7 +318,7 @@ def load_tokenizer(path: str):
 
 def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
     """Load a DatasetDict from a folder written by tldr_dataset.py or from a Hub id[@revision]. Ends with an error if a
-    split or column is missing, or if the rows are ragged or were made with another tokenizer."""
+    split or column is missing, or if rows are ragged, padded on the other side or made with another tokenizer."""
     name, _, revision = path.partition("@")
     with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
@@ -312,8 +327,15 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
     keys = [column for column in columns if "_token" in column]
     for split, rows in data.items():
         for key in keys:
-            if len(pc.unique(pc.list_value_length(rows.data.column(key)))) != 1:
+            column = rows.data.column(key)
+            widths = pc.unique(pc.list_value_length(column))
+            if len(widths) != 1:
                 fail(f"{flag} {path}: {split}: rows differ in width in {key}. Pad them, as tldr_dataset.py does")
+            # queries are padded on the left, and all else on the right; a label begins with the query's [PAD]
+            inner = widths[0].as_py() - 1 if key == "query_token" else 0
+            row = pc.index(pc.list_element(column, inner), tokenizer.pad_token_id).as_py()
+            if row >= 0 and not key.endswith("_label"):
+                fail(f"{flag} {path}: {split}: {key} of row {row} is padded on the other side. Use tldr_dataset.py")
         looked_at = rows.select(range(0, len(rows), ceil(len(rows) / 16)))
         matches = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
         if 2 * matches <= len(looked_at):  # 5 % of the published rows do not match; of another tokenizer's, nearly all
@@ -356,16 +378,18 @@ def or_fail(message: str):
 def check_args(args):
     """Replace {model} and {seed} in the arguments. Ends with an error if a number is out of its range or the output
     folder already holds a run. With --resume, ends the process successfully if that run is complete."""
-    name = Path(os.path.abspath(args.model)).name.partition("@")[0]  # sft.py also takes a path or an id@revision
+    path = args.model if Path(args.model).exists() else args.model.partition("@")[0]  # sft.py takes an id@revision
+    name = Path(os.path.abspath(path)).name
     for key, value in vars(args).items():
-        flag = f"--{key.replace('_', '-')}"
         if isinstance(value, str):
             value = value.replace("{model}", name).replace("{seed}", str(args.seed))
             setattr(args, key, os.path.expanduser(value))
-        elif isinstance(value, int | float) and key != "penalty_reward_value" and not 0 <= value < inf:
-            fail(f"{flag} {value} must be a finite number that is not negative")
-        elif value == 0 and key in POSITIVE:
-            fail(f"{flag} {value} must be above 0")
+        elif isinstance(value, int | float):
+            lowest = -sys.float_info.max if key == "penalty_reward_value" else 0
+            highest = inf if key in ("cliprange", "cliprange_value") else sys.float_info.max
+            if not lowest <= value <= highest or (value == 0 and key in POSITIVE):
+                wanted = "above 0" if value == 0 else "a finite number that is not negative"
+                fail(f"--{key.replace('_', '-')} {value} must be {wanted}")
     folder = Path(args.output_dir)
     if args.resume and (folder / "model").exists():  # a run writes this last
         print(f"--resume: the run in {folder} has ended, so there is nothing left to do", flush=True)
@@ -446,6 +470,10 @@ def writing(accelerator: Accelerator, path: Path):
         yield partial
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
+            umask = os.umask(0)  # safetensors writes files that only the owner can read
+            os.umask(umask)
+            for file in partial.rglob("*"):
+                file.chmod((0o777 if file.is_dir() else 0o666) & ~umask)
             os.sync()
             shutil.rmtree(path, ignore_errors=True)  # a file is replaced, a folder has to go first
             os.replace(partial, path)
@@ -456,26 +484,23 @@ def start_or_resume(accelerator: Accelerator, args, inputs: dict) -> int:
     """Start a run or, with --resume, continue it from its newest checkpoint. Returns the number of finished updates.
     --resume compares the content of `inputs`, a dict from flags to checkpoint folders and train splits."""
     folder = Path(args.output_dir)
-    if accelerator.is_main_process:
-        with or_fail(f"{folder}: another run still writes there, or nothing can be written there"):
-            folder.mkdir(parents=True, exist_ok=True)
-            # Held until the process ends. A requeued job may meet the old one, so wait for its end.
-            accelerator.lock = FileLock(folder / ".lock", is_singleton=True).acquire(timeout=120)
-    accelerator.wait_for_everyone()
-    check_args(args)  # again, because another run may have been here since
     settings = {"stage": STAGE, "processes": accelerator.num_processes, "wandb_id": os.urandom(8).hex()} | asdict(args)
     settings |= {f"{key} digest": content_digest(source) for key, source in inputs.items()}
+    settings = {key: str(value) if value == inf else value for key, value in settings.items()}  # JSON has no inf
     if (folder / "args.json").exists():
         old = json.loads((folder / "args.json").read_text())
-        settings["wandb_id"] = old["wandb_id"]
+        if old["output_dir"] == args.output_dir:  # a copy of a run gets a page of its own
+            settings["wandb_id"] = old["wandb_id"]
         for key in [key for key in settings if old.get(key) != settings[key]]:
-            change = f"--resume {folder}: --{key.replace('_', '-')} {old.get(key)} -> {settings[key]}"
-            if key in old and key not in MAY_CHANGE:
+            change = f"--resume {folder}: --{key.replace('_', '-')} {old.get(key, 'unknown')} -> {settings[key]}"
+            if key in old and key not in MAY_CHANGE | {"wandb_id"}:
                 fail(f"{change} would change the run")
             accelerator.print(change)
     finished = 0
     metrics = ""
     newest = max(folder.glob("checkpoints/update_??????"), default=None)
+    if len(set(gather_object([str(newest)]))) > 1:
+        fail(f"--resume {folder}: the processes see {gather_object([str(newest)])}. They need one shared disk")
     if newest:
         with or_fail(f"--resume: {newest} cannot be loaded. Launch the run as before, or delete that checkpoint"):
             metrics = (newest / "metrics.jsonl").read_text()
@@ -542,6 +567,22 @@ def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
         if accelerator.is_main_process:  # every process has all weights, under ZeRO-2 as well
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
+            add_old_names(partial)
+
+
+def add_old_names(folder: Path):
+    """Add what transformers 4 reads to a saved model: old names of rotary settings and of the tokenizer's class."""
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)  # some models have one per type of layer
+    if "rope_theta" in rope:
+        scaling = None if rope["rope_type"] == "default" else {**rope}
+        config |= {"rope_theta": rope["rope_theta"], "rotary_emb_base": rope["rope_theta"], "rope_scaling": scaling}
+        if "partial_rotary_factor" in rope:
+            config["partial_rotary_factor"] = config["rotary_pct"] = rope["partial_rotary_factor"]
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    text = (folder / "tokenizer_config.json").read_text()
+    (folder / "tokenizer_config.json").write_text(text.replace("TokenizersBackend", "PreTrainedTokenizerFast"))
 
 
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):

@@ -113,13 +113,13 @@ def repeated(cache: DynamicCache, count: int) -> DynamicCache:
 @torch.no_grad()
 def sample_many(model, query: torch.Tensor, keys: torch.Tensor, eos_id: int, pad_id: int, args) -> torch.Tensor:
     """Return responses (N, R) to one query (Q,) without padding, with [PAD] after the first EOS. Tokens are sampled by
-    Gumbel-max with the noise of `keys` (N, R, 2), but never the ids marked in model.banned (V,)."""
+    Gumbel-max with the noise of `keys` (N, R, 2). The head bans [PAD] and ids beyond the tokenizer."""
     responses, cache = torch.full((len(keys), args.response_length), pad_id, device=query.device), DynamicCache()
     first = model(query[None], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]  # (1, V)
     for rows in torch.arange(len(keys), device=query.device).split(args.micro_batch_size):
         logits, going = first.expand(len(rows), -1), repeated(cache, len(rows))
         for t in range(args.response_length):
-            scaled = (logits.float() / args.temperature).masked_fill(model.banned, -torch.inf)
+            scaled = logits.float() / args.temperature
             noise = gumbel_noise(keys[rows, t], scaled.shape[1])
             token = (nucleus(scaled, args.top_p) + noise).argmax(1)
             responses[rows, t] = token

@@ -86,15 +86,15 @@ def equal_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
 
 class NucleusGumbel(LogitsProcessor):
     """Makes generate()'s arg max sample the top_p tokens: it returns what nucleus leaves of the scaled logits, plus
-    keyed Gumbel noise. Ids marked in `banned` (V,), which are [PAD] and ids beyond the tokenizer, are never sampled."""
+    keyed Gumbel noise. The policy's head bans [PAD] and ids beyond the tokenizer."""
 
-    def __init__(self, keys: torch.Tensor, query_width: int, banned: torch.Tensor, args):
-        self.keys, self.query_width, self.banned, self.args = keys, query_width, banned, args
+    def __init__(self, keys: torch.Tensor, query_width: int, args):
+        self.keys, self.query_width, self.args = keys, query_width, args
 
     def __call__(self, input_ids, scores):
         position = input_ids.shape[1] - self.query_width
         noise = gumbel_noise(self.keys[:, position], scores.shape[1])
-        scaled = (scores.float() / self.args.temperature).masked_fill(self.banned, -torch.inf)
+        scaled = scores.float() / self.args.temperature
         return nucleus(scaled, self.args.top_p) + noise
 
 
@@ -106,7 +106,7 @@ def answers(model, queries: torch.Tensor, tokenizer, keys: torch.Tensor, args) -
     model.generation_config = GenerationConfig(  # so that the checkpoint's own settings do not apply
         max_new_tokens=args.response_length, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=pad_id
     )
-    sampler = NucleusGumbel(keys, queries.shape[1], model.banned, args)
+    sampler = NucleusGumbel(keys, queries.shape[1], args)
     tokens = model.generate(queries, logits_processor=[sampler])[:, queries.shape[1] :]
     return F.pad(tokens, (0, args.response_length - tokens.shape[1]), value=pad_id)
 

@@ -85,7 +85,7 @@ def greedy(model, query: torch.Tensor, tokenizer, response_length: int) -> torch
         do_sample=False,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        suppress_tokens=model.banned.nonzero().flatten().tolist(),
+        suppress_tokens=model.get_output_embeddings().banned.nonzero().flatten().tolist(),
     )
     return model.generate(query[None])[0, len(query) :]
 

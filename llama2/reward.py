@@ -28,6 +28,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -44,7 +45,6 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import WandBTracker
 from accelerate.utils import DeepSpeedPlugin, gather_object, set_seed
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
-from filelock import FileLock
 from huggingface_hub import snapshot_download
 from rich.progress import track
 from torch import nn
@@ -215,9 +215,8 @@ def safety_labels(data) -> torch.Tensor:
 
 
 def is_tie(chosen: torch.Tensor, rejected: torch.Tensor, size: torch.Tensor, precision: str) -> torch.Tensor:
-    """Return whether two scores (b,) differ by no more than rounding (b,), so that another micro-batch size could swap
-    their order. `size` (b,) is the magnitude of the numbers that were rounded: of the rewards in reward.py, of the
-    log-probabilities in dpo.py."""
+    """Return (b,) whether two scores differ by less than rounding may, so that another micro-batch size could swap
+    them. `size` (b,) sums the magnitudes that were rounded: rewards in reward.py, log-probabilities in dpo.py."""
     return (chosen - rejected).abs() <= ROUNDING[precision] * size
 
 
@@ -276,7 +275,7 @@ def main(args: Args):
     widths = [len(rows[0][key]) for rows in (train, *data.values()) for key in PAIR_COLUMNS]
     widths.append(len(references[0]["query_reference_response_token"]))
     reward_model = new_reward_model(sft_folder, tokenizer, max(widths))
-    check_pairs(reward_model.model.to(accelerator.device), sft_folder, train[:1], pad_id)
+    check_pairs(reward_model.model.to(accelerator.device), sft_folder, max(widths), pad_id)
     reward_model.bias.requires_grad_(args.safety_coef > 0)  # else it cancels
     model, optimizer = prepare(accelerator, reward_model, args)
     # change here: pass state of your own to accelerator.register_for_checkpointing. --resume restores it on the CPU.
@@ -413,20 +412,20 @@ def pair_rows(batch: dict, pad_id: int) -> dict:
         query_end, chosen_end, rejected_end (b, 1): the column behind the last token of each
         is_same (b,): whether both responses are equal
 
-    A tokenizer may merge the end of the query with the start of a response. Such a token has no label. It belongs to
-    the query if it is the same in both rows, and else to each response."""
+    A tokenizer may merge the end of the query with the start of a response. Such a token has no label, so no loss
+    counts it. If it is the same in both rows, it ends the query; if not, each response begins with its own."""
     chosen, chosen_labels, rejected, rejected_labels = (batch[key] for key in PAIR_COLUMNS)
-    # the query: the tokens without a label that both rows begin with
+    # the query: the tokens that both rows begin with, as far as they have no label
     width = min(chosen.shape[1], rejected.shape[1])
     is_equal = chosen[:, :width] == rejected[:, :width]
-    has_label = (chosen_labels[:, :width] != pad_id) | (rejected_labels[:, :width] != pad_id)
-    is_query = is_equal & ~has_label & (chosen[:, :width] != pad_id)
+    is_labelled = (chosen_labels[:, :width] != pad_id) | (rejected_labels[:, :width] != pad_id)
+    is_query = is_equal & ~is_labelled & (chosen[:, :width] != pad_id)
     query_end = is_query.long().cumprod(1).sum(1, keepdim=True)
     chosen_end = (chosen != pad_id).sum(1, keepdim=True)
     rejected_alone = (rejected != pad_id).sum(1, keepdim=True)  # the length of its own row, query included
     rejected_end = chosen_end + rejected_alone - query_end
 
-    # the row: chosen's, then rejected's without the query. All [PAD] move to the right, and labels move along.
+    # the row: chosen's, then rejected's without the query. Sorted by "is it [PAD]", the others keep their order.
     without_query = rejected.masked_fill(torch.arange(rejected.shape[1]) < query_end, pad_id)
     tokens = torch.cat([chosen, without_query], 1)
     labels = torch.cat([chosen_labels, rejected_labels], 1)
@@ -470,16 +469,22 @@ def pair_inputs(model, pairs: dict) -> dict:
 
 
 @torch.no_grad()
-def check_pairs(model, path: str, pairs: dict, pad_id: int):
+def check_pairs(model, path: str, width: int, pad_id: int):
     """End with an error unless a model gives a rejected response the same states in its pair's row as in a row of its
-    own. They differ if its attention ignores our mask or position ids."""
-    [pair] = pair_micro_batches(pairs, 1, pad_id, model.device)
+    own, for rows of up to `width` tokens. They differ if its attention ignores our mask or position ids."""
     problem = f"{path}: {type(model).__name__} cannot process a pair in one row, as {STAGE}.py does"
+    ids = torch.tensor([i for i in range(101) if i != pad_id])
+    chosen = ids[torch.arange(width) % 100][None]  # (1, width); the first half is the query
+    rejected = chosen.clone()
+    rejected[:, width // 2 :] = chosen[:, width // 2 :].flip(1)
+    is_query = torch.arange(width) < width // 2
+    columns = [chosen, chosen.masked_fill(is_query, pad_id), rejected, rejected.masked_fill(is_query, pad_id)]
+    [pair] = pair_micro_batches(dict(zip(PAIR_COLUMNS, columns, strict=True)), 1, pad_id, model.device)
     with or_fail(problem):
         states = model.base_model(**pair_inputs(model, pair), use_cache=False).last_hidden_state
-        alone = model.base_model(pair["query_rejected_token"], use_cache=False).last_hidden_state
+        alone = model.base_model(rejected.to(model.device), use_cache=False).last_hidden_state
     is_rejected = pair["segments"] == REJECTED
-    expected = alone[0, pair["position_ids"][is_rejected]]
+    expected = alone[0, pair["position_ids"][is_rejected]]  # a position is a column in the row of its own
     difference = (states[is_rejected] - expected).norm() / expected.norm()
     if not difference < 1e-3:
         fail(f"{problem}: its states differ by {difference:.1e}")
@@ -504,7 +509,7 @@ class RewardModel(nn.Module):
         super().__init__()
         self.model = model
         self.config = model.config
-        # Apart from the bias, because as part of it, it would be rounded in a bfloat16 model.
+        # A float, and not part of the trained bias, which a bfloat16 model would round.
         self.reward_mean = getattr(model.config, "reward_mean", 0.0)
         self.bias = nn.Parameter(torch.zeros(1))
 
@@ -526,24 +531,25 @@ def new_reward_model(path: str, tokenizer, width: int = 0) -> RewardModel:
     """Return the SFT model of a checkpoint folder, for rows of up to `width` tokens, with a new scalar head: normal
     weights with standard deviation 1 / sqrt(d + 1), and bias 0 (Detail 11). It stays in evaluation mode even while it
     is trained, so it has no dropout (Detail 7)."""
-    settings = {"dtype": torch.float32, "trust_remote_code": False}
+    settings = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
     with or_fail(f"the model in {path} cannot be read"):
-        model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **settings)
-    check_model(model, path, width)
-    rows = model.get_input_embeddings().num_embeddings
-    if rows < len(tokenizer) - 1:  # it may lack one for [PAD]
-        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
-    model.resize_token_embeddings(max(rows, len(tokenizer)), mean_resizing=False)
-    model.config.update({"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id})
-    model.config.problem_type = "regression"  # a text-classification pipeline then returns the bare score
+        model, report = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **settings)
+    check_model(model, path, width, set(report["missing_keys"]) - {"score.weight"})
+    fit_embeddings(model, path, tokenizer)
+    # a text-classification pipeline then returns the bare score; the base may have been a reward model itself
+    model.config.update({"problem_type": "regression", "reward_mean": 0.0})
     nn.init.normal_(model.score.weight, std=1 / (model.score.in_features + 1) ** 0.5)
     return RewardModel(model)
 
 
-def check_model(model, path: str, width: int):
-    """End with an error if a model's attention does not let it be trained or sampled from here, or if it has fewer
-    positions than `width`, the tokens of the widest row."""
+def check_model(model, path: str, width: int, wrong: Iterable[str]):
+    """End with an error if weights are `wrong`, if a model's attention does not let it be trained or sampled from here,
+    or if it has fewer positions than `width`, the tokens of the widest row."""
     name = f"{path}: {type(model).__name__}"
+    if wrong:  # transformers goes on, with random weights where some are missing
+        fail(f"{name} and the weights in this folder do not fit: {', '.join(sorted(wrong)[:3])}")
+    if model.config.get_text_config() is not model.config:  # a vision tower would have no gradient
+        fail(f"{name} is more than a language model. Choose a model for text alone")
     if model.config._attn_implementation != "sdpa":  # MPT, Gemma 2
         fail(f"{name} has no scaled dot-product attention in transformers. Choose another model")
     other = set(getattr(model.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
@@ -552,6 +558,21 @@ def check_model(model, path: str, width: int):
     positions = getattr(model.config, "max_position_embeddings", None) or inf
     if width > positions:  # GPT-2 has learned positions
         fail(f"{name} has {positions} positions, but rows need {width}. Make the data with shorter queries")
+
+
+def fit_embeddings(model, path: str, tokenizer):
+    """Give a model a row for every id of its tokenizer, whose EOS and [PAD] its config then names."""
+    rows = model.get_input_embeddings().num_embeddings
+    if rows == len(tokenizer) - 1:  # none for [PAD]
+        rows += 1
+        model.resize_token_embeddings(rows, mean_resizing=False)
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for weight in layer.parameters() if layer else []:
+                weight.data[-1] = weight.data[:-1].mean(0)  # harmless in programs that do not ban [PAD]
+    if rows < len(tokenizer):
+        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
+    model.get_input_embeddings().padding_idx = None  # from the config, which may name EOS; it would not be trained
+    model.config.update({"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id})
 
 
 # ==== evaluation ==================================================================================
@@ -657,7 +678,7 @@ def load_tokenizer(path: str):
 
 def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
     """Load a DatasetDict from a folder written by tldr_dataset.py or from a Hub id[@revision]. Ends with an error if a
-    split or column is missing, or if the rows are ragged or were made with another tokenizer."""
+    split or column is missing, or if rows are ragged, padded on the other side or made with another tokenizer."""
     name, _, revision = path.partition("@")
     with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
@@ -666,8 +687,15 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
     keys = [column for column in columns if "_token" in column]
     for split, rows in data.items():
         for key in keys:
-            if len(pc.unique(pc.list_value_length(rows.data.column(key)))) != 1:
+            column = rows.data.column(key)
+            widths = pc.unique(pc.list_value_length(column))
+            if len(widths) != 1:
                 fail(f"{flag} {path}: {split}: rows differ in width in {key}. Pad them, as tldr_dataset.py does")
+            # queries are padded on the left, and all else on the right; a label begins with the query's [PAD]
+            inner = widths[0].as_py() - 1 if key == "query_token" else 0
+            row = pc.index(pc.list_element(column, inner), tokenizer.pad_token_id).as_py()
+            if row >= 0 and not key.endswith("_label"):
+                fail(f"{flag} {path}: {split}: {key} of row {row} is padded on the other side. Use tldr_dataset.py")
         looked_at = rows.select(range(0, len(rows), ceil(len(rows) / 16)))
         matches = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
         if 2 * matches <= len(looked_at):  # 5 % of the published rows do not match; of another tokenizer's, nearly all
@@ -710,16 +738,18 @@ def or_fail(message: str):
 def check_args(args):
     """Replace {model} and {seed} in the arguments. Ends with an error if a number is out of its range or the output
     folder already holds a run. With --resume, ends the process successfully if that run is complete."""
-    name = Path(os.path.abspath(args.model)).name.partition("@")[0]  # sft.py also takes a path or an id@revision
+    path = args.model if Path(args.model).exists() else args.model.partition("@")[0]  # sft.py takes an id@revision
+    name = Path(os.path.abspath(path)).name
     for key, value in vars(args).items():
-        flag = f"--{key.replace('_', '-')}"
         if isinstance(value, str):
             value = value.replace("{model}", name).replace("{seed}", str(args.seed))
             setattr(args, key, os.path.expanduser(value))
-        elif isinstance(value, int | float) and key != "penalty_reward_value" and not 0 <= value < inf:
-            fail(f"{flag} {value} must be a finite number that is not negative")
-        elif value == 0 and key in POSITIVE:
-            fail(f"{flag} {value} must be above 0")
+        elif isinstance(value, int | float):
+            lowest = -sys.float_info.max if key == "penalty_reward_value" else 0
+            highest = inf if key in ("cliprange", "cliprange_value") else sys.float_info.max
+            if not lowest <= value <= highest or (value == 0 and key in POSITIVE):
+                wanted = "above 0" if value == 0 else "a finite number that is not negative"
+                fail(f"--{key.replace('_', '-')} {value} must be {wanted}")
     folder = Path(args.output_dir)
     if args.resume and (folder / "model").exists():  # a run writes this last
         print(f"--resume: the run in {folder} has ended, so there is nothing left to do", flush=True)
@@ -800,6 +830,10 @@ def writing(accelerator: Accelerator, path: Path):
         yield partial
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
+            umask = os.umask(0)  # safetensors writes files that only the owner can read
+            os.umask(umask)
+            for file in partial.rglob("*"):
+                file.chmod((0o777 if file.is_dir() else 0o666) & ~umask)
             os.sync()
             shutil.rmtree(path, ignore_errors=True)  # a file is replaced, a folder has to go first
             os.replace(partial, path)
@@ -810,26 +844,23 @@ def start_or_resume(accelerator: Accelerator, args, inputs: dict) -> int:
     """Start a run or, with --resume, continue it from its newest checkpoint. Returns the number of finished updates.
     --resume compares the content of `inputs`, a dict from flags to checkpoint folders and train splits."""
     folder = Path(args.output_dir)
-    if accelerator.is_main_process:
-        with or_fail(f"{folder}: another run still writes there, or nothing can be written there"):
-            folder.mkdir(parents=True, exist_ok=True)
-            # Held until the process ends. A requeued job may meet the old one, so wait for its end.
-            accelerator.lock = FileLock(folder / ".lock", is_singleton=True).acquire(timeout=120)
-    accelerator.wait_for_everyone()
-    check_args(args)  # again, because another run may have been here since
     settings = {"stage": STAGE, "processes": accelerator.num_processes, "wandb_id": os.urandom(8).hex()} | asdict(args)
     settings |= {f"{key} digest": content_digest(source) for key, source in inputs.items()}
+    settings = {key: str(value) if value == inf else value for key, value in settings.items()}  # JSON has no inf
     if (folder / "args.json").exists():
         old = json.loads((folder / "args.json").read_text())
-        settings["wandb_id"] = old["wandb_id"]
+        if old["output_dir"] == args.output_dir:  # a copy of a run gets a page of its own
+            settings["wandb_id"] = old["wandb_id"]
         for key in [key for key in settings if old.get(key) != settings[key]]:
-            change = f"--resume {folder}: --{key.replace('_', '-')} {old.get(key)} -> {settings[key]}"
-            if key in old and key not in MAY_CHANGE:
+            change = f"--resume {folder}: --{key.replace('_', '-')} {old.get(key, 'unknown')} -> {settings[key]}"
+            if key in old and key not in MAY_CHANGE | {"wandb_id"}:
                 fail(f"{change} would change the run")
             accelerator.print(change)
     finished = 0
     metrics = ""
     newest = max(folder.glob("checkpoints/update_??????"), default=None)
+    if len(set(gather_object([str(newest)]))) > 1:
+        fail(f"--resume {folder}: the processes see {gather_object([str(newest)])}. They need one shared disk")
     if newest:
         with or_fail(f"--resume: {newest} cannot be loaded. Launch the run as before, or delete that checkpoint"):
             metrics = (newest / "metrics.jsonl").read_text()
@@ -896,6 +927,22 @@ def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
         if accelerator.is_main_process:  # every process has all weights, under ZeRO-2 as well
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
+            add_old_names(partial)
+
+
+def add_old_names(folder: Path):
+    """Add what transformers 4 reads to a saved model: old names of rotary settings and of the tokenizer's class."""
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)  # some models have one per type of layer
+    if "rope_theta" in rope:
+        scaling = None if rope["rope_type"] == "default" else {**rope}
+        config |= {"rope_theta": rope["rope_theta"], "rotary_emb_base": rope["rope_theta"], "rope_scaling": scaling}
+        if "partial_rotary_factor" in rope:
+            config["partial_rotary_factor"] = config["rotary_pct"] = rope["partial_rotary_factor"]
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    text = (folder / "tokenizer_config.json").read_text()
+    (folder / "tokenizer_config.json").write_text(text.replace("TokenizersBackend", "PreTrainedTokenizerFast"))
 
 
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):

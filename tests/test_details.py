@@ -444,13 +444,14 @@ def test_detail_11_reward_model_start(world, tmp_path, monkeypatch):
     config.hidden_size, config.num_attention_heads, config.intermediate_size, config.num_hidden_layers = 4, 1, 4, 1
     config.rotary_pct = config.rope_parameters["partial_rotary_factor"] = 0.5
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
-    loaded = reward.AutoModelForSequenceClassification.from_pretrained(tmp_path / "tiny", num_labels=1)
-    monkeypatch.setattr(reward.AutoModelForSequenceClassification, "from_pretrained", lambda *_, **__: loaded)
+    kind = reward.AutoModelForSequenceClassification
+    loaded = kind.from_pretrained(tmp_path / "tiny", num_labels=1, output_loading_info=True)
+    monkeypatch.setattr(kind, "from_pretrained", lambda *_, **__: loaded)
     torch.manual_seed(0)
     heads = []
     for _ in range(1000):
         heads.append(reward.new_reward_model(str(tmp_path / "tiny"), tokenizer).model.score.weight.detach().clone())
-        loaded.score = torch.nn.Linear(4, 1, bias=False)
+        loaded[0].score = torch.nn.Linear(4, 1, bias=False)
     heads = torch.cat(heads).flatten().double()
     assert abs(heads.std().item() * math.sqrt(5) - 1) < 0.04 and abs(heads.mean()) < 0.03
     assert abs((heads * math.sqrt(5)).pow(4).mean().item() - 3) < 0.4  # normal: uniform weights would have 1.8
@@ -598,9 +599,10 @@ def test_detail_18_calibration():
 
 
 def summed_logprobs(model, rows: list[dict], side: str, pad: int) -> torch.Tensor:
-    """Log-probability (b,) of each stored response, at temperature 1 over the whole vocabulary."""
+    """Log-probability (b,) of each stored response, at temperature 1 over the ids of the tokenizer but [PAD]."""
     tokens = [row[f"query_{side}_token"][: row[f"query_{side}_token_len"]] for row in rows]
-    logprobs, found = model(right_padded(tokens)).logits.log_softmax(2), []
+    logits, found = model(right_padded(tokens)).logits, []
+    logprobs = logits[:, :, :pad].log_softmax(2)  # [PAD] is the last one
     for i, row in enumerate(rows):
         places = [t for t, token in enumerate(row[f"query_{side}_token_response_label"]) if token != pad]
         found.append(sum(logprobs[i, t - 1, tokens[i][t]] for t in places))

@@ -4,7 +4,6 @@ saved is lost.
 All stages have copies of the same helpers (test_copies.py), so most of these are tested with `toy`, a stage that
 consists of nothing else. Stages that are killed and resumed: test_invariance.py and kill_runs.py."""
 
-import fcntl
 import os
 import resource
 import shutil
@@ -117,19 +116,6 @@ def test_a_signal_saves_after_the_update_and_ends_with_75(tmp_path, whole, numbe
 
 
 # ---- two runs in one folder -------------------------------------------------------------------------------------
-
-
-def test_a_second_run_waits_two_minutes_for_the_first_and_ends(tmp_path, whole, monkeypatch):
-    folder, waited = tmp_path / "run", []
-    folder.mkdir()
-    acquire = sft.FileLock.acquire
-    monkeypatch.setattr(sft.FileLock, "acquire", lambda self, timeout: waited.append(timeout) or acquire(self, 0.1))
-    with (folder / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(SystemExit, match=f"^error: {folder}: another run still writes there"):
-            toy(toy_args(folder))
-    assert waited == [120] and [path.name for path in folder.iterdir()] == [".lock"]
-    assert toy(toy_args(folder)) == [1, 2, 3, 4, 5, 6] and end_of(folder) == whole
 
 
 # ---- checkpoints that are not what was written ------------------------------------------------------------------

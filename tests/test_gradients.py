@@ -284,7 +284,7 @@ def test_sft(start, record_property, loss_on):
             count = sum(len(targets) for _, targets in inputs)
             logs = defaultdict(float)
             for before, targets in inputs:
-                loss = -logprobs_of(policy, before, targets).sum() / count
+                loss = -logprobs_of(policy, before, targets, start.banned).sum() / count
                 loss.backward()
                 logs["loss/train"] += loss.item()
             yield update, cosine(update), logs
@@ -362,12 +362,12 @@ def test_llama2_reward(start, record_property, margin, coef):
     hold(run, {"model.": model}, by_hand(), record_property, changed_after=() if coef else ["score.bias"])
 
 
-def sides_of(policy, pair) -> tuple[torch.Tensor, torch.Tensor]:
+def sides_of(policy, pair, banned) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-probabilities of the tokens of the chosen and of the rejected response."""
     found = []
     for side in SIDES:
         response = pair.responses[side]
-        found.append(logprobs_of(policy, getattr(pair, side)[: -len(response)], response))
+        found.append(logprobs_of(policy, getattr(pair, side)[: -len(response)], response, banned))
     return tuple(found)
 
 
@@ -390,12 +390,12 @@ def test_dpo(start, record_property, loss_type):
             logs = defaultdict(float)
             for pair in batch_of(getattr(start, pairs), update):
                 if loss_type == "simpo":
-                    chosen, rejected = logprobs = [x.mean() for x in sides_of(policy, pair)]
+                    chosen, rejected = logprobs = [x.mean() for x in sides_of(policy, pair, start.banned)]
                     loss = -logsigmoid(3.0 * (chosen - rejected) - 0.9)
                 else:
-                    logprobs = [x.sum() for x in sides_of(policy, pair)]
+                    logprobs = [x.sum() for x in sides_of(policy, pair, start.banned)]
                     with torch.no_grad():
-                        ref_logprobs = [x.sum() for x in sides_of(reference, pair)]
+                        ref_logprobs = [x.sum() for x in sides_of(reference, pair, start.banned)]
                     chosen, rejected = (x - y for x, y in zip(logprobs, ref_logprobs, strict=True))
                     h = chosen - rejected
                     loss = -0.8 * logsigmoid(0.3 * h) - 0.2 * logsigmoid(-0.3 * h)

@@ -103,10 +103,10 @@ def test_a_pair_in_one_row_has_the_numbers_of_two_rows(models, name, module):
                 if is_reward:
                     expected = model.model.score(model.model.base_model(row).last_hidden_state)[0, -1, 0]
                 else:
-                    logprobs = model(row).logits[0].double().log_softmax(1)
+                    logprobs = model(row).logits[0].double().log_softmax(1)  # [PAD] is banned by the head
                     expected = sum(logprobs[len(query) + i - 1, token] for i, token in enumerate(response))
                 assert close(number, expected, 1e-4)
-        module.check_pairs(model.model if is_reward else model, "here", stored_pairs(pad_id)[:1], pad_id)
+        module.check_pairs(model.model if is_reward else model, "here", 64, pad_id)
 
 
 def test_a_model_that_sees_more_than_its_mask_is_refused(models):
@@ -114,7 +114,7 @@ def test_a_model_that_sees_more_than_its_mask_is_refused(models):
     tokenizer = sft.load_tokenizer(models["falcon"])
     model = sft.load_policy(models["falcon"], tokenizer).eval()
     with pytest.raises(SystemExit, match="^error: here: FalconForCausalLM cannot process a pair in one row"):
-        reward.check_pairs(model, "here", stored_pairs(tokenizer.pad_token_id)[:1], tokenizer.pad_token_id)
+        reward.check_pairs(model, "here", 64, tokenizer.pad_token_id)
 
 
 @pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
@@ -129,7 +129,7 @@ def test_a_model_that_ignores_the_mask_or_the_positions_is_refused(models, monke
 
     monkeypatch.setattr(model.base_model, "forward", without)
     with pytest.raises(SystemExit, match="^error: here: .* its states differ by"):
-        reward.check_pairs(model, "here", stored_pairs(tokenizer.pad_token_id)[:1], tokenizer.pad_token_id)
+        reward.check_pairs(model, "here", 64, tokenizer.pad_token_id)
 
 
 def test_a_row_longer_than_the_models_positions_is_refused_before_the_run_folder(world, models, tmp_path):
@@ -147,7 +147,7 @@ def test_a_row_longer_than_the_models_positions_is_refused_before_the_run_folder
 def test_rows_that_just_fit_the_models_positions_are_taken(models):
     model = sft.load_policy(models["gpt2"], sft.load_tokenizer(models["gpt2"]), 64)
     with pytest.raises(SystemExit, match="^error: here: GPT2LMHeadModel has 64 positions, but rows need 65"):
-        sft.check_model(model, "here", 65)
+        sft.check_model(model, "here", 65, [])
 
 
 # ---- checkpoints ------------------------------------------------------------------------------------------------

@@ -181,7 +181,6 @@ def losses(stage: str):
     if stage == "dpo":
         return language, lambda: sum(dpo.pair_logprobs(language, pairs)).sum(), (4, 384), 128
     both = ppo.PolicyAndValue(language, value)
-    language.register_buffer("banned", torch.zeros(VOCAB, dtype=torch.bool), persistent=False)
     responses = tokens(4, 53)
     [mb] = ppo.micro_batches(ppo.make_batch(tokens(4, 267), responses, PAD), torch.arange(4), 4)
 

@@ -78,7 +78,8 @@ def by_transformers(model, queries, keys, groups) -> tuple[torch.Tensor, torch.T
 def new_model(name: str):
     """A random model in the form of load_policy's."""
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32, attn_implementation="sdpa").eval()
-    model.register_buffer("banned", torch.arange(VOCAB) == PAD, persistent=False)
+    banned = torch.arange(VOCAB) == PAD
+    model.get_output_embeddings().register_forward_hook(lambda _head, _, logits: logits.masked_fill(banned, -1e9))
     return model
 
 

@@ -149,7 +149,7 @@ def test_run_folder(chain, few, stage):
     folder = chain.run[stage]
     names = {path.name for path in folder.iterdir()}
     own = {"ppo": {"value_model"}, "reward": {"eval"}, "dpo": {"eval"}}
-    assert names == {".lock", "model", "metrics.jsonl", "args.json", "tensorboard"} | own.get(stage, set())
+    assert names == {"model", "metrics.jsonl", "args.json", "tensorboard"} | own.get(stage, set())
     args = json.loads((folder / "args.json").read_text())
     contents = {key for key in args if key.endswith(" digest")}
     assert len(contents) == {"sft": 2, "reward": 3, "ppo": 3, "dpo": 2}[stage]

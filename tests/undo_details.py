@@ -140,8 +140,10 @@ test_details.py::test_tables_3 dpo.py: beta 0.1
 - args.beta * (logprobs - ref_logprobs[split])
 + args.beta * logprobs
 20 ppo.py: sampling at temperature 1
-- scaled = (logits.float() / (temperature + TEMPERATURE_EPS)).masked
-+ scaled = (logits.float()).masked
+- scaled = logits.float() / (temperature + TEMPERATURE_EPS)
+-     tokens =
++ scaled = logits.float()
++     tokens =
 20 ppo.py: the alarm looks at the first micro-batch alone
 - if not grad_norms:
 + if not deviations:
@@ -274,7 +276,7 @@ test_gradients.py::test_ppo_value ablations/value.diff: returns with PPO's lambd
 - args.gamma, args.lam_value)
 + args.gamma, args.lam)
 test_faults.py::test_resume_refuses sft.py: --resume takes whatever it is given
-- if key in old and key not in MAY_CHANGE:
+- if key in old and key not in MAY_CHANGE | {"wandb_id"}:
 + if False:
 test_faults.py::test_resume_takes sft.py: no other micro-batch on --resume
 - MAY_CHANGE = {"micro_batch_size", 
@@ -295,9 +297,6 @@ test_faults.py::test_resume_without sft.py: a run begins anew in silence
 -         accelerator.print(
 +     if args.resume and finished:
 +         accelerator.print(
-test_faults.py::test_a_second_run sft.py: no lock
-- .acquire(timeout=120)
-+ pass
 test_faults.py::test_resume_compares sft.py: data are compared by their size
 - content.update(file.read(4096))
 + content.update(str(size).encode())

@@ -75,11 +75,8 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import WandBTracker
 from accelerate.utils import DeepSpeedPlugin, gather_object, set_seed
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
-from filelock import FileLock
 from huggingface_hub import snapshot_download
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -142,7 +139,7 @@ class Args:
     """sigmoid: DPO's loss; ipo: the squared loss of IPO (both in Guo et al. 2024)"""
 
     sample_every: int = 50
-    """print a table of samples every so many updates; 0: never"""
+    """print four samples every so many updates; 0: never"""
     eval_every: int = 0
     """score a fixed validation batch every so many updates; 0: only after the last update"""
     eval_rows: int = 64
@@ -179,9 +176,8 @@ def best_and_worst(scores: torch.Tensor, responses, k: int, precision: str) -> t
 
 
 def is_tie(chosen: torch.Tensor, rejected: torch.Tensor, size: torch.Tensor, precision: str) -> torch.Tensor:
-    """Return whether two scores (b,) differ by no more than rounding (b,), so that another micro-batch size could swap
-    their order. `size` (b,) is the magnitude of the numbers that were rounded: of the rewards in reward.py, of the
-    log-probabilities in dpo.py."""
+    """Return (b,) whether two scores differ by less than rounding may, so that another micro-batch size could swap
+    them. `size` (b,) sums the magnitudes that were rounded: rewards in reward.py, log-probabilities in dpo.py."""
     return (chosen - rejected).abs() <= ROUNDING[precision] * size
 
 
@@ -244,8 +240,9 @@ def main(args: Args):
     sft_folder = local_checkpoint("--sft-model-path", args.sft_model_path)
     reward_folder = local_checkpoint("--reward-model-path", args.reward_model_path)
     tokenizer = load_tokenizer(sft_folder)
-    if load_tokenizer(reward_folder).get_vocab() != tokenizer.get_vocab():
-        fail(f"--reward-model-path {reward_folder}: another tokenizer than in {sft_folder}")
+    other = load_tokenizer(reward_folder)
+    if (other.get_vocab(), other.eos_token) != (tokenizer.get_vocab(), tokenizer.eos_token):
+        fail(f"--reward-model-path {reward_folder}: another tokenizer or EOS than in {sft_folder}")
     data = load_splits("--dataset", args.dataset, ["query", "query_token", "reference_response_token"], tokenizer)
     train = data["train"].select_columns(["query_token"])
     validation = data["validation"].take(min(args.eval_rows, len(data["validation"])))
@@ -496,15 +493,15 @@ def micro_batches(batch: dict, rows: torch.Tensor, size: int) -> list[dict]:
         mb["tokens"] = mb["tokens"][:, : rounded_width(mb["row_lengths"])]
         # Response token t is in column query_length + t, so the policy predicts it in the column before.
         columns = mb["query_lengths"][:, None] + torch.arange(mb["responses"].shape[1], device=rows.device) - 1
-        mb["columns"] = columns.clamp(max=mb["tokens"].shape[1] - 1)  # past a response's end, any column will do
+        mb["columns"] = columns.clamp(max=mb["tokens"].shape[1] - 1)  # clamps only columns that both masks leave out
         mbs.append(mb)
     return mbs
 
 
 def similar_lengths(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
     """Return positions in `lengths` (b,), in groups of `size` rows of similar length, which saves padding."""
-    order = lengths.argsort(descending=True, stable=True)
-    return [rows for rows in order.split(size) if len(rows)]  # no group if there are no rows
+    groups = lengths.argsort(descending=True, stable=True).split(size)
+    return [rows for rows in groups if len(rows)]  # no group if there are no rows
 
 
 def rounded_width(lengths: torch.Tensor) -> int:
@@ -527,11 +524,10 @@ class PolicyLogits(nn.Module):
 
 def response_logits(policy, tokens: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Return the logits (b, W, V) at the columns (b, W) of right-padded rows (b, T), which need no mask,
-    because the model is causal. The head only runs on these columns. Banned ids get -1e9, because a mask of 0
-    times -inf would be nan."""
+    because the model is causal. The head only runs on these columns."""
     hidden = policy.base_model(tokens, use_cache=False).last_hidden_state  # (b, T, D)
     states = hidden.gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[2]))
-    return policy.get_output_embeddings()(states).masked_fill_(policy.banned, -1e9)
+    return policy.get_output_embeddings()(states)
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -542,8 +538,7 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
 
 def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return the entropy (nats) of softmax(logits / (temperature + 1e-7)) per position: (b, W, V) -> (b, W)."""
-    scaled = logits.float() / (temperature + TEMPERATURE_EPS)
-    logprobs = scaled.log_softmax(2)
+    logprobs = (logits.float() / (temperature + TEMPERATURE_EPS)).log_softmax(2)
     return -(logprobs.exp() * logprobs).sum(2)
 
 
@@ -563,19 +558,19 @@ def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     tokens = torch.arange(vocab_size, device=keys.device)
     bits = (tokens * 0x9E3779B9 + keys[:, :1]) & 0xFFFFFFFF  # (b, V)
     bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
-    bits = bits ^ keys[:, 1:]  # the second key goes between the two rounds
+    bits = bits ^ keys[:, 1:]  # between the two rounds, so that all 64 bits of the keys count
     bits = ((bits ^ (bits >> 15)) * 0x846CA68B) & 0xFFFFFFFF
     bits = bits ^ (bits >> 16)
-    uniform = ((bits.float() + 0.5) / 2**32).clamp(max=1 - 2**-24)  # float32 can round up to 1, whose noise is infinite
+    uniform = ((bits.float() + 0.5) / 2**32).clamp(max=1 - 2**-24)  # float32 can round up to 1, whose noise is -inf
     # Not -log(-log(u)): its large values, which decide the arg max, come from u near 1, where float32 is coarse.
     return -torch.log(-torch.log1p(-uniform))
 
 
-def sample_tokens(logits, keys, temperature: float, banned) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_tokens(logits, keys, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample a token (b,) per row of logits (b, V) from softmax(logits / (temperature + 1e-7)), and return its
     log-probability (b,) too. The arg max of logits plus Gumbel noise is such a sample. keys (b, 2) are those of this
-    position. `banned` (V,) marks ids that are never sampled."""
-    scaled = (logits.float() / (temperature + TEMPERATURE_EPS)).masked_fill(banned, -torch.inf)
+    position."""
+    scaled = logits.float() / (temperature + TEMPERATURE_EPS)
     tokens = (scaled + gumbel_noise(keys, scaled.shape[1])).argmax(1)
     logprobs = scaled.gather(1, tokens[:, None]).squeeze(1) - scaled.logsumexp(1)
     return tokens, logprobs
@@ -601,7 +596,7 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
     # Columns that have no token yet are True as well, because causality hides them until they have one.
     may_attend = F.pad(is_query[:, -width:], (0, response_length), value=True)
     position_ids = (is_query[:, -width:].cumsum(1) - 1).clamp(min=0)
-    cache = KeyValueCache(model.config, width + response_length)
+    cache = KeyValueCache(model.config, may_attend.shape[1])
     responses = queries.new_full((len(queries), response_length), pad_id)
     logprobs = torch.zeros(responses.shape, device=queries.device)
     ended = torch.zeros(len(queries), dtype=torch.bool, device=queries.device)
@@ -610,7 +605,7 @@ def generate(model, queries, tokenizer, response_length: int, temperature: float
             inputs, attention_mask=may_attend, position_ids=position_ids, past_key_values=cache, use_cache=True
         ).last_hidden_state
         logits = model.get_output_embeddings()(states[:, -1])
-        tokens, logprobs[:, t] = sample_tokens(logits, keys[:, t], temperature, model.banned)
+        tokens, logprobs[:, t] = sample_tokens(logits, keys[:, t], temperature)
         responses[:, t] = tokens.masked_fill(ended, pad_id)
         ended |= tokens == tokenizer.eos_token_id
         if t % 8 == 7 and ended.all():
@@ -632,7 +627,7 @@ class RewardModel(nn.Module):
         super().__init__()
         self.model = model
         self.config = model.config
-        # Apart from the bias, because as part of it, it would be rounded in a bfloat16 model.
+        # A float, and not part of the trained bias, which a bfloat16 model would round.
         self.reward_mean = getattr(model.config, "reward_mean", 0.0)
         self.bias = nn.Parameter(torch.zeros(1))
 
@@ -655,46 +650,42 @@ def load_reward_model(path: str, tokenizer, width: int = 0) -> RewardModel:
     To use the paper's released models, convert them with benchmark/convert_released.py."""
     settings = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
     with or_fail(f"{path} holds no reward model that can be read; make one with reward.py"):
-        model, found = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **settings)
-    wrong = {kind: sorted(keys)[:3] for kind, keys in found.items() if keys}
-    if wrong:  # transformers would go on, with a random head where there is none
-        fail(f"{path} holds no reward model as reward.py saves it: {wrong}")
-    check_model(model, path, width)
-    model.config.pad_token_id = tokenizer.pad_token_id
+        model, report = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **settings)
+    check_model(model, path, width, {*report["missing_keys"], *report["unexpected_keys"]})  # such as a head's bias
+    fit_embeddings(model, path, tokenizer)
     return RewardModel(model)
 
 
 def load_policy(path: str, tokenizer, width: int = 0):
     """Return a causal language model for rows of up to `width` tokens, in float32, with an embedding for every id of
-    the tokenizer. It stays in evaluation mode even while it is trained, so it has no dropout (Detail 7). Its buffer
-    `banned` (V,) marks [PAD] and the ids beyond the tokenizer, which are never sampled: ppo.py's sampler looks there,
-    generate() at suppress_tokens."""
+    the tokenizer. It stays in evaluation mode even while it is trained, so it has no dropout (Detail 7). Its head gives
+    [PAD] and the ids beyond the tokenizer a logit of -1e9; plain transformers finds them in suppress_tokens."""
+    settings = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
     with or_fail(f"the model in {path} cannot be read"):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
-    check_model(model, path, width)
+        model, report = AutoModelForCausalLM.from_pretrained(path, **settings)
+    check_model(model, path, width, report["missing_keys"])
+    fit_embeddings(model, path, tokenizer)
+    head = model.get_output_embeddings()
     tokens = torch.arange(4)[None]
-    with torch.no_grad():
-        logits = model.get_output_embeddings()(model.base_model(tokens)[0])
-        if not torch.allclose(logits, model(tokens).logits, atol=1e-4):  # Granite; ppo.py calls the head like this
+    with torch.no_grad():  # ppo.py calls the head by itself, and all stages take the same models
+        if not torch.allclose(head(model.base_model(tokens)[0]), model(tokens).logits, atol=1e-4):  # Granite
             fail(f"{path}: {type(model).__name__} scales or caps the logits of its head. Choose another model")
-    rows = model.get_input_embeddings().num_embeddings
-    if rows == len(tokenizer) - 1:  # none for [PAD]
-        rows += 1
-        model.resize_token_embeddings(rows, mean_resizing=False)
-    if rows < len(tokenizer):
-        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
-    ids = torch.arange(rows)
-    model.register_buffer("banned", (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer)), persistent=False)
+    ids = torch.arange(len(head.weight))
+    head.register_buffer("banned", (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer)), persistent=False)
+    head.register_forward_hook(lambda head, _, logits: logits.masked_fill_(head.banned, -1e9))  # -inf x 0 would be nan
     settings = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    model.config.update(settings)  # after resizing: some models check that the id has a row
-    model.generation_config = GenerationConfig(**settings, suppress_tokens=ids[model.banned].tolist())
+    model.generation_config = GenerationConfig(**settings, suppress_tokens=ids[head.banned].tolist())
     return model
 
 
-def check_model(model, path: str, width: int):
-    """End with an error if a model's attention does not let it be trained or sampled from here, or if it has fewer
-    positions than `width`, the tokens of the widest row."""
+def check_model(model, path: str, width: int, wrong: Iterable[str]):
+    """End with an error if weights are `wrong`, if a model's attention does not let it be trained or sampled from here,
+    or if it has fewer positions than `width`, the tokens of the widest row."""
     name = f"{path}: {type(model).__name__}"
+    if wrong:  # transformers goes on, with random weights where some are missing
+        fail(f"{name} and the weights in this folder do not fit: {', '.join(sorted(wrong)[:3])}")
+    if model.config.get_text_config() is not model.config:  # a vision tower would have no gradient
+        fail(f"{name} is more than a language model. Choose a model for text alone")
     if model.config._attn_implementation != "sdpa":  # MPT, Gemma 2
         fail(f"{name} has no scaled dot-product attention in transformers. Choose another model")
     other = set(getattr(model.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
@@ -703,6 +694,21 @@ def check_model(model, path: str, width: int):
     positions = getattr(model.config, "max_position_embeddings", None) or inf
     if width > positions:  # GPT-2 has learned positions
         fail(f"{name} has {positions} positions, but rows need {width}. Make the data with shorter queries")
+
+
+def fit_embeddings(model, path: str, tokenizer):
+    """Give a model a row for every id of its tokenizer, whose EOS and [PAD] its config then names."""
+    rows = model.get_input_embeddings().num_embeddings
+    if rows == len(tokenizer) - 1:  # none for [PAD]
+        rows += 1
+        model.resize_token_embeddings(rows, mean_resizing=False)
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for weight in layer.parameters() if layer else []:
+                weight.data[-1] = weight.data[:-1].mean(0)  # harmless in programs that do not ban [PAD]
+    if rows < len(tokenizer):
+        fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
+    model.get_input_embeddings().padding_idx = None  # from the config, which may name EOS; it would not be trained
+    model.config.update({"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id})
 
 
 def frozen_model(accelerator: Accelerator, model, offload: bool):
@@ -762,8 +768,7 @@ def diagnostics(batch: dict, kl: torch.Tensor) -> dict:
 
 @torch.no_grad()
 def validation_score(accelerator: Accelerator, policy, reward_model, data, tokenizer, args) -> float:
-    """Return the mean score of one summary per post of `data`, sampled at temperature 0.01, without EOS
-    penalty."""
+    """Return the mean score of one summary per post of `data`, sampled at temperature 0.01, without EOS penalty."""
     queries = data[:]["query_token"].to(accelerator.device)
     keys = noise_keys(args.seed, 0, range(len(data)), args.response_length)  # training never has an update 0
     responses, _ = sample(accelerator, policy, queries, keys.to(queries.device), tokenizer, args, 0.01)
@@ -772,20 +777,16 @@ def validation_score(accelerator: Accelerator, policy, reward_model, data, token
 
 
 def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, update: int):
-    """Print the first four episodes of a batch as a table that wraps long texts, and log them to W&B. scores and kl
-    (B,) belong to the batch's episodes."""
-    columns = ["query (end)", "response", "score", "kl"]
-    table = Table(*columns, title=f"samples of update {update}", show_lines=True)
+    """Print the first four episodes of a batch, and log them to W&B as a table. scores and kl: (B,)."""
     samples = []
     for i in range(min(4, len(scores))):
-        query = tokenizer.decode(batch["tokens"][i, : batch["query_lengths"][i]].tolist())
+        query = tokenizer.decode(batch["tokens"][i, : batch["query_lengths"][i]].tolist())[-200:]
         response = tokenizer.decode(batch["responses"][i, : batch["lengths"][i]].tolist())
-        samples.append([query[-200:], response, f"{scores[i]:.3f}", f"{kl[i]:.3f}"])
-        table.add_row(*samples[-1])
-    Console(width=160, markup=False, emoji=False).print(table)
+        samples.append([query, response, f"{scores[i]:.3f}", f"{kl[i]:.3f}"])
+        print(f"\n---- update {update}: score {scores[i]:.3f}, KL {kl[i]:.3f}\n{query} >>>{response}", flush=True)
     for tracker in accelerator.trackers:
         if tracker.name == "wandb":
-            tracker.log_table("samples/training", columns, samples, step=update)
+            tracker.log_table("samples/training", ["query (end)", "response", "score", "kl"], samples, step=update)
 
 
 # ==== data: the same code in every stage script ===================================================
@@ -805,7 +806,7 @@ def load_tokenizer(path: str):
 
 def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetDict:
     """Load a DatasetDict from a folder written by tldr_dataset.py or from a Hub id[@revision]. Ends with an error if a
-    split or column is missing, or if the rows are ragged or were made with another tokenizer."""
+    split or column is missing, or if rows are ragged, padded on the other side or made with another tokenizer."""
     name, _, revision = path.partition("@")
     with or_fail(f"{flag} {path}: no data set with train, validation and the columns {columns}; see tldr_dataset.py"):
         data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
@@ -814,8 +815,15 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
     keys = [column for column in columns if "_token" in column]
     for split, rows in data.items():
         for key in keys:
-            if len(pc.unique(pc.list_value_length(rows.data.column(key)))) != 1:
+            column = rows.data.column(key)
+            widths = pc.unique(pc.list_value_length(column))
+            if len(widths) != 1:
                 fail(f"{flag} {path}: {split}: rows differ in width in {key}. Pad them, as tldr_dataset.py does")
+            # queries are padded on the left, and all else on the right; a label begins with the query's [PAD]
+            inner = widths[0].as_py() - 1 if key == "query_token" else 0
+            row = pc.index(pc.list_element(column, inner), tokenizer.pad_token_id).as_py()
+            if row >= 0 and not key.endswith("_label"):
+                fail(f"{flag} {path}: {split}: {key} of row {row} is padded on the other side. Use tldr_dataset.py")
         looked_at = rows.select(range(0, len(rows), ceil(len(rows) / 16)))
         matches = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
         if 2 * matches <= len(looked_at):  # 5 % of the published rows do not match; of another tokenizer's, nearly all
@@ -858,16 +866,18 @@ def or_fail(message: str):
 def check_args(args):
     """Replace {model} and {seed} in the arguments. Ends with an error if a number is out of its range or the output
     folder already holds a run. With --resume, ends the process successfully if that run is complete."""
-    name = Path(os.path.abspath(args.model)).name.partition("@")[0]  # sft.py also takes a path or an id@revision
+    path = args.model if Path(args.model).exists() else args.model.partition("@")[0]  # sft.py takes an id@revision
+    name = Path(os.path.abspath(path)).name
     for key, value in vars(args).items():
-        flag = f"--{key.replace('_', '-')}"
         if isinstance(value, str):
             value = value.replace("{model}", name).replace("{seed}", str(args.seed))
             setattr(args, key, os.path.expanduser(value))
-        elif isinstance(value, int | float) and key != "penalty_reward_value" and not 0 <= value < inf:
-            fail(f"{flag} {value} must be a finite number that is not negative")
-        elif value == 0 and key in POSITIVE:
-            fail(f"{flag} {value} must be above 0")
+        elif isinstance(value, int | float):
+            lowest = -sys.float_info.max if key == "penalty_reward_value" else 0
+            highest = inf if key in ("cliprange", "cliprange_value") else sys.float_info.max
+            if not lowest <= value <= highest or (value == 0 and key in POSITIVE):
+                wanted = "above 0" if value == 0 else "a finite number that is not negative"
+                fail(f"--{key.replace('_', '-')} {value} must be {wanted}")
     folder = Path(args.output_dir)
     if args.resume and (folder / "model").exists():  # a run writes this last
         print(f"--resume: the run in {folder} has ended, so there is nothing left to do", flush=True)
@@ -948,6 +958,10 @@ def writing(accelerator: Accelerator, path: Path):
         yield partial
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
+            umask = os.umask(0)  # safetensors writes files that only the owner can read
+            os.umask(umask)
+            for file in partial.rglob("*"):
+                file.chmod((0o777 if file.is_dir() else 0o666) & ~umask)
             os.sync()
             shutil.rmtree(path, ignore_errors=True)  # a file is replaced, a folder has to go first
             os.replace(partial, path)
@@ -958,26 +972,23 @@ def start_or_resume(accelerator: Accelerator, args, inputs: dict) -> int:
     """Start a run or, with --resume, continue it from its newest checkpoint. Returns the number of finished updates.
     --resume compares the content of `inputs`, a dict from flags to checkpoint folders and train splits."""
     folder = Path(args.output_dir)
-    if accelerator.is_main_process:
-        with or_fail(f"{folder}: another run still writes there, or nothing can be written there"):
-            folder.mkdir(parents=True, exist_ok=True)
-            # Held until the process ends. A requeued job may meet the old one, so wait for its end.
-            accelerator.lock = FileLock(folder / ".lock", is_singleton=True).acquire(timeout=120)
-    accelerator.wait_for_everyone()
-    check_args(args)  # again, because another run may have been here since
     settings = {"stage": STAGE, "processes": accelerator.num_processes, "wandb_id": os.urandom(8).hex()} | asdict(args)
     settings |= {f"{key} digest": content_digest(source) for key, source in inputs.items()}
+    settings = {key: str(value) if value == inf else value for key, value in settings.items()}  # JSON has no inf
     if (folder / "args.json").exists():
         old = json.loads((folder / "args.json").read_text())
-        settings["wandb_id"] = old["wandb_id"]
+        if old["output_dir"] == args.output_dir:  # a copy of a run gets a page of its own
+            settings["wandb_id"] = old["wandb_id"]
         for key in [key for key in settings if old.get(key) != settings[key]]:
-            change = f"--resume {folder}: --{key.replace('_', '-')} {old.get(key)} -> {settings[key]}"
-            if key in old and key not in MAY_CHANGE:
+            change = f"--resume {folder}: --{key.replace('_', '-')} {old.get(key, 'unknown')} -> {settings[key]}"
+            if key in old and key not in MAY_CHANGE | {"wandb_id"}:
                 fail(f"{change} would change the run")
             accelerator.print(change)
     finished = 0
     metrics = ""
     newest = max(folder.glob("checkpoints/update_??????"), default=None)
+    if len(set(gather_object([str(newest)]))) > 1:
+        fail(f"--resume {folder}: the processes see {gather_object([str(newest)])}. They need one shared disk")
     if newest:
         with or_fail(f"--resume: {newest} cannot be loaded. Launch the run as before, or delete that checkpoint"):
             metrics = (newest / "metrics.jsonl").read_text()
@@ -1044,6 +1055,22 @@ def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
         if accelerator.is_main_process:  # every process has all weights, under ZeRO-2 as well
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
+            add_old_names(partial)
+
+
+def add_old_names(folder: Path):
+    """Add what transformers 4 reads to a saved model: old names of rotary settings and of the tokenizer's class."""
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)  # some models have one per type of layer
+    if "rope_theta" in rope:
+        scaling = None if rope["rope_type"] == "default" else {**rope}
+        config |= {"rope_theta": rope["rope_theta"], "rotary_emb_base": rope["rope_theta"], "rope_scaling": scaling}
+        if "partial_rotary_factor" in rope:
+            config["partial_rotary_factor"] = config["rotary_pct"] = rope["partial_rotary_factor"]
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    text = (folder / "tokenizer_config.json").read_text()
+    (folder / "tokenizer_config.json").write_text(text.replace("TokenizersBackend", "PreTrainedTokenizerFast"))
 
 
 def write_metrics(accelerator: Accelerator, args, metrics: dict, update: int, last: int):

@@ -191,7 +191,9 @@ def decoding(args: Args):
     model = ppo.frozen_model(accelerator, model, False)  # matrices in bfloat16: nothing is cast in a captured step
     tokenizer = ppo.load_tokenizer(str(tiny_work(args) / "model"))
     ids = torch.arange(words, device=args.device)
-    model.register_buffer("banned", (ids == tokenizer.pad_token_id) | (ids >= len(tokenizer)))  # as load_policy does
+    model.get_output_embeddings().register_forward_hook(  # as load_policy does
+        lambda _head, _, logits: logits.masked_fill_((ids == tokenizer.pad_token_id) | (ids >= len(tokenizer)), -1e9)
+    )
     tokenizer.eos_token = tokenizer.pad_token  # which is never sampled: every row takes all steps
     table = []
     for count in counts:
