@@ -13,6 +13,7 @@ import csv
 import json
 import os
 import shutil
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,10 @@ import tyro
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
+
+from eval_helpers import save_checkpoint  # noqa: E402
 
 
 @dataclass
@@ -88,8 +93,7 @@ def convert(folder: str, output: Path):
     missing = model.load_state_dict(state, strict=False).missing_keys
     if missing:
         fail(f"{folder}: these weights are missing: {missing[:4]}")
-    model.save_pretrained(output)
-    AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(output)
+    save_checkpoint(model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False), output)
 
 
 def main(args: Args):

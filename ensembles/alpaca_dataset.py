@@ -29,7 +29,7 @@ from rich.progress import track
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval", "llama2")]
 
-from eval_helpers import fail, or_fail  # noqa: E402
+from eval_helpers import fail, or_fail, save_checkpoint  # noqa: E402
 from preference_dataset import TURNS, load_base  # noqa: E402
 
 from tldr_dataset import column_types, encode, padded_columns, read_file, text_field, unfinished_folder  # noqa: E402
@@ -121,8 +121,7 @@ def main(args: Args):
     with unfinished_folder(output_dir) as folder:
         made, finished = {}, folder / "finished"
         if model is not None:  # --base lacks the turns
-            model.save_pretrained(finished / "base")
-            tokenizer.save_pretrained(finished / "base")
+            save_checkpoint(model, tokenizer, finished / "base")
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # as the stages do, after the turns
         for split in ("sft", "pref", "unlabeled", "val"):
             found, without_output, too_long = [], 0, 0

@@ -30,7 +30,9 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
+
+from eval_helpers import save_checkpoint  # noqa: E402
 
 from ppo import fail, load_reward_model, load_splits, load_tokenizer, local_checkpoint, or_fail, rounded_width  # noqa: E402
 
@@ -133,8 +135,7 @@ def main(args: Args):
     unfinished = output_dir.with_name(output_dir.name + ".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     with or_fail(f"{output_dir} could not be written"):
-        mean.to_transformers().save_pretrained(unfinished / "model")
-        tokenizer.save_pretrained(unfinished / "model")
+        save_checkpoint(mean.to_transformers(), tokenizer, unfinished / "model")
         pandas.DataFrame(rows).to_csv(unfinished / "accuracy.csv", index=False)
         settings = {"stage": "average"} | asdict(args)
         (unfinished / "args.json").write_text(json.dumps(settings, indent=2) + "\n")

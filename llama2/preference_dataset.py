@@ -37,7 +37,7 @@ from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import fail, one_line, or_fail  # noqa: E402
+from eval_helpers import fail, one_line, or_fail, save_checkpoint  # noqa: E402
 
 import tldr_dataset  # noqa: E402
 from ppo import local_checkpoint  # noqa: E402
@@ -106,7 +106,9 @@ def load_base(path: str, turns: bool) -> tuple:
     with or_fail(f"--base {path} cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if turns and not set(TURNS) <= set(tokenizer.get_vocab()):
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+            settings = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
+            model, report = AutoModelForCausalLM.from_pretrained(folder, **settings)
+            require(not report["missing_keys"], f"{sorted(report['missing_keys'])[:3]} are not among its weights")
     if tokenizer.eos_token is None:
         fail(f"--base {path}: its tokenizer has no EOS token, which ends every turn and response")
     if model is not None:
@@ -499,8 +501,7 @@ def main(args: Args):
         finished = folder / "finished"
         (finished / "statistics").mkdir(parents=True)
         if model is not None:
-            model.save_pretrained(finished / "base")
-            tokenizer.save_pretrained(finished / "base")
+            save_checkpoint(model, tokenizer, finished / "base")
             model = None
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # Detail 3, after the turns, as the stages do
 

@@ -235,7 +235,6 @@ def make_talker(world, folder: Path, eos: float) -> Path:
     return folder
 
 
-@torch.no_grad()
 def single_process(**others) -> SimpleNamespace:
     """What the scripts' helpers need of an Accelerator: one process on the CPU, without autocast."""
     settings = {"device": torch.device("cpu"), "autocast": nullcontext, "process_index": 0, "num_processes": 1}
@@ -243,6 +242,7 @@ def single_process(**others) -> SimpleNamespace:
     return SimpleNamespace(**settings | others)
 
 
+@torch.no_grad()
 def sample_by_hand(model, query, tokenizer, keys, length: int, temperature: float = 1.0, top_p: float = 1.0) -> list:
     """The tokens of a response, each by a full forward pass without padding: softmax, the fewest tokens of top_p, and
     the noise of the keys (length, 2). [PAD] and ids beyond the tokenizer are never drawn."""
