@@ -23,7 +23,10 @@ for name; do
     else
         blob=$(sed -n 's/^index \([0-9a-f]*\)\.\..*/\1/p' "$diff")
         mkdir -p "$work/$name"
-        git show "$blob" > "$work/$name/$source"
+        if ! git show "$blob" > "$work/$name/$source" 2> /dev/null; then
+            echo "error: this clone does not have the $source that $diff was made from (a shallow clone?): git fetch --unshallow" >&2
+            exit 1
+        fi
         (cd "$work/$name" && git apply - < "$OLDPWD/$diff")
         if ! git merge-file -L "$target" -L "old $source" -L "$source" \
             "$work/$name/$target" "$work/$name/$source" "$source"; then
