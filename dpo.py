@@ -56,7 +56,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 STAGE = "dpo"
 MICRO_BATCH_SIZES = {"1b": 32, "2.8b": 4, "6.9b": 1}  # per Pythia size: pairs that fit on one 80 GB device
 PREFERENCE_DATASET = "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144"
-ROUNDING = {"no": 1e-6, "bf16": 1e-3}  # relative, of a sum of log-probabilities or of a reward
+ROUNDING = {"no": 1e-6, "bf16": 1e-3}  # of a sum of log-probabilities or of a reward, relative; a rule of thumb
+# a label column repeats the tokens of the response, and holds [PAD] everywhere else
 PAIR_COLUMNS = ["query_chosen_token", "query_chosen_token_response_label"]
 PAIR_COLUMNS += ["query_rejected_token", "query_rejected_token_response_label"]
 PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
@@ -142,9 +143,9 @@ def pair_logprobs(model, pairs: dict) -> tuple[torch.Tensor, torch.Tensor]:
     first = max(int(query_end.min()) - 1, 0) // 16 * 16
     logits = model(**pair_inputs(model, pairs), use_cache=False, logits_to_keep=width - first).logits.float()
     t = torch.arange(first, width, device=tokens.device)
-    # Column t - 1 predicts token t, except that the first token of rejected follows the query.
+    # Token t is predicted in column t - 1, but the first token of rejected in the last column of the query.
     source = torch.where(t == chosen_end, query_end - 1, t - 1)  # (b, T - first)
-    source = (source - first).clamp(min=0)  # at `first` it would be -1; that token is query and masked below
+    source = (source - first).clamp(min=0)  # -1 for token `first`, which is query in every row: has_label masks it
     row = torch.arange(len(tokens), device=tokens.device)[:, None]
     # log softmax at the tokens alone
     logprobs = logits[row, source, tokens[:, first:]] - logits.logsumexp(2).gather(1, source)
@@ -156,8 +157,9 @@ def pair_logprobs(model, pairs: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def is_tie(chosen: torch.Tensor, rejected: torch.Tensor, size: torch.Tensor, precision: str) -> torch.Tensor:
-    """Return (b,) whether two scores differ by less than rounding may, so that another micro-batch size could swap
-    them. `size` (b,) sums the magnitudes that were rounded: rewards in reward.py, log-probabilities in dpo.py."""
+    """Return (b,) whether two scores are too close to call: another micro-batch size could swap them by rounding alone.
+    A tie counts as a miss. `size` (b,) sums the magnitudes that were rounded: rewards in reward.py,
+    log-probabilities in dpo.py."""
     return (chosen - rejected).abs() <= ROUNDING[precision] * size
 
 
@@ -190,7 +192,7 @@ def main(args: Args):
     pad_id = tokenizer.pad_token_id
     data = load_splits("--preference-dataset", args.preference_dataset, PREFERENCE_COLUMNS, tokenizer)
     if "weight" in data["train"].column_names and data["train"].unique("weight") != [1.0]:
-        fail(f"--preference-dataset {args.preference_dataset}: pairs with weights other than 1 need llama2/reward.py")
+        fail(f"--preference-dataset {args.preference_dataset}: dpo.py does not take pairs with weights other than 1")
     train = data.pop("train").select_columns(PAIR_COLUMNS)  # all other splits are for validation
     if not args.run_eval:
         data = {"validation": data["validation"]}
@@ -207,7 +209,7 @@ def main(args: Args):
     width = max(len(rows[0][key]) for rows in (train, *data.values()) for key in PAIR_COLUMNS)
     ref_policy = load_policy(sft_folder, tokenizer, width).to(accelerator.device)
     check_pairs(ref_policy, sft_folder, width, pad_id)
-    if accelerator.mixed_precision == "bf16":  # computes as the policy does
+    if accelerator.mixed_precision == "bf16":  # saves autocast the casts; under DeepSpeed, the policy is bfloat16, too
         cast_weights(ref_policy, everything=accelerator.state.deepspeed_plugin is not None)
     ref_logprobs = {}  # split: (n, 2)
     for split, rows in data.items():
@@ -310,8 +312,8 @@ def split_logprobs(accelerator: Accelerator, model, data, args, pad_id: int, nam
 def pair_micro_batches(batch: dict, size: int, pad_id: int, device) -> list[dict]:
     """Split a batch of stored pairs into micro-batches of `size` pairs of similar length, which saves padding. Each
     holds the columns of its pairs, the output of pair_rows and `index` (b,), the rows of its pairs in the batch."""
-    chosen_lengths = (batch["query_chosen_token"] != pad_id).sum(1)  # with the query
-    rejected_lengths = (batch["query_rejected_token_response_label"] != pad_id).sum(1)
+    chosen_lengths = (batch["query_chosen_token"] != pad_id).sum(1)  # with the query, once
+    rejected_lengths = (batch["query_rejected_token_response_label"] != pad_id).sum(1)  # the response alone
     longest_first = (chosen_lengths + rejected_lengths).argsort(descending=True, stable=True)
     mbs = []
     for index in longest_first.split(size):
@@ -328,7 +330,7 @@ def own_share(accelerator: Accelerator, rows: torch.Tensor) -> torch.Tensor:
 
 def accumulate(accelerator: Accelerator, model, mbs: list):
     """Yield the micro-batches of an optimiser step. Devices exchange gradients only with the last one. (accelerate's
-    own accumulate() divides the loss by a fixed number of micro-batches, and its no_sync() fails under ZeRO-2.)"""
+    own accumulate() goes with a fixed number of micro-batches, and its no_sync() fails under ZeRO-2.)"""
     for number, mb in enumerate(mbs, 1):
         is_last = number == len(mbs)
         model.require_backward_grad_sync = is_last  # for DDP, which reads it in the forward pass
@@ -355,8 +357,8 @@ def pair_rows(batch: dict, pad_id: int) -> dict:
         query_end, chosen_end, rejected_end (b, 1): the column behind the last token of each
         is_same (b,): whether both responses are equal
 
-    A tokenizer may merge the end of the query with the start of a response. Such a token has no label, so no loss
-    counts it. If it is the same in both rows, it ends the query; if not, each response begins with its own."""
+    A tokenizer may merge the end of the query with the start of a response. Such a token has no label. If both rows
+    have the same one, it is the last token of the query, and else the first token of each response."""
     chosen, chosen_labels, rejected, rejected_labels = (batch[key] for key in PAIR_COLUMNS)
     # the query: the tokens that both rows begin with, as far as they have no label
     width = min(chosen.shape[1], rejected.shape[1])
@@ -368,7 +370,7 @@ def pair_rows(batch: dict, pad_id: int) -> dict:
     rejected_alone = (rejected != pad_id).sum(1, keepdim=True)  # the length of its own row, query included
     rejected_end = chosen_end + rejected_alone - query_end
 
-    # the row: chosen's, then rejected's without the query. Sorted by "is it [PAD]", the others keep their order.
+    # the row: chosen's, then rejected's without the query. A stable sort by "is it [PAD]" moves all [PAD] to the end.
     without_query = rejected.masked_fill(torch.arange(rejected.shape[1]) < query_end, pad_id)
     tokens = torch.cat([chosen, without_query], 1)
     labels = torch.cat([chosen_labels, rejected_labels], 1)
@@ -438,8 +440,8 @@ def check_pairs(model, path: str, width: int, pad_id: int):
 
 def load_policy(path: str, tokenizer, width: int = 0):
     """Return a causal language model for rows of up to `width` tokens, in float32, with an embedding for every id of
-    the tokenizer. It stays in evaluation mode even while it is trained, so it has no dropout (Detail 7). Its head gives
-    [PAD] and the ids beyond the tokenizer a logit of -1e9; plain transformers finds them in suppress_tokens."""
+    the tokenizer. It stays in evaluation mode even while it is trained, so it has no dropout (Detail 7). Its head bans
+    [PAD] and the ids beyond the tokenizer: no softmax here gives them probability, nor does generate() sample them."""
     settings = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
     with or_fail(f"the model in {path} cannot be read"):
         model, report = AutoModelForCausalLM.from_pretrained(path, **settings)
@@ -484,10 +486,10 @@ def fit_embeddings(model, path: str, tokenizer):
         model.resize_token_embeddings(rows, mean_resizing=False)
         for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
             for weight in layer.parameters() if layer else []:
-                weight.data[-1] = weight.data[:-1].mean(0)  # harmless in programs that do not ban [PAD]
+                weight.data[-1] = weight.data[:-1].mean(0)  # an average logit, in programs that do not ban [PAD]
     if rows < len(tokenizer):
         fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
-    model.get_input_embeddings().padding_idx = None  # from the config, which may name EOS; it would not be trained
+    model.get_input_embeddings().padding_idx = None  # if the config names EOS, EOS would not be trained
     model.config.update({"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id})
 
 

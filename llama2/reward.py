@@ -215,8 +215,9 @@ def safety_labels(data) -> torch.Tensor:
 
 
 def is_tie(chosen: torch.Tensor, rejected: torch.Tensor, size: torch.Tensor, precision: str) -> torch.Tensor:
-    """Return (b,) whether two scores differ by less than rounding may, so that another micro-batch size could swap
-    them. `size` (b,) sums the magnitudes that were rounded: rewards in reward.py, log-probabilities in dpo.py."""
+    """Return (b,) whether two scores are too close to call: another micro-batch size could swap them by rounding alone.
+    A tie counts as a miss. `size` (b,) sums the magnitudes that were rounded: rewards in reward.py,
+    log-probabilities in dpo.py."""
     return (chosen - rejected).abs() <= ROUNDING[precision] * size
 
 
@@ -367,8 +368,8 @@ def main(args: Args):
 def pair_micro_batches(batch: dict, size: int, pad_id: int, device) -> list[dict]:
     """Split a batch of stored pairs into micro-batches of `size` pairs of similar length, which saves padding. Each
     holds the columns of its pairs, the output of pair_rows and `index` (b,), the rows of its pairs in the batch."""
-    chosen_lengths = (batch["query_chosen_token"] != pad_id).sum(1)  # with the query
-    rejected_lengths = (batch["query_rejected_token_response_label"] != pad_id).sum(1)
+    chosen_lengths = (batch["query_chosen_token"] != pad_id).sum(1)  # with the query, once
+    rejected_lengths = (batch["query_rejected_token_response_label"] != pad_id).sum(1)  # the response alone
     longest_first = (chosen_lengths + rejected_lengths).argsort(descending=True, stable=True)
     mbs = []
     for index in longest_first.split(size):
@@ -385,7 +386,7 @@ def own_share(accelerator: Accelerator, rows: torch.Tensor) -> torch.Tensor:
 
 def accumulate(accelerator: Accelerator, model, mbs: list):
     """Yield the micro-batches of an optimiser step. Devices exchange gradients only with the last one. (accelerate's
-    own accumulate() divides the loss by a fixed number of micro-batches, and its no_sync() fails under ZeRO-2.)"""
+    own accumulate() goes with a fixed number of micro-batches, and its no_sync() fails under ZeRO-2.)"""
     for number, mb in enumerate(mbs, 1):
         is_last = number == len(mbs)
         model.require_backward_grad_sync = is_last  # for DDP, which reads it in the forward pass
@@ -412,8 +413,8 @@ def pair_rows(batch: dict, pad_id: int) -> dict:
         query_end, chosen_end, rejected_end (b, 1): the column behind the last token of each
         is_same (b,): whether both responses are equal
 
-    A tokenizer may merge the end of the query with the start of a response. Such a token has no label, so no loss
-    counts it. If it is the same in both rows, it ends the query; if not, each response begins with its own."""
+    A tokenizer may merge the end of the query with the start of a response. Such a token has no label. If both rows
+    have the same one, it is the last token of the query, and else the first token of each response."""
     chosen, chosen_labels, rejected, rejected_labels = (batch[key] for key in PAIR_COLUMNS)
     # the query: the tokens that both rows begin with, as far as they have no label
     width = min(chosen.shape[1], rejected.shape[1])
@@ -425,7 +426,7 @@ def pair_rows(batch: dict, pad_id: int) -> dict:
     rejected_alone = (rejected != pad_id).sum(1, keepdim=True)  # the length of its own row, query included
     rejected_end = chosen_end + rejected_alone - query_end
 
-    # the row: chosen's, then rejected's without the query. Sorted by "is it [PAD]", the others keep their order.
+    # the row: chosen's, then rejected's without the query. A stable sort by "is it [PAD]" moves all [PAD] to the end.
     without_query = rejected.masked_fill(torch.arange(rejected.shape[1]) < query_end, pad_id)
     tokens = torch.cat([chosen, without_query], 1)
     labels = torch.cat([chosen_labels, rejected_labels], 1)
@@ -568,10 +569,10 @@ def fit_embeddings(model, path: str, tokenizer):
         model.resize_token_embeddings(rows, mean_resizing=False)
         for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
             for weight in layer.parameters() if layer else []:
-                weight.data[-1] = weight.data[:-1].mean(0)  # harmless in programs that do not ban [PAD]
+                weight.data[-1] = weight.data[:-1].mean(0)  # an average logit, in programs that do not ban [PAD]
     if rows < len(tokenizer):
         fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
-    model.get_input_embeddings().padding_idx = None  # from the config, which may name EOS; it would not be trained
+    model.get_input_embeddings().padding_idx = None  # if the config names EOS, EOS would not be trained
     model.config.update({"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id})
 
 

@@ -428,7 +428,7 @@ def own_share(accelerator: Accelerator, rows: torch.Tensor) -> torch.Tensor:
 
 def accumulate(accelerator: Accelerator, model, mbs: list):
     """Yield the micro-batches of an optimiser step. Devices exchange gradients only with the last one. (accelerate's
-    own accumulate() divides the loss by a fixed number of micro-batches, and its no_sync() fails under ZeRO-2.)"""
+    own accumulate() goes with a fixed number of micro-batches, and its no_sync() fails under ZeRO-2.)"""
     for number, mb in enumerate(mbs, 1):
         is_last = number == len(mbs)
         model.require_backward_grad_sync = is_last  # for DDP, which reads it in the forward pass
@@ -616,8 +616,8 @@ def load_reward_model(path: str, tokenizer, width: int = 0) -> RewardModel:
 
 def load_policy(path: str, tokenizer, width: int = 0):
     """Return a causal language model for rows of up to `width` tokens, in float32, with an embedding for every id of
-    the tokenizer. It stays in evaluation mode even while it is trained, so it has no dropout (Detail 7). Its head gives
-    [PAD] and the ids beyond the tokenizer a logit of -1e9; plain transformers finds them in suppress_tokens."""
+    the tokenizer. It stays in evaluation mode even while it is trained, so it has no dropout (Detail 7). Its head bans
+    [PAD] and the ids beyond the tokenizer: no softmax here gives them probability, nor does generate() sample them."""
     settings = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
     with or_fail(f"the model in {path} cannot be read"):
         model, report = AutoModelForCausalLM.from_pretrained(path, **settings)
@@ -662,10 +662,10 @@ def fit_embeddings(model, path: str, tokenizer):
         model.resize_token_embeddings(rows, mean_resizing=False)
         for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
             for weight in layer.parameters() if layer else []:
-                weight.data[-1] = weight.data[:-1].mean(0)  # harmless in programs that do not ban [PAD]
+                weight.data[-1] = weight.data[:-1].mean(0)  # an average logit, in programs that do not ban [PAD]
     if rows < len(tokenizer):
         fail(f"{path}: {rows} embeddings, but the tokenizer has {len(tokenizer) - 1} ids. Use its own tokenizer")
-    model.get_input_embeddings().padding_idx = None  # from the config, which may name EOS; it would not be trained
+    model.get_input_embeddings().padding_idx = None  # if the config names EOS, EOS would not be trained
     model.config.update({"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id})
 
 
