@@ -26,16 +26,16 @@ OURS = [
     ),
     *(f"eval/{name}.py" for name in ("samples", "visualize_tokens")),
     *(f"llama2/{name}.py" for name in ("margins", "preference_dataset")),
-    *(f"quickstart/{name}.py" for name in ("curves", "nano", "posts", "pretrain", "report", "scaling", "truth")),
+    *(f"quickstart/{name}.py" for name in ("curves", "metric", "nano", "posts", "pretrain", "report", "scaling")),
+    *(f"quickstart/{name}.py" for name in ("score", "truth")),
 ]
 # tools may take from the stage scripts, and from each other what is named here; no stage script imports
 IMPORTS = {
     "ensembles/alpaca_dataset.py": "preference_dataset",
     "eval/gold.py": "judge",
-    "quickstart/posts.py": "truth",
-    "quickstart/report.py": "truth",
+    "quickstart/metric.py": "posts",
 }
-FOR_TOOLS = {"eval_helpers", "ppo", "reward", "tldr_dataset", "run_metrics"}
+FOR_TOOLS = {"eval_helpers", "ppo", "reward", "tldr_dataset", "run_metrics", "truth"}
 MARK = "# ==== data"
 DIFFER = {"main", "Args"}  # what every script has of its own
 # functions that a copy changes under their old name, which keeps its diff short: one text among the scripts listed here

@@ -1,0 +1,128 @@
+"""What a policy of the quick start is worth, measured on posts that no script has seen. score.py runs this in a process
+of its own, after the policy's training has ended.
+
+    python quickstart/metric.py --policy RUN --sft RUN --reward RUN
+
+prints one line of JSON: truth, win_rate, wrong_facts, words, rougeL and eos_rate at temperature 0.01, the reward
+model's score of the same summaries, the KL to the SFT policy at temperature 0.7, and the accuracy of the reward model
+on pairs with clean labels. The posts are made here, by posts.py with a seed of its own, and removed afterwards.
+"""
+
+import json
+import re
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import posts
+import torch
+import tyro
+from accelerate import Accelerator
+from rouge_score.rouge_scorer import RougeScorer
+from truth import find_facts, judge, score
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import ppo  # noqa: E402
+from tldr_dataset import query_columns  # noqa: E402
+
+SEED = 20_261_127  # of the posts that are only generated here
+TEMPERATURE, KL_TEMPERATURE = 0.01, 0.7
+
+
+@dataclass
+class Args:
+    policy: str
+    """run folder of the policy to measure"""
+    sft: str
+    """run folder of the SFT policy: reference of the KL"""
+    reward: str
+    """run folder of the reward model"""
+    posts: int = 500
+    """number of posts"""
+    response_length: int = 53
+    """maximum number of tokens of a summary"""
+
+
+def fresh_posts(count: int) -> tuple[list[dict], list[dict]]:
+    """Return new posts (id, title, post, summary, …), and pairs of summaries of as many others with clean labels."""
+    sizes = {"num_train": 1, "num_validation": count, "num_test": 1, "num_comparisons": 1}
+    sizes |= {"num_validation_comparisons": count, "num_cnndm_comparisons": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        posts.main(posts.Args(f"{folder}/raw", **sizes, label_noise=0.0, vocab_size=300, seed=SEED))
+        read = [Path(folder, "raw", kind, "validation.jsonl").read_text() for kind in ("posts", "comparisons")]
+    return tuple([json.loads(line) for line in text.splitlines()] for text in read)
+
+
+def log_ratios(policy, sft, batch: dict) -> torch.Tensor:
+    """Return log pi - log pi_sft (n,), summed over each response of a batch."""
+    ratios = torch.zeros(len(batch["responses"]))
+    for mb in ppo.micro_batches(batch, torch.arange(len(ratios)), 32):
+        logprobs = []
+        for model in (policy, sft):
+            logits = ppo.response_logits(model, mb["tokens"], mb["columns"])
+            logprobs.append(ppo.token_logprobs(logits, mb["responses"], KL_TEMPERATURE))
+        ratios[mb["rows"]] = ((logprobs[0] - logprobs[1]) * mb["response_mask"]).sum(1)
+    return ratios
+
+
+@torch.no_grad()
+def measure(args: Args) -> dict[str, float]:
+    """Return the numbers of the docstring above."""
+    accelerator = Accelerator(cpu=True)
+    folders = {name: ppo.local_checkpoint(f"--{name}", getattr(args, name)) for name in ("policy", "sft", "reward")}
+    tokenizer = ppo.load_tokenizer(folders["sft"])
+    policy, sft = (ppo.load_policy(folders[name], tokenizer) for name in ("policy", "sft"))
+    reward_model = ppo.load_reward_model(folders["reward"], tokenizer)
+    rows, pairs = fresh_posts(args.posts)
+
+    settings = ppo.Args(response_length=args.response_length, sample_batch_size=64, micro_batch_size=32)
+    columns = [query_columns(row, tokenizer, 512) for row in rows]
+    queries = torch.tensor([row["query_token"] for row in columns])
+    keys = ppo.noise_keys(SEED, 0, range(len(rows)), args.response_length)
+    batches = {}
+    for temperature in (TEMPERATURE, KL_TEMPERATURE):
+        responses, _ = ppo.sample(accelerator, policy, queries, keys, tokenizer, settings, temperature)
+        batches[temperature] = ppo.make_batch(queries, responses, tokenizer.pad_token_id)
+    batch = batches[TEMPERATURE]
+    summaries = tokenizer.batch_decode(batch["responses"], skip_special_tokens=True)
+    told = [(row["post"], summary, row["summary"]) for row, summary in zip(rows, summaries, strict=True)]
+    rouge = RougeScorer(["rougeL"])
+    found = {
+        "truth": fmean(score(post, summary) for post, summary, _ in told),
+        "win_rate": fmean(judge(*one) for one in told),
+        "wrong_facts": fmean(wrong_facts(post, summary) for post, summary, _ in told),
+        "words": fmean(len(re.findall(r"\w+", summary)) for summary in summaries),
+        "rougeL": fmean(rouge.score(reference, summary)["rougeL"].fmeasure for _, summary, reference in told),
+        "eos_rate": (batch["responses"] == tokenizer.eos_token_id).any(1).float().mean().item(),
+        "score": ppo.reward_scores(accelerator, reward_model, batch, settings).mean().item(),
+        "kl": log_ratios(policy, sft, batches[KL_TEMPERATURE]).mean().item(),
+    }
+    found["accuracy"] = accuracy(accelerator, reward_model, pairs, tokenizer, settings)
+    return found
+
+
+def wrong_facts(post: str, summary: str) -> int:
+    """Return the number of facts that a summary states and its post does not."""
+    truth, said = find_facts(post), find_facts(summary)
+    return sum(len(said[kind] - truth[kind]) for kind in said)
+
+
+def accuracy(accelerator, reward_model, pairs: list[dict], tokenizer, settings) -> float:
+    """Return in which share of the pairs the reward model prefers the better summary; a tie counts half."""
+    queries = [query_columns(pair["info"], tokenizer, 512)["query_token"] for pair in pairs]
+    scores = []
+    for side in (0, 1):
+        texts = [pair["summaries"][side]["text"] + tokenizer.eos_token for pair in pairs]
+        responses = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").input_ids
+        batch = ppo.make_batch(torch.tensor(queries), responses, tokenizer.pad_token_id)
+        scores.append(ppo.reward_scores(accelerator, reward_model, batch, settings))
+    choices = torch.tensor([pair["choice"] for pair in pairs])
+    gaps = (scores[1] - scores[0]) * (2 * choices - 1)  # above 0: the choice scores higher
+    return (0.5 * (gaps.sign() + 1)).mean().item()
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(tyro.cli(Args))))

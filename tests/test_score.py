@@ -1,0 +1,151 @@
+"""quickstart/score.py and metric.py: which stage a script replaces, what a key depends on, the statistics by hand, and
+a ledger that keeps what is there. The training itself is the stages' own and is not run here."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import pandas
+import pytest
+import torch
+from conftest import make_constant, make_reward_model, single_process
+from scipy import stats
+
+import ppo
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "quickstart"))
+
+import metric  # noqa: E402
+import score  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("script", "stage"),
+    [("sft.py", "sft"), ("reward.py", "reward"), ("ppo.py", "ppo"), ("dpo.py", "dpo"), ("llama2/reward.py", "reward")]
+    + [(f"variants/{name}.py", "ppo") for name in ("rloo", "grpo", "online_dpo")],
+)
+def test_the_stage_that_a_script_replaces(script, stage):
+    assert score.stage_of(ROOT / script) == stage
+
+
+def test_a_script_that_replaces_none_is_refused():
+    with pytest.raises(SystemExit, match="tldr_dataset.py is no copy of sft.py"):
+        score.candidate(str(ROOT / "tldr_dataset.py"))
+    with pytest.raises(SystemExit, match="nowhere.py does not exist"):
+        score.candidate("nowhere.py --lam 1")
+
+
+def test_only_code_and_flags_make_another_candidate(tmp_path):
+    text = (ROOT / "ppo.py").read_text()
+    said = text.replace("# change here", "# changed").replace('"""Return the rewards (b, R)', '"""Return what')
+    other = text.replace("gamma * lam * advantage", "lam * gamma * advantage")
+    assert said != text != other
+    codes = []
+    for name, source in (("one", text), ("said", said), ("other", other)):
+        (tmp_path / f"{name}.py").write_text(source)
+        codes.append(score.code_of(tmp_path / f"{name}.py"))
+    assert codes[0] == codes[1] != codes[2]
+
+
+def test_differences_by_hand():
+    """One candidate alone has the paired t test; two whose spread is near the noise's share their variance."""
+    wide, narrow, other = [0.1, 0.5, -0.2, 0.3], [0.01, 0.02, 0.00, 0.03], [-0.03, -0.01, -0.02, -0.04]
+    noise = [0.01, -0.01, 0.012, -0.008]
+    found = score.summarise({"wide": wide, "narrow": narrow, "other": other}, noise)
+    expected = stats.ttest_1samp(wide, 0)
+    interval = expected.confidence_interval(0.95)
+    assert found["wide"]["p"] == pytest.approx(expected.pvalue)
+    assert (found["wide"]["low"], found["wide"]["high"]) == pytest.approx((interval.low, interval.high))
+    spread = numpy.sqrt((numpy.var(narrow, ddof=1) + numpy.var(other, ddof=1)) / 2)  # three degrees of freedom each
+    t = numpy.mean(narrow) / (spread / 2)
+    assert found["narrow"]["p"] == pytest.approx(2 * stats.t.sf(t, 6))
+    assert found["narrow"]["power"] == pytest.approx((stats.t.ppf(0.975, 6) + stats.t.ppf(0.8, 6)) * spread / 2)
+    assert found["narrow"]["floor"] == pytest.approx(stats.t.ppf(0.975, 3) * numpy.std(noise, ddof=1) / 2)
+    smallest, middle, largest = sorted(found, key=lambda name: found[name]["p"])  # Holm: x 3, x 2, x 1
+    assert found[smallest]["holm"] == pytest.approx(3 * found[smallest]["p"])
+    assert found[middle]["holm"] == pytest.approx(max(found[smallest]["holm"], 2 * found[middle]["p"]))
+    assert found[largest]["holm"] >= found[largest]["p"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "confirm", "words"),
+    [
+        ({"mean": 0.02, "p": 0.001, "holm": 0.002, "floor": 0.03}, False, "below the noise floor"),
+        ({"mean": 0.2, "p": 0.001, "holm": 0.002, "floor": 0.03}, False, "promising"),
+        ({"mean": 0.2, "p": 0.03, "holm": 0.2, "floor": 0.03}, False, "cannot be told: an effect of 0.250"),
+        ({"mean": -0.2, "p": 0.001, "holm": 0.002, "floor": 0.03}, False, "worse"),
+        ({"mean": 0.2, "p": 0.03, "holm": 0.2, "floor": 0.03}, True, "better"),
+    ],
+)
+def test_the_verdict(numbers, confirm, words):
+    assert words in score.verdict(numbers | {"power": 0.25}, confirm)
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch) -> SimpleNamespace:
+    """score.main with made-up numbers: .args, and .made, the runs that it asked for."""
+    (tmp_path / "data" / "tldr").mkdir(parents=True)
+    made = []
+
+    def make_row(one, seed, note, args):
+        made.append((one.text, seed, note))
+        row = {"candidate": one.text, "note": note, "stage": one.stage, "size": args.size, "seed": seed}
+        if "--lam" in one.text and seed == 2:
+            return row | score.machine() | {"failed": "out of luck", "seconds": 1}
+        truth = 0.5 + seed / 100 + 0.001 * (note == "A/A") * (-1) ** seed + 0.2 * ("kl-coef" in one.text)
+        return row | score.machine() | dict.fromkeys(score.NUMBERS, 1.0) | {"truth": truth, "kl": 2.0, "seconds": 1}
+
+    monkeypatch.setattr(score, "make_row", make_row)
+    args = {"rows": tmp_path / "rows.csv", "data": tmp_path / "data", "seeds": [1, 2, 3]}
+    return SimpleNamespace(args=args, made=made)
+
+
+def test_a_row_that_is_there_is_not_made_again(rows, capsys):
+    score.main(score.Args(["ppo.py", "ppo.py --kl-coef 0"], **rows.args))
+    assert len(rows.made) == 9 and rows.made.count(("ppo.py", 1, "A/A")) == 1
+    assert "ppo.py --kl-coef 0: promising: now --confirm" in capsys.readouterr().out
+    rows.made.clear()
+    score.main(score.Args(["ppo.py --kl-coef 0"], **rows.args))  # its baseline is ppo.py
+    assert rows.made == []
+    score.main(score.Args(["ppo.py", "ppo.py --lam 1"], **rows.args))
+    assert {text for text, _, _ in rows.made} == {"ppo.py --lam 1"}
+    out = capsys.readouterr().out
+    assert "ppo.py --lam 1, seed 2: failed: out of luck" in out and (rows.args["rows"].with_suffix(".png")).exists()
+    table = pandas.read_csv(rows.args["rows"])
+    assert len(table) == 12 and table["key"].nunique() == 12
+    rows.made.clear()
+    score.main(score.Args(show=True, **rows.args))
+    assert rows.made == [] and "| ppo.py --kl-coef 0 | 3 | 0.720 ± 0.010 |" in capsys.readouterr().out
+
+
+def test_confirmation_uses_seeds_of_its_own(rows, capsys):
+    score.main(score.Args(["ppo.py --kl-coef 0"], confirm=True, **rows.args))
+    assert {seed for _, seed, _ in rows.made} == set(range(101, 109))
+    assert "ppo.py --kl-coef 0: better" in capsys.readouterr().out
+
+
+def test_the_metrics_posts_are_its_own(world):
+    told, pairs = metric.fresh_posts(20)
+    again, _ = metric.fresh_posts(20)
+    seen = {json.loads(line)["post"] for path in (world.raw / "posts").iterdir() for line in path.open()}
+    assert told == again and len(told) == len(pairs) == 20 and not seen & {row["post"] for row in told}
+
+
+@torch.no_grad()
+def test_the_metric_by_hand(world, tmp_path, monkeypatch):
+    """A summary that is the reference's has a ROUGE-L of 1 and half of the wins; the SFT policy has no KL to itself."""
+    folder = make_reward_model(world.model, tmp_path / "reward")
+    tokenizer = ppo.load_tokenizer(str(world.model))
+    told, pairs = metric.fresh_posts(6)
+    references = [f" {row['summary']}<|endoftext|>" for row in told]
+    responses = tokenizer(references, padding=True, padding_side="right", return_tensors="pt").input_ids
+    monkeypatch.setattr(ppo, "sample", lambda *_: (responses, None))
+    found = metric.measure(metric.Args(str(world.model), str(world.model), str(folder), posts=6))
+    expected = {"rougeL": 1.0, "win_rate": 0.5, "eos_rate": 1.0, "kl": 0.0, "wrong_facts": 0.0}
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+    constant = ppo.load_reward_model(str(make_constant(folder, tmp_path / "constant")), tokenizer)
+    settings = ppo.Args(micro_batch_size=4)
+    assert metric.accuracy(single_process(), constant, pairs, tokenizer, settings) == 0.5
