@@ -26,6 +26,7 @@ import tyro
 from datasets import load_from_disk
 from matplotlib.figure import Figure
 from rouge_score.rouge_scorer import RougeScorer
+from scipy import stats
 from truth import FACTS, find_facts, judge, score
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
@@ -77,10 +78,11 @@ def read_rows(path: Path, columns: list[str]) -> list[dict]:
 
 
 def bootstrap_interval(values: list[float], resamples: int) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of the mean of values (n,), from the means of `resamples` draws of n values
-    with replacement. Every call draws the same positions."""
-    places = numpy.random.default_rng(1).integers(len(values), size=(resamples, len(values)))
-    low, high = numpy.quantile(numpy.array(values)[places].mean(1), [0.025, 0.975])
+    """Return the 95 % percentile bootstrap interval of the mean of values (n,). Every call draws the same positions."""
+    if len(values) == 1:  # scipy wants two
+        return values[0], values[0]
+    draws = {"n_resamples": resamples, "method": "percentile", "rng": numpy.random.default_rng(1)}
+    low, high = stats.bootstrap((values,), numpy.mean, **draws).confidence_interval
     return float(low), float(high)
 
 
