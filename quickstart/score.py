@@ -11,9 +11,11 @@ those after it follow, so that a reward model is judged by the PPO policy traine
 the baseline is the script of that stage in this checkout; with several, it is the first one.
 
 Rows go to a ledger as they come, and a run whose row is there is not made again. The key of a row is a hash of the
-script without comments and docstrings, its flags, the runs and data that it started from, the metric's code, and the
-machine. The baseline also runs with other micro-batches, which changes its rounding alone: how far these A/A runs are
-apart is the noise floor, and no difference below it is called one.
+script without comments and docstrings, its flags, the stages before and after it, data, the metric's code, and the
+machine. A script that has been edited is another candidate, and its earlier rows count as a try.
+
+The baseline also runs with other micro-batches, which changes its rounding alone: how far these A/A runs are apart is
+the noise floor, and no difference below it is called one.
 
 Truth, KL and all else come from the saved model in another process (metric.py), on posts that are generated only after
 the training has ended. This guards against accidents and against edits of a copy's own evaluation.
@@ -56,6 +58,8 @@ BASE = {
 NOISE = {"sft": 4, "reward": 4, "ppo": 16, "dpo": 4}  # micro-batch size of the A/A runs
 CONFIRM = range(101, 109)
 NUMBERS = {"truth": 3, "win_rate": 3, "wrong_facts": 2, "words": 1, "kl": 2, "score": 2, "eos_rate": 2, "accuracy": 3}
+COLUMNS = ["key", "bed", "version", "commit", "date", "candidate", "note", "stage", "size", "seed", "cpu", "threads"]
+COLUMNS += ["torch", "transformers", *NUMBERS, "rougeL", "seconds", "failed"]
 
 
 @dataclass
@@ -93,6 +97,11 @@ class Candidate:
     """path of the script, and its flags"""
     code: str
     """hash of the script's code"""
+
+    @property
+    def version(self) -> str:
+        """Hash of code and flags: an edited script is another try."""
+        return digest(self.code, self.command[1:])
 
 
 def code_of(path: Path) -> str:
@@ -208,31 +217,27 @@ def make_row(one: Candidate, seed: int, note: str, args: Args) -> dict:
     return row | {"seconds": round(time.time() - start)}
 
 
-def row_key(one: Candidate, seed: int, note: str, args: Args) -> str:
-    """Return the key of a row: whatever could change its numbers."""
-    stages = [code_of(ROOT / f"{stage}.py") for stage in ("sft", "reward", "ppo")]
+def bed_of(args: Args) -> str:
+    """Return a hash of all that the candidates of a table share: other stages, their flags, data and metric."""
+    stages = [code_of(ROOT / f"{stage}.py") for stage in BASE]
     metric = [code_of(ROOT / f"quickstart/{name}.py") for name in ("metric", "truth", "posts")]
     data = digest(*((path.name, path.stat().st_size) for path in sorted(args.data.rglob("*.arrow"))))
-    return digest(
-        one.code, one.command[1:], one.stage, stages, metric, BASE, data, args.size, args.posts, seed, machine()
-    )
+    return digest(stages, metric, BASE, data, args.size, args.posts, machine())
 
 
 def read_ledger(path: Path) -> pandas.DataFrame:
     """Return the rows of the ledger, of which the last one of a key counts."""
     if not path.exists():
-        return pandas.DataFrame(columns=["key", "candidate", "note", "stage", "size", "seed", "failed", *NUMBERS])
+        return pandas.DataFrame(columns=COLUMNS)
     rows = pandas.read_csv(path, dtype={"note": str, "failed": str}, keep_default_na=False, na_values=[""])
     return rows.drop_duplicates("key", keep="last").fillna({"note": "", "failed": ""})
 
 
 def append(path: Path, row: dict):
     """Add a row to the ledger. Safe for two processes at once."""
-    columns = ["key", "commit", "date", "candidate", "note", "stage", "size", "seed", "cpu", "threads", "torch"]
-    columns += ["transformers", *NUMBERS, "rougeL", "seconds", "failed"]
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
-        table = pandas.DataFrame([row]).reindex(columns=columns)
+        table = pandas.DataFrame([row]).reindex(columns=COLUMNS)
         table.to_csv(path, mode="a", header=not path.exists(), index=False, float_format="%.6g")
 
 
@@ -287,15 +292,19 @@ def verdict(found: dict, confirm: bool) -> str:
 # ==== table and figure ===========================================================================
 
 
-def report(rows: pandas.DataFrame, names: list[str], args: Args):
-    """Print the table of some candidates, of which the first is the baseline, and draw truth over KL."""
-    seeds = list(CONFIRM) if args.confirm else [seed for seed in rows["seed"].unique() if seed not in CONFIRM]
-    rows = rows[(rows["size"] == args.size) & rows["seed"].isin(seeds)]
-    here = machine()
-    rows = rows[(rows["cpu"] == here["cpu"]) & (rows["threads"] == here["threads"])]
+def report(rows: pandas.DataFrame, chosen: list[Candidate], args: Args):
+    """Print the table of some candidates, of which the first is the baseline, and draw truth over KL. Without any, it
+    has all that are in the ledger, in the order of their first rows."""
+    rows = rows[(rows["bed"] == bed_of(args)) & (rows["seed"].isin(CONFIRM) == args.confirm)]
+    versions = dict(zip(rows["candidate"], rows["version"], strict=True)) | {one.text: one.version for one in chosen}
+    is_old = rows["version"] != rows["candidate"].map(versions)
+    rows = rows.assign(candidate=rows["candidate"].where(~is_old, rows["candidate"] + " as of " + rows["version"]))
+    names = list(dict.fromkeys(one.text for one in chosen)) or rows[rows["note"] == ""]["candidate"].unique().tolist()
+    if not names:
+        fail(f"{args.rows} has no rows of these scripts, data, size and machine")
     tables = {name: own.set_index("seed") for name, own in rows[rows["note"] == ""].groupby("candidate")}
     if names[0] not in tables:
-        fail(f"no row of {names[0]} in {args.rows} for this machine, size and seeds")
+        fail(f"{args.rows} has no rows of {names[0]} as it is now, with these data, size and machine")
     plain = tables[names[0]]["truth"]
     differences = {}  # of all tries against this baseline, because each of them could have looked good by chance
     for name, own in tables.items():
@@ -358,10 +367,8 @@ def main(args: Args):
     chosen = [candidate(text) for text in args.candidates]
     if len(chosen) == 1:
         chosen.insert(0, candidate(f"{chosen[0].stage}.py"))
-    names = list(dict.fromkeys(one.text for one in chosen))
     if args.show:
-        rows = read_ledger(args.rows)
-        report(rows, names or rows[rows["note"] == ""]["candidate"].unique().tolist(), args)
+        report(read_ledger(args.rows), chosen, args)
         return
     if not chosen:
         fail('name a script, such as ppo_mine.py or "ppo.py --lam 1"')
@@ -371,15 +378,17 @@ def main(args: Args):
     noisy.text = chosen[0].text
     jobs = [(one, seed, "") for seed in args.seeds for one in chosen]
     jobs += [(noisy, seed, "A/A") for seed in args.seeds]
-    known = set(read_ledger(args.rows).query("failed == ''")["key"])
-    jobs = [(row_key(*job, args), job) for job in jobs]
-    missing = {key: job for key, job in jobs if key not in known}
+    bed, known = bed_of(args), set(read_ledger(args.rows).query("failed == ''")["key"])
+    missing = {digest(bed, job[0].text, job[0].version, *job[1:]): job for job in jobs}
+    missing = {key: job for key, job in missing.items() if key not in known}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     start = time.time()
 
     def work(item) -> dict:
         key, job = item
-        row = {"key": key, "commit": commit.strip(), "date": time.strftime("%Y-%m-%d")} | make_row(*job, args)
+        version = chosen[0].version if job[0] is noisy else job[0].version
+        row = {"key": key, "bed": bed, "version": version, "commit": commit.strip(), "date": time.strftime("%Y-%m-%d")}
+        row |= make_row(*job, args)
         append(args.rows, row)
         return row
 
@@ -389,8 +398,7 @@ def main(args: Args):
             result = row.get("failed") or f"truth {row['truth']:.3f}, KL {row['kl']:.2f}"
             name = f"{row['candidate']} {row['note']}".strip()
             print(f"[{done} of {len(missing)}] {name}, seed {row['seed']}: {result}; {left:.0f} min left", flush=True)
-    rows = read_ledger(args.rows)
-    report(rows[rows["key"].isin([key for key, _ in jobs]) | ~rows["candidate"].isin(names)], names, args)
+    report(read_ledger(args.rows), chosen, args)
 
 
 if __name__ == "__main__":

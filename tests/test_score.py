@@ -121,6 +121,23 @@ def test_a_row_that_is_there_is_not_made_again(rows, capsys):
     assert rows.made == [] and "| ppo.py --kl-coef 0 | 3 | 0.720 ± 0.010 |" in capsys.readouterr().out
 
 
+def test_an_edited_script_is_another_try(rows, tmp_path, monkeypatch, capsys):
+    """Its earlier rows are not mixed into the table, but count in Holm's correction."""
+    monkeypatch.chdir(tmp_path)
+    text, mine = (ROOT / "ppo.py").read_text(), "ppo_mine.py --kl-coef 0"
+    for lam in (0.9, 0.8, 0.9):
+        Path("ppo_mine.py").write_text(text.replace("lam: float = 0.95", f"lam: float = {lam}"))
+        score.main(score.Args(["ppo.py", mine], **rows.args))
+        assert capsys.readouterr().out.count(f"| {mine} | 3 |") == 1
+    assert len(rows.made) == 12  # ppo.py, its A/A runs and two versions; the third call makes none
+    ledger = score.read_ledger(rows.args["rows"])
+    assert ledger.groupby(["candidate", "note"])["version"].nunique().to_list() == [1, 1, 2]
+    score.main(score.Args([mine], show=True, **rows.args))
+    assert " as of " not in capsys.readouterr().out
+    score.main(score.Args(show=True, **rows.args))
+    assert capsys.readouterr().out.count(" as of ") == 2  # its row and its verdict
+
+
 def test_confirmation_uses_seeds_of_its_own(rows, capsys):
     score.main(score.Args(["ppo.py --kl-coef 0"], confirm=True, **rows.args))
     assert {seed for _, seed, _ in rows.made} == set(range(101, 109))
