@@ -253,7 +253,7 @@ def summarise(differences: dict[str, list[float]], noise: list[float]) -> dict[s
     effect that so many seeds would show with 80 %."""
     sd = {name: pandas.Series(values).std() for name, values in differences.items()}
     noise_sd = pandas.Series(noise, dtype=float).std() if len(noise) > 1 else float("nan")
-    alike = [name for name in differences if sd[name] < 3 * noise_sd and len(differences[name]) > 1]
+    alike = [name for name in differences if 0 < sd[name] < 3 * noise_sd]  # 0: a copy that changes nothing
     found = {}
     for name, values in differences.items():
         n = len(values)

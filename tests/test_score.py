@@ -64,6 +64,8 @@ def test_differences_by_hand():
     assert found["narrow"]["p"] == pytest.approx(2 * stats.t.sf(t, 6))
     assert found["narrow"]["power"] == pytest.approx((stats.t.ppf(0.975, 6) + stats.t.ppf(0.8, 6)) * spread / 2)
     assert found["narrow"]["floor"] == pytest.approx(stats.t.ppf(0.975, 3) * numpy.std(noise, ddof=1) / 2)
+    copied = score.summarise({"wide": wide, "narrow": narrow, "other": other, "copied": [0.0] * 4}, noise)
+    assert copied["narrow"]["p"] == found["narrow"]["p"] and copied["copied"]["p"] == 1  # a copy makes none look better
     smallest, middle, largest = sorted(found, key=lambda name: found[name]["p"])  # Holm: x 3, x 2, x 1
     assert found[smallest]["holm"] == pytest.approx(3 * found[smallest]["p"])
     assert found[middle]["holm"] == pytest.approx(max(found[smallest]["holm"], 2 * found[middle]["p"]))
