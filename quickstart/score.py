@@ -4,6 +4,7 @@
     python quickstart/score.py ppo.py "ppo.py --lam 1" variants/rloo.py dpo.py --seeds 1 2 3 4 --jobs 2
     python quickstart/score.py ppo_mine.py --confirm                 # once more, on seeds that it was never tried on
     python quickstart/score.py --show                                # only table and figure of the rows that are there
+    python quickstart/score.py --show --rows quickstart/results/rows.csv --commit 12bc2ba    # rows of an older commit
 
 A candidate is a script with flags. Its Args tell which stage it replaces: a copy of sft.py, reward.py, ppo.py or
 dpo.py, anything in variants/, or a script that a diff of ablations/ makes. The stages before it are made once and kept;
@@ -11,8 +12,9 @@ those after it follow, so that a reward model is judged by the PPO policy traine
 the baseline is the script of that stage in this checkout; with several, it is the first one.
 
 Rows go to a ledger as they come, and a run whose row is there is not made again. The key of a row is a hash of the
-script without comments and docstrings, its flags, the stages before and after it, data, the metric's code, and the
-machine. A script that has been edited is another candidate, and its earlier rows count as a try.
+script without comments and docstrings, of the files that it imports or its flags name, of its flags, the stages before
+and after it, data, the metric's code, and the machine. A script that has been edited is another candidate, and its
+earlier rows count as a try.
 
 The baseline also runs with other micro-batches, which changes its rounding alone: how far these A/A runs are apart is
 the noise floor, and no difference below it is called one.
@@ -30,7 +32,9 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.metadata import version
 from math import sqrt
 from multiprocessing.pool import ThreadPool
@@ -55,11 +59,13 @@ BASE = {
     "ppo": "--learning-rate 1e-4 --batch-size 64 --micro-batch-size 64 --total-episodes 1920 --sample-every 0",
     "dpo": "--learning-rate 2e-5 --batch-size 32 --micro-batch-size 8 --total-episodes 8000",
 }
-NOISE = {"sft": 4, "reward": 4, "ppo": 16, "dpo": 4}  # micro-batch size of the A/A runs
+NOISE = {"sft": [4], "reward": [4], "ppo": [16], "dpo": [4]}  # micro-batch sizes of the A/A runs
 CONFIRM = range(101, 109)
 NUMBERS = {"truth": 3, "win_rate": 3, "wrong_facts": 2, "words": 1, "kl": 2, "score": 2, "eos_rate": 2, "accuracy": 3}
+NUMBERS |= {"rougeL": 3, "seconds": 0}  # with their digits in the table
+HEADS = {"win_rate": "win rate", "wrong_facts": "wrong facts", "kl": "KL to SFT", "eos_rate": "EOS rate"}
 COLUMNS = ["key", "bed", "version", "commit", "date", "candidate", "note", "stage", "size", "seed", "cpu", "threads"]
-COLUMNS += ["torch", "transformers", *NUMBERS, "rougeL", "seconds", "failed"]
+COLUMNS += ["torch", "transformers", *NUMBERS, "failed"]
 
 
 @dataclass
@@ -74,10 +80,18 @@ class Args:
     """runs at a time, one thread each"""
     confirm: bool = False
     """compare on seeds 101 to 108 instead; only then a candidate is called better"""
+    noise: list[int] = field(default_factory=list)
+    """micro-batch sizes of the A/A runs; default: one that differs from the baseline's"""
     show: bool = False
     """print table and figure of the rows that are there; run nothing"""
+    commit: str = ""
+    """with --show: take the rows of this commit instead of those of today's scripts"""
     rows: Path = Path("runs/score/rows.csv")
     """the ledger"""
+    of: Literal["truth", "win_rate", "wrong_facts", "words", "kl", "score", "eos_rate", "accuracy"] = "truth"
+    """the number whose differences are tested"""
+    figure: Path | None = None
+    """file of the figure; default: the ledger's name with .png"""
     data: Path = Path("data/quickstart/posts-1")
     """data of the quick start; made where it is not there"""
     posts: int = 500
@@ -96,7 +110,7 @@ class Candidate:
     command: list[str]
     """path of the script, and its flags"""
     code: str
-    """hash of the script's code"""
+    """hash of the script's code, and of the files that its flags name"""
 
     @property
     def version(self) -> str:
@@ -105,18 +119,30 @@ class Candidate:
 
 
 def code_of(path: Path) -> str:
-    """Return a hash of a script's code: comments, docstrings and line breaks do not count."""
+    """Return a hash of a script's code and of the files beside it that it imports: comments, docstrings and line breaks
+    do not count."""
     tree = ast.parse(path.read_text())
+    names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             is_text = [isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant) for x in node.body]
             node.body = [x for x, text in zip(node.body, is_text, strict=True) if not text] or [ast.Pass()]
-    return digest(ast.unparse(tree))
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+    beside = [path.parent / f"{name}.py" for name in sorted(set(names)) if (path.parent / f"{name}.py").is_file()]
+    return digest(ast.unparse(tree), [code_of(other) for other in beside])
 
 
 def digest(*values) -> str:
     """Return a short hash of values that JSON can hold."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def content(paths: Iterable[Path]) -> str:
+    """Return a short hash of the bytes of some files."""
+    return digest([hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(paths)])
 
 
 def stage_of(path: Path) -> str:
@@ -138,7 +164,9 @@ def candidate(text: str) -> Candidate:
     path = Path(name) if Path(name).exists() else ROOT / name
     if not path.is_file():
         fail(f'{name} does not exist. A candidate is a script with its flags, such as "ppo.py --lam 1"')
-    return Candidate(shlex.join([name, *flags]), stage_of(path), [str(path.resolve()), *flags], code_of(path))
+    named = [Path(word.partition(":")[0]) for word in flags]  # such as my_reward.py:function
+    code = digest(code_of(path), content(file for file in named if file.is_file()))
+    return Candidate(shlex.join([name, *flags]), stage_of(path), [str(path.resolve()), *flags], code)
 
 
 def machine() -> dict:
@@ -157,22 +185,23 @@ class Failed(Exception):
     """A run that ended with an error; its message is the last line that it printed."""
 
 
-def trained(one: Candidate, inputs: dict[str, tuple[str, Path]], seed: int, args: Args) -> tuple[str, Path]:
-    """Return (key, run folder) of a candidate's run on a seed, made where it is not there. inputs {sft, reward: (key,
-    folder)} are the runs that it starts from."""
-    base = {"reward": "sft", "dpo": "sft", "ppo": "sft reward"}.get(one.stage, "").split()
-    keys = {name: inputs[name][0] for name in base}
-    data = digest(*((path.name, path.stat().st_size) for path in sorted(args.data.rglob("*.arrow"))))
+def trained(one: Candidate, inputs: dict[str, Path], seed: int, args: Args) -> Path:
+    """Return the folder of a candidate's run on a seed, made where it is not there. inputs: the folders {stage: folder}
+    of the runs that it may start from."""
+    base = {
+        name: inputs[name] for name in {"reward": ["sft"], "dpo": ["sft"], "ppo": ["sft", "reward"]}.get(one.stage, [])
+    }
+    weights = {name: content(folder.glob("model/*.safetensors")) for name, folder in base.items()}
     flags = shlex.split(BASE[one.stage]) + one.command[1:]
-    key = digest(one.code, flags, keys, data, args.size, seed, machine())
+    key = digest(one.code, flags, weights, data_of(args.data), args.size, seed, machine())
     folder = args.rows.parent / one.stage / key
     model = ROOT / "quickstart/bases" / f"nano-{args.size}"
-    command = [*one.command[:1], "--model", model, "--seed", seed, "--output-dir", folder, *flags]
-    script_fields = Path(one.command[0]).read_text()
+    # of a flag that is given twice, the last one counts
+    command = [*one.command[:1], *flags, "--model", model, "--seed", seed, "--output-dir", folder]
     if one.stage != "sft":
-        command += ["--sft-model-path", inputs["sft"][1]]
-    if one.stage == "ppo" and "reward_model_path:" in script_fields:
-        command += ["--reward-model-path", inputs["reward"][1]]
+        command += ["--sft-model-path", inputs["sft"]]
+    if one.stage == "ppo" and "reward_model_path:" in Path(one.command[0]).read_text():
+        command += ["--reward-model-path", inputs["reward"]]
     if one.stage != "dpo":
         command += ["--dataset", args.data / "tldr/sft"]
     if one.stage in ("reward", "dpo"):
@@ -182,7 +211,10 @@ def trained(one: Candidate, inputs: dict[str, tuple[str, Path]], seed: int, args
     with FileLock(f"{folder}.lock"):  # two calls at once, or two candidates with one upstream run
         if not (folder / "model").exists():
             run([*command, *(["--resume"] if (folder / "args.json").exists() else [])], Path(f"{folder}.log"))
-    return key, folder
+    for name, old in base.items():
+        if content(old.glob("model/*.safetensors")) != weights[name]:
+            raise Failed(f"it changed {old}, the {name} model that it starts from; remove that folder")
+    return folder
 
 
 def run(command: list, log: Path) -> str:
@@ -199,8 +231,8 @@ def run(command: list, log: Path) -> str:
 
 
 def make_row(one: Candidate, seed: int, note: str, args: Args) -> dict:
-    """Train a candidate on a seed with what comes before and after it, and return its row."""
-    start = time.time()
+    """Train a candidate on a seed with what comes before and after it, and return its row. note is "" for its own,
+    "A/A" with a micro-batch size for a run that differs by rounding, or "SFT" for the policy that PPO starts from."""
     chain = {stage: candidate(str(ROOT / f"{stage}.py")) for stage in ("sft", "reward", "ppo")}
     chain[one.stage] = one
     row = {"candidate": one.text, "note": note, "stage": one.stage, "size": args.size, "seed": seed} | machine()
@@ -208,21 +240,30 @@ def make_row(one: Candidate, seed: int, note: str, args: Args) -> dict:
         made = {}
         made["sft"] = trained(chain["sft"], {}, seed, args)
         made["reward"] = trained(chain["reward"], made, seed, args)
-        policy = trained(one if one.stage == "dpo" else chain["ppo"], made, seed, args)
-        metric = ["--policy", policy[1], "--sft", made["sft"][1], "--reward", made["reward"][1], "--posts", args.posts]
-        log = Path(f"{policy[1]}.metric.log")
-        row |= json.loads(run([ROOT / "quickstart/metric.py", *metric], log))
+        policy = made["sft"]
+        if note != "SFT":
+            policy = trained(one if one.stage == "dpo" else chain["ppo"], made, seed, args)
+        metric = ["--policy", policy, "--sft", made["sft"], "--reward", made["reward"], "--posts", args.posts]
+        row |= json.loads(run([ROOT / "quickstart/metric.py", *metric], Path(f"{policy}.metric.log")))
+        own = made.get(one.stage, policy)
+        row["seconds"] = json.loads((own / "metrics.jsonl").read_text().splitlines()[-1])["time/total"]
     except Failed as error:
         row["failed"] = str(error)
-    return row | {"seconds": round(time.time() - start)}
+    return row
+
+
+@cache
+def data_of(folder: Path) -> str:
+    """Return a hash of the training data."""
+    return content(folder.glob("tldr/**/*.arrow"))
 
 
 def bed_of(args: Args) -> str:
     """Return a hash of all that the candidates of a table share: other stages, their flags, data and metric."""
     stages = [code_of(ROOT / f"{stage}.py") for stage in BASE]
-    metric = [code_of(ROOT / f"quickstart/{name}.py") for name in ("metric", "truth", "posts")]
-    data = digest(*((path.name, path.stat().st_size) for path in sorted(args.data.rglob("*.arrow"))))
-    return digest(stages, metric, BASE, data, args.size, args.posts, machine())
+    metric = [code_of(ROOT / "quickstart/metric.py"), code_of(ROOT / "tldr_dataset.py")]
+    sentences = content([ROOT / "quickstart/sentences.json"])
+    return digest(stages, metric, sentences, BASE, data_of(args.data), args.size, args.posts, machine())
 
 
 def read_ledger(path: Path) -> pandas.DataFrame:
@@ -279,81 +320,112 @@ def summarise(differences: dict[str, list[float]], noise: list[float]) -> dict[s
 
 def verdict(found: dict, confirm: bool) -> str:
     """Return what can be said of a candidate in words."""
-    p = found["p"] if confirm else found["holm"]
     if abs(found["mean"]) <= found["floor"]:
         return "cannot be told: below the noise floor"
-    if p >= 0.05:
+    if found["holm"] >= 0.05:
         return f"cannot be told: an effect of {found['power']:.3f} would have shown"
     if found["mean"] < 0:
         return "worse"
     return "better" if confirm else "promising: now --confirm"
 
 
+def noise_pairs(rows: pandas.DataFrame, baseline: pandas.Series, of: str) -> list[float]:
+    """Return the differences between A/A runs and their baseline, of all beds: same stage, size and processor."""
+    same = ["cpu", "size", "stage"]
+    rows = rows[(rows[same] == baseline[same]).all(axis=1)]
+    run = ["bed", "version", "seed"]
+    plain = rows[rows["note"] == ""].drop_duplicates(run)
+    both = rows[rows["note"].str.startswith("A/A")].merge(plain, on=run, suffixes=("", " before"))
+    return (both[of] - both[f"{of} before"]).dropna().tolist()
+
+
 # ==== table and figure ===========================================================================
 
 
-def report(rows: pandas.DataFrame, chosen: list[Candidate], args: Args):
-    """Print the table of some candidates, of which the first is the baseline, and draw truth over KL. Without any, it
-    has all that are in the ledger, in the order of their first rows."""
-    rows = rows[(rows["bed"] == bed_of(args)) & (rows["seed"].isin(CONFIRM) == args.confirm)]
-    versions = dict(zip(rows["candidate"], rows["version"], strict=True)) | {one.text: one.version for one in chosen}
+def comparable(rows: pandas.DataFrame, names: list[str], versions: dict[str, str], args: Args) -> pandas.DataFrame:
+    """Return the rows of the ledger that share one bed: today's, or with --commit that of the first candidate. A
+    script's rows from before an edit are named "SCRIPT as of VERSION"."""
+    rows = rows[rows["seed"].isin(CONFIRM) == args.confirm]
+    if args.commit:
+        rows = rows[(rows["commit"] == args.commit) & (rows["size"] == args.size)]
+        first = rows[rows["candidate"].isin(names[:1])] if names else rows
+        return rows[rows["bed"].isin(first["bed"][:1])]
+    rows = rows[rows["bed"] == bed_of(args)]
+    versions = dict(zip(rows["candidate"], rows["version"], strict=True)) | versions
     is_old = rows["version"] != rows["candidate"].map(versions)
-    rows = rows.assign(candidate=rows["candidate"].where(~is_old, rows["candidate"] + " as of " + rows["version"]))
-    names = list(dict.fromkeys(one.text for one in chosen)) or rows[rows["note"] == ""]["candidate"].unique().tolist()
-    if not names:
-        fail(f"{args.rows} has no rows of these scripts, data, size and machine")
-    tables = {name: own.set_index("seed") for name, own in rows[rows["note"] == ""].groupby("candidate")}
-    if names[0] not in tables:
-        fail(f"{args.rows} has no rows of {names[0]} as it is now, with these data, size and machine")
-    plain = tables[names[0]]["truth"]
-    differences = {}  # of all tries against this baseline, because each of them could have looked good by chance
-    for name, own in tables.items():
-        values = (own["truth"] - plain).dropna().tolist()
-        if name != names[0] and values:
-            differences[name] = values
-    noise = []  # of every baseline that has A/A runs
-    for name, own in rows[rows["note"] == "A/A"].groupby("candidate"):
-        if name in tables:
-            noise += (own.set_index("seed")["truth"] - tables[name]["truth"]).dropna().tolist()
+    return rows.assign(candidate=rows["candidate"].where(~is_old, rows["candidate"] + " as of " + rows["version"]))
+
+
+def report(ledger: pandas.DataFrame, names: list[str], versions: dict[str, str], args: Args):
+    """Print the table of some candidates, of which the first is the baseline, and draw truth over KL. Without any, it
+    has all that are in the ledger, in the order of their first rows. versions {name: version} are today's."""
+    rows = comparable(ledger, names, versions, args)
+    own_rows = rows[rows["note"] == ""]
+    names = list(dict.fromkeys(names)) or own_rows["candidate"].unique().tolist()
+    baseline = own_rows[own_rows["candidate"].isin(names[:1])]
+    if baseline.empty:
+        fail(f"{args.rows} has no rows of {' '.join(names[:1]) or 'these scripts'} with this code, data and machine")
+    # all tries against this baseline count in the correction, because each could have looked good by chance
+    is_try = own_rows["candidate"].isin(names) | (own_rows["stage"] == baseline.iloc[0]["stage"])
+    tables = {name: own.set_index("seed") for name, own in own_rows[is_try].groupby("candidate")}
+    plain = tables[names[0]]
+    differences = {name: (own[args.of] - plain[args.of]).dropna().tolist() for name, own in tables.items()}
+    differences = {name: values for name, values in differences.items() if values and name != names[0]}
+    noise = noise_pairs(ledger, baseline.iloc[0], args.of)
     found = summarise(differences, noise)
+
+    starts = {f"{name}: SFT": own.set_index("seed") for name, own in rows[rows["note"] == "SFT"].groupby("candidate")}
+    shown = starts | {name: tables[name] for name in names if name in tables}
     lines = []
-    for name in names:
-        own = tables.get(name, plain.to_frame()[:0])
-        cells = {"candidate": name, "seeds": own["truth"].count() if len(own) else 0}
+    for name, own in shown.items():
+        cells = {"": f"`{name}`", "seeds": str(own[args.of].count())}
         for key, digits in NUMBERS.items():
-            values = own[key].dropna() if key in own else []
-            cells[key] = f"{values.mean():.{digits}f} ± {values.std():.{digits}f}" if len(values) > 1 else ""
+            values = own[key].dropna()
+            deviation = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""
+            cells[HEADS.get(key, key)] = f"{values.mean():.{digits}f}{deviation}" if len(values) else ""
         if name in found:
             one = found[name]
-            cells["truth less the baseline's, 95 %"] = f"{one['mean']:+.3f} ({one['low']:+.3f} to {one['high']:+.3f})"
-            cells["p, Holm"] = f"{one['holm']:.3f}"
+            difference = f"{one['mean']:+.3f} ({one['low']:+.3f} to {one['high']:+.3f})"
+            cells |= {f"{args.of} less the baseline's, 95 %": difference, "p, Holm": f"{one['holm']:.3f}"}
             cells["would have shown"] = f"{one['power']:.3f}"
         lines.append(cells)
+    columns = [key for key in dict.fromkeys(key for cells in lines for key in cells) if any(x.get(key) for x in lines)]
     kind = "confirmation seeds" if args.confirm else "seeds"
-    print(f"size {args.size}, {kind} {', '.join(map(str, sorted(plain.index)))}\n")
-    columns = list(dict.fromkeys(key for cells in lines for key in cells))
+    print(
+        f"size {args.size}, {kind} {', '.join(map(str, sorted(plain.index)))}; mean ± standard deviation over seeds\n"
+    )
     print(markdown([{key: cells.get(key, "") for key in columns} for cells in lines]))
-    floors = [one["floor"] for one in found.values()]
-    if floors:
-        print(f"\nnoise floor of a difference in truth: {max(floors):.3f} ({len(noise)} A/A runs)")
+
+    if noise and found:
+        floor = max(one["floor"] for one in found.values())
+        print(f"\nnoise floor of a difference in {args.of}: {floor:.3f} ({len(noise)} A/A runs)")
     for name in names[1:]:
         failed = rows[(rows["candidate"] == name) & (rows["failed"] != "")]
         for _, row in failed.iterrows():
             print(f"{name}, seed {row['seed']}: failed: {row['failed']}")
-        if name in found:
+        if len(failed):  # the other seeds may be those on which it did well
+            print(f"{name}: cannot be told: {len(failed)} of {len(tables[name])} seeds failed")
+        elif name in found and (tables[name]["version"].iloc[0] == plain["version"].iloc[0]):
+            print(f"{name}: has the code and flags of {names[0]}")
+        elif name in found:
             print(f"{name}: {verdict(found[name], args.confirm)}")
-    draw({name: tables[name] for name in names if name in tables}, args.rows.with_suffix(".png"))
+    draw({name: tables[name] for name in names if name in tables}, args.figure or args.rows.with_suffix(".png"))
 
 
 def draw(tables: dict[str, pandas.DataFrame], path: Path):
-    """Draw truth over KL, a point a seed and a larger one for the median."""
+    """Draw truth over KL: a point a seed, and a larger one for the median. A seed more than 0.15 below all medians is a
+    triangle at the end of the axis, with its truth."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axis = figure.subplots()
+    end = min(own["truth"].median() for own in tables.values()) - 0.15
     for i, (name, own) in enumerate(tables.items()):
         marker = "osD^vPX*"[i % 8]
-        axis.scatter(own["kl"], own["truth"], s=14, alpha=0.45, color=f"C{i}", marker=marker)
+        axis.scatter(own["kl"], own["truth"].clip(lower=end), s=14, alpha=0.45, color=f"C{i}", marker=marker)
         middle = own[["kl", "truth"]].median()
         axis.scatter(*middle, s=110, color=f"C{i}", marker=marker, edgecolor="black", label=name.replace("$", r"\$"))
+        for _, row in own[own["truth"] < end].iterrows():
+            axis.scatter(row["kl"], end, s=40, marker="v", color=f"C{i}")
+            axis.annotate(f"{row['truth']:.2f}", (row["kl"], end), (8, 4), textcoords="offset points", color=f"C{i}")
     axis.set(xlabel="KL to SFT (nats a response)", ylabel="truth")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -362,32 +434,46 @@ def draw(tables: dict[str, pandas.DataFrame], path: Path):
 
 
 def main(args: Args):
+    if args.commit and not args.show:
+        fail("--commit only shows rows: add --show")
+    if args.commit:
+        report(read_ledger(args.rows), args.candidates, {}, args)
+        return
+    if not args.confirm and (used := sorted(set(args.seeds) & set(CONFIRM))):
+        fail(f"--seeds has {used[0]}: seeds {CONFIRM[0]} to {CONFIRM[-1]} are kept for --confirm")
     if args.confirm:
         args.seeds = list(CONFIRM)
     chosen = [candidate(text) for text in args.candidates]
     if len(chosen) == 1:
         chosen.insert(0, candidate(f"{chosen[0].stage}.py"))
+    names, versions = [one.text for one in chosen], {one.text: one.version for one in chosen}
     if args.show:
-        report(read_ledger(args.rows), chosen, args)
+        report(read_ledger(args.rows), names, versions, args)
         return
     if not chosen:
         fail('name a script, such as ppo_mine.py or "ppo.py --lam 1"')
     if not (args.data / "tldr").exists():
         fail(f"{args.data} has no data: bash quickstart/run.sh --size {args.size} --data-only makes them")
-    noisy = candidate(f"{chosen[0].text} --micro-batch-size {NOISE[chosen[0].stage]}")
-    noisy.text = chosen[0].text
-    jobs = [(one, seed, "") for seed in args.seeds for one in chosen]
-    jobs += [(noisy, seed, "A/A") for seed in args.seeds]
+    sizes = [] if args.confirm else args.noise or NOISE[chosen[0].stage]
+    noisy = {size: candidate(f"{chosen[0].text} --micro-batch-size {size}") for size in sizes}
+    jobs = []  # seed by seed, so that an interrupted call leaves whole pairs
+    for seed in args.seeds:
+        jobs += [(one, seed, "") for one in chosen]
+        jobs += [(replace(one, text=chosen[0].text), seed, f"A/A {size}") for size, one in noisy.items()]
+        jobs += [(one, seed, "SFT") for one in (candidate("sft.py"), *chosen) if one.stage == "sft"]
     bed, known = bed_of(args), set(read_ledger(args.rows).query("failed == ''")["key"])
     missing = {digest(bed, job[0].text, job[0].version, *job[1:]): job for job in jobs}
     missing = {key: job for key, job in missing.items() if key not in known}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    describe = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    if commit.endswith("-dirty"):
+        print(f"The checkout differs from its last commit: rows are marked {commit}, and the baseline is as it is now.")
     start = time.time()
 
     def work(item) -> dict:
         key, job = item
-        version = chosen[0].version if job[0] is noisy else job[0].version
-        row = {"key": key, "bed": bed, "version": version, "commit": commit.strip(), "date": time.strftime("%Y-%m-%d")}
+        version = versions.get(job[0].text, job[0].version)  # A/A runs have their baseline's
+        row = {"key": key, "bed": bed, "version": version, "commit": commit, "date": time.strftime("%Y-%m-%d")}
         row |= make_row(*job, args)
         append(args.rows, row)
         return row
@@ -398,7 +484,7 @@ def main(args: Args):
             result = row.get("failed") or f"truth {row['truth']:.3f}, KL {row['kl']:.2f}"
             name = f"{row['candidate']} {row['note']}".strip()
             print(f"[{done} of {len(missing)}] {name}, seed {row['seed']}: {result}; {left:.0f} min left", flush=True)
-    report(read_ledger(args.rows), chosen, args)
+    report(read_ledger(args.rows), names, versions, args)
 
 
 if __name__ == "__main__":
