@@ -7,7 +7,7 @@ Writes to --output: policies.csv (a row a policy), pairs.csv (reward model and D
 calibration.csv, curves.csv, invented.csv (what each makes of benchmark/invented_posts.jsonl) and curves.png. ROUGE is
 that of the validation posts at temperature 0.01. Intervals are 95 %: bootstrap over posts, Wilson for shares of pairs.
 A response without EOS scores -1, as in training (Detail 23): the reward model has only seen responses that end. The KL
-to the SFT model is of one more sample a post at the training temperature (variants/compare.py). A copied word is a word
+to the SFT model is of one more sample a post at the training temperature. A copied word is a word
 of the summary that the shortened post has too; a copied 4-gram, four words in a row.
 """
 

@@ -40,12 +40,12 @@ def markdown(rows: list[dict]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
-def with_sd(values) -> str:
+def with_sd(values, digits: int = 3) -> str:
     """Return `mean ± sample standard deviation`, the latter with two values or more; nothing without values."""
     values = list(values)
     if not values:
         return ""
-    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+    return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
 def load_function(flag: str, value: str):

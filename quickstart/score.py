@@ -3,24 +3,21 @@
     python quickstart/score.py ppo_mine.py                           # beside ppo.py, on seeds 1 to 8
     python quickstart/score.py ppo.py "ppo.py --lam 1" variants/rloo.py dpo.py --seeds 1 2 3 4 --jobs 2
     python quickstart/score.py ppo_mine.py --confirm                 # once more, on seeds that it was never tried on
-    python quickstart/score.py --show                                # only table and figure of the rows that are there
     python quickstart/score.py --show --rows quickstart/results/rows.csv --commit 12bc2ba    # rows of an older commit
 
 A candidate is a script with flags. Its Args tell which stage it replaces: a copy of sft.py, reward.py, ppo.py or
 dpo.py, anything in variants/, or a script that a diff of ablations/ makes. The stages before it are made once and kept;
-those after it follow, so that a reward model is judged by the PPO policy trained against it, too. With one candidate,
+those after it follow, so that a reward model is also judged by the PPO policy trained against it. With one candidate,
 the baseline is the script of that stage in this checkout; with several, it is the first one.
 
 Rows go to a ledger as they come, and a run whose row is there is not made again. The key of a row is a hash of the
-script without comments and docstrings, of the files that it imports or its flags name, of its flags, the stages before
-and after it, data, the metric's code, and the machine. A script that has been edited is another candidate, and its
-earlier rows count as a try.
+script without comments and docstrings, of the files that it imports or its flags name, its flags, the other stages, the
+data, the metric's code and the machine. An edited script is another candidate, and its earlier rows count as a try.
 
-The baseline also runs with other micro-batches, which changes its rounding alone: how far these A/A runs are apart is
-the noise floor, and no difference below it is called one.
-
-Truth, KL and all else come from the saved model in another process (metric.py), on posts that are generated only after
-the training has ended. This guards against accidents and against edits of a copy's own evaluation.
+The baseline also runs with another micro-batch, which changes its rounding alone. How far these A/A runs are apart is
+the noise floor, and no difference below it is called one. All numbers come from the saved model in another process
+(metric.py), on posts that are generated only after training has ended. This guards against accidents and against edits
+of a copy's own evaluation.
 """
 
 import ast
@@ -28,6 +25,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -50,7 +48,7 @@ from scipy import stats
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "eval"))
 
-from eval_helpers import fail, markdown  # noqa: E402
+from eval_helpers import fail, markdown, with_sd  # noqa: E402
 
 # what run.sh sets beside the papers' tables; PPO has half of its episodes and one micro-batch an update
 BASE = {
@@ -81,11 +79,11 @@ class Args:
     confirm: bool = False
     """compare on seeds 101 to 108 instead; only then a candidate is called better"""
     noise: list[int] = field(default_factory=list)
-    """micro-batch sizes of the A/A runs; default: one that differs from the baseline's"""
+    """micro-batch sizes of the A/A runs; default: one"""
     show: bool = False
     """print table and figure of the rows that are there; run nothing"""
     commit: str = ""
-    """with --show: take the rows of this commit instead of those of today's scripts"""
+    """show the rows of this commit instead of those of today's scripts; candidates are labels of the table"""
     rows: Path = Path("runs/score/rows.csv")
     """the ledger"""
     of: Literal["truth", "win_rate", "wrong_facts", "words", "kl", "score", "eos_rate", "accuracy"] = "truth"
@@ -93,9 +91,7 @@ class Args:
     figure: Path | None = None
     """file of the figure; default: the ledger's name with .png"""
     data: Path = Path("data/quickstart/posts-1")
-    """data of the quick start; made where it is not there"""
-    posts: int = 500
-    """number of posts that the policies are measured on"""
+    """data of the quick start"""
 
 
 # ==== candidates and keys ========================================================================
@@ -103,14 +99,13 @@ class Args:
 
 @dataclass
 class Candidate:
+    """text: script and flags, as in the table. stage: the one that it replaces. command: path of the script, and its
+    flags. code: hash of the script and of the files that its flags name."""
+
     text: str
-    """script and flags, as in the table"""
     stage: str
-    """which stage it replaces: sft, reward, ppo or dpo"""
     command: list[str]
-    """path of the script, and its flags"""
     code: str
-    """hash of the script's code, and of the files that its flags name"""
 
     @property
     def version(self) -> str:
@@ -119,20 +114,14 @@ class Candidate:
 
 
 def code_of(path: Path) -> str:
-    """Return a hash of a script's code and of the files beside it that it imports: comments, docstrings and line breaks
-    do not count."""
+    """Return a hash of a script's code, without comments and docstrings, and of the files beside it that it imports."""
     tree = ast.parse(path.read_text())
-    names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             is_text = [isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant) for x in node.body]
             node.body = [x for x, text in zip(node.body, is_text, strict=True) if not text] or [ast.Pass()]
-        elif isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names.append(node.module or "")
-    beside = [path.parent / f"{name}.py" for name in sorted(set(names)) if (path.parent / f"{name}.py").is_file()]
-    return digest(ast.unparse(tree), [code_of(other) for other in beside])
+    names = set(re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE))
+    return digest(ast.unparse(tree), content(file for name in names if (file := path.parent / f"{name}.py").is_file()))
 
 
 def digest(*values) -> str:
@@ -145,11 +134,16 @@ def content(paths: Iterable[Path]) -> str:
     return digest([hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(paths)])
 
 
+def fields_of(path: Path) -> set[str]:
+    """Return the names of a script's arguments."""
+    classes = [x for x in ast.parse(path.read_text()).body if getattr(x, "name", "") == "Args"]
+    return {x.target.id for node in classes for x in node.body if isinstance(x, ast.AnnAssign)}
+
+
 def stage_of(path: Path) -> str:
-    """Return which stage a script replaces, from the fields of its Args."""
-    classes = [x for x in ast.parse(path.read_text()).body if isinstance(x, ast.ClassDef) and x.name == "Args"]
-    fields = {x.target.id for node in classes for x in node.body if isinstance(x, ast.AnnAssign)}
-    if fields & {"reward_model_path", "reward_function"}:
+    """Return which stage a script replaces."""
+    fields = fields_of(path)
+    if fields & {"reward_model_path", "reward_model_paths", "reward_function"}:
         return "ppo"
     if {"preference_dataset", "sft_model_path"} <= fields:
         return "reward" if "dataset" in fields else "dpo"
@@ -171,54 +165,43 @@ def candidate(text: str) -> Candidate:
 
 def machine() -> dict:
     """Return what makes two runs comparable to the last digit: processor, threads and versions."""
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        cpu = lines[0].partition(":")[2].strip() if lines else cpu
+    file = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", file.read_text()) if file.exists() else []
+    cpu = names[0] if names else platform.processor() or platform.machine()
     return {"cpu": cpu, "threads": 1, "torch": version("torch"), "transformers": version("transformers")}
 
 
 # ==== runs =======================================================================================
 
 
-class Failed(Exception):
-    """A run that ended with an error; its message is the last line that it printed."""
-
-
 def trained(one: Candidate, inputs: dict[str, Path], seed: int, args: Args) -> Path:
     """Return the folder of a candidate's run on a seed, made where it is not there. inputs: the folders {stage: folder}
     of the runs that it may start from."""
-    base = {
-        name: inputs[name] for name in {"reward": ["sft"], "dpo": ["sft"], "ppo": ["sft", "reward"]}.get(one.stage, [])
-    }
-    weights = {name: content(folder.glob("model/*.safetensors")) for name, folder in base.items()}
+    weights = {name: content(folder.glob("model/*.safetensors")) for name, folder in inputs.items()}
     flags = shlex.split(BASE[one.stage]) + one.command[1:]
     key = digest(one.code, flags, weights, data_of(args.data), args.size, seed, machine())
     folder = args.rows.parent / one.stage / key
-    model = ROOT / "quickstart/bases" / f"nano-{args.size}"
     # of a flag that is given twice, the last one counts
-    command = [*one.command[:1], *flags, "--model", model, "--seed", seed, "--output-dir", folder]
-    if one.stage != "sft":
-        command += ["--sft-model-path", inputs["sft"]]
-    if one.stage == "ppo" and "reward_model_path:" in Path(one.command[0]).read_text():
-        command += ["--reward-model-path", inputs["reward"]]
-    if one.stage != "dpo":
-        command += ["--dataset", args.data / "tldr/sft"]
-    if one.stage in ("reward", "dpo"):
-        command += ["--preference-dataset", args.data / "tldr/preference"]
+    flags += ["--model", ROOT / "quickstart/bases" / f"nano-{args.size}", "--seed", seed, "--output-dir", folder]
+    paths = {"dataset": args.data / "tldr/sft", "preference_dataset": args.data / "tldr/preference"}
+    paths |= {"sft_model_path": inputs.get("sft"), "reward_model_path": inputs.get("reward")}
+    paths |= {"reward_model_paths": inputs.get("reward")}
+    for name in fields_of(Path(one.command[0])) & set(paths):
+        flags += [f"--{name.replace('_', '-')}", paths[name]]
     if one.stage == "sft" and args.size == "m":
-        command += ["--num-train-epochs", 3]
+        flags += ["--num-train-epochs", 3]
+    resume = ["--resume"] if (folder / "args.json").exists() else []
     with FileLock(f"{folder}.lock"):  # two calls at once, or two candidates with one upstream run
         if not (folder / "model").exists():
-            run([*command, *(["--resume"] if (folder / "args.json").exists() else [])], Path(f"{folder}.log"))
-    for name, old in base.items():
-        if content(old.glob("model/*.safetensors")) != weights[name]:
-            raise Failed(f"it changed {old}, the {name} model that it starts from; remove that folder")
+            run([one.command[0], *flags, *resume], Path(f"{folder}.log"))
+    for name, old in weights.items():
+        if content(inputs[name].glob("model/*.safetensors")) != old:
+            raise RuntimeError(f"it changed the {name} model that it starts from: remove {inputs[name]}")
     return folder
 
 
 def run(command: list, log: Path) -> str:
-    """Run a Python command with one thread and return the last line that it printed."""
+    """Run a Python command with one thread and return the last line that it printed; that of a failure is its error."""
     log.parent.mkdir(parents=True, exist_ok=True)
     offline = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     with log.open("w") as file:
@@ -226,7 +209,7 @@ def run(command: list, log: Path) -> str:
         code = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, env=os.environ | offline).returncode
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip() and "━" not in line]
     if code:
-        raise Failed(f"{lines[-1][:200] if lines else 'no output'} (exit code {code}, {log})")
+        raise RuntimeError(f"{lines[-1][:200] if lines else 'no output'} (exit code {code}, {log})")
     return lines[-1]
 
 
@@ -243,11 +226,11 @@ def make_row(one: Candidate, seed: int, note: str, args: Args) -> dict:
         policy = made["sft"]
         if note != "SFT":
             policy = trained(one if one.stage == "dpo" else chain["ppo"], made, seed, args)
-        metric = ["--policy", policy, "--sft", made["sft"], "--reward", made["reward"], "--posts", args.posts]
+        metric = ["--policy", policy, "--sft", made["sft"], "--reward", made["reward"]]
         row |= json.loads(run([ROOT / "quickstart/metric.py", *metric], Path(f"{policy}.metric.log")))
         own = made.get(one.stage, policy)
         row["seconds"] = json.loads((own / "metrics.jsonl").read_text().splitlines()[-1])["time/total"]
-    except Failed as error:
+    except RuntimeError as error:
         row["failed"] = str(error)
     return row
 
@@ -261,9 +244,8 @@ def data_of(folder: Path) -> str:
 def bed_of(args: Args) -> str:
     """Return a hash of all that the candidates of a table share: other stages, their flags, data and metric."""
     stages = [code_of(ROOT / f"{stage}.py") for stage in BASE]
-    metric = [code_of(ROOT / "quickstart/metric.py"), code_of(ROOT / "tldr_dataset.py")]
-    sentences = content([ROOT / "quickstart/sentences.json"])
-    return digest(stages, metric, sentences, BASE, data_of(args.data), args.size, args.posts, machine())
+    metric = [code_of(ROOT / "quickstart/metric.py"), content([ROOT / "quickstart/sentences.json"])]
+    return digest(stages, metric, code_of(ROOT / "tldr_dataset.py"), BASE, data_of(args.data), args.size, machine())
 
 
 def read_ledger(path: Path) -> pandas.DataFrame:
@@ -277,45 +259,40 @@ def read_ledger(path: Path) -> pandas.DataFrame:
 def append(path: Path, row: dict):
     """Add a row to the ledger. Safe for two processes at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    table = pandas.DataFrame([row]).reindex(columns=COLUMNS)
     with FileLock(f"{path}.lock"):
-        table = pandas.DataFrame([row]).reindex(columns=COLUMNS)
         table.to_csv(path, mode="a", header=not path.exists(), index=False, float_format="%.6g")
 
 
 # ==== statistics =================================================================================
 
 
-def summarise(differences: dict[str, list[float]], noise: list[float]) -> dict[str, dict]:
-    """Return {candidate: mean, low, high, p, holm, floor, power} of its differences (n,) to the baseline, paired by
-    seed. noise: the differences of A/A runs.
+def summarise(differences: pandas.DataFrame, noise: list[float]) -> dict[str, dict]:
+    """Return {candidate: count, mean, low, high, p, holm, floor, power} of its differences to the baseline, a column of
+    seeds each; none for a single seed. noise: the differences of A/A runs.
 
     The variance is pooled over the candidates whose own standard deviation is below three times the noise's; the others
     use their own. floor is the largest mean difference that rounding alone would give (95 %), and power the smallest
     effect that so many seeds would show with 80 %."""
-    sd = {name: pandas.Series(values).std() for name, values in differences.items()}
-    noise_sd = pandas.Series(noise, dtype=float).std() if len(noise) > 1 else float("nan")
-    alike = [name for name in differences if 0 < sd[name] < 3 * noise_sd]  # 0: a copy that changes nothing
-    found = {}
-    for name, values in differences.items():
-        n = len(values)
-        pool = alike if name in alike else [name]
-        freedom = sum(len(differences[other]) - 1 for other in pool)
-        if freedom < 1:
-            continue
-        spread = sqrt(sum((len(differences[other]) - 1) * sd[other] ** 2 for other in pool) / freedom)
-        mean = sum(values) / n
-        error = spread / sqrt(n)
-        half = stats.t.ppf(0.975, freedom) * error
-        p = 2 * stats.t.sf(abs(mean) / error, freedom) if error else float(mean == 0)
-        power = (stats.t.ppf(0.975, freedom) + stats.t.ppf(0.8, freedom)) * error
-        floor = stats.t.ppf(0.975, len(noise) - 1) * noise_sd / sqrt(n) if len(noise) > 1 else float("nan")
-        found[name] = {"n": n, "mean": mean, "low": mean - half, "high": mean + half, "p": p}
-        found[name] |= {"floor": floor, "power": power}
-    corrected = 0.0
-    for i, name in enumerate(sorted(found, key=lambda name: found[name]["p"])):
-        corrected = max(corrected, min(1.0, found[name]["p"] * (len(found) - i)))
-        found[name]["holm"] = corrected
-    return found
+    if differences.empty:
+        return {}
+    table = differences.agg(["count", "mean", "std"]).T
+    table = table[table["count"] > 1]
+    noise_sd = pandas.Series(noise, dtype=float).std()
+    is_alike = table["std"].gt(0) & table["std"].lt(3 * noise_sd)  # a copy that changes nothing has 0
+    freedom = table["count"] - 1
+    pooled = sqrt((freedom * table["std"] ** 2)[is_alike].sum() / max(freedom[is_alike].sum(), 1))
+    error = table["std"].mask(is_alike, pooled) / table["count"] ** 0.5
+    freedom = freedom.mask(is_alike, freedom[is_alike].sum())
+    t = stats.t.ppf(0.975, freedom)
+    table["low"], table["high"] = table["mean"] - t * error, table["mean"] + t * error
+    table["p"] = 2 * stats.t.sf((table["mean"].abs() / error).fillna(0), freedom)
+    ranks = table["p"].rank(method="first")  # Holm: the smallest times m, the next times m - 1, and never decreasing
+    table["holm"] = (table["p"] * (len(table) + 1 - ranks)).clip(upper=1)
+    table["holm"] = table.sort_values("p")["holm"].cummax()
+    table["floor"] = stats.t.ppf(0.975, len(noise) - 1) * noise_sd / table["count"] ** 0.5 if len(noise) > 1 else 0.0
+    table["power"] = (t + stats.t.ppf(0.8, freedom)) * error
+    return table.to_dict("index")
 
 
 def verdict(found: dict, confirm: bool) -> str:
@@ -342,26 +319,27 @@ def noise_pairs(rows: pandas.DataFrame, baseline: pandas.Series, of: str) -> lis
 # ==== table and figure ===========================================================================
 
 
-def comparable(rows: pandas.DataFrame, names: list[str], versions: dict[str, str], args: Args) -> pandas.DataFrame:
+def comparable(rows: pandas.DataFrame, versions: dict[str, str], args: Args) -> pandas.DataFrame:
     """Return the rows of the ledger that share one bed: today's, or with --commit that of the first candidate. A
     script's rows from before an edit are named "SCRIPT as of VERSION"."""
     rows = rows[rows["seed"].isin(CONFIRM) == args.confirm]
     if args.commit:
         rows = rows[(rows["commit"] == args.commit) & (rows["size"] == args.size)]
-        first = rows[rows["candidate"].isin(names[:1])] if names else rows
-        return rows[rows["bed"].isin(first["bed"][:1])]
+        first = rows[rows["candidate"].isin(list(versions)[:1])] if versions else rows
+        return rows[rows["bed"].isin(first["bed"][:1])].drop_duplicates(["candidate", "note", "seed"], keep="last")
     rows = rows[rows["bed"] == bed_of(args)]
     versions = dict(zip(rows["candidate"], rows["version"], strict=True)) | versions
     is_old = rows["version"] != rows["candidate"].map(versions)
     return rows.assign(candidate=rows["candidate"].where(~is_old, rows["candidate"] + " as of " + rows["version"]))
 
 
-def report(ledger: pandas.DataFrame, names: list[str], versions: dict[str, str], args: Args):
-    """Print the table of some candidates, of which the first is the baseline, and draw truth over KL. Without any, it
-    has all that are in the ledger, in the order of their first rows. versions {name: version} are today's."""
-    rows = comparable(ledger, names, versions, args)
+def report(versions: dict[str, str], args: Args):
+    """Print the table of candidates {name: version}, of which the first is the baseline, and draw truth over KL. {}: of
+    all that are in the ledger, in the order of their first rows."""
+    ledger = read_ledger(args.rows)
+    rows = comparable(ledger, versions, args)
     own_rows = rows[rows["note"] == ""]
-    names = list(dict.fromkeys(names)) or own_rows["candidate"].unique().tolist()
+    names = list(versions) or own_rows["candidate"].unique().tolist()
     baseline = own_rows[own_rows["candidate"].isin(names[:1])]
     if baseline.empty:
         fail(f"{args.rows} has no rows of {' '.join(names[:1]) or 'these scripts'} with this code, data and machine")
@@ -369,42 +347,31 @@ def report(ledger: pandas.DataFrame, names: list[str], versions: dict[str, str],
     is_try = own_rows["candidate"].isin(names) | (own_rows["stage"] == baseline.iloc[0]["stage"])
     tables = {name: own.set_index("seed") for name, own in own_rows[is_try].groupby("candidate")}
     plain = tables[names[0]]
-    differences = {name: (own[args.of] - plain[args.of]).dropna().tolist() for name, own in tables.items()}
-    differences = {name: values for name, values in differences.items() if values and name != names[0]}
+    differences = {name: own[args.of] - plain[args.of] for name, own in tables.items() if name != names[0]}
     noise = noise_pairs(ledger, baseline.iloc[0], args.of)
-    found = summarise(differences, noise)
-
+    found = summarise(pandas.DataFrame(differences), noise)
     starts = {f"{name}: SFT": own.set_index("seed") for name, own in rows[rows["note"] == "SFT"].groupby("candidate")}
     shown = starts | {name: tables[name] for name in names if name in tables}
     lines = []
     for name, own in shown.items():
         cells = {"": f"`{name}`", "seeds": str(own[args.of].count())}
-        for key, digits in NUMBERS.items():
-            values = own[key].dropna()
-            deviation = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""
-            cells[HEADS.get(key, key)] = f"{values.mean():.{digits}f}{deviation}" if len(values) else ""
+        cells |= {HEADS.get(key, key): with_sd(own[key].dropna(), digits) for key, digits in NUMBERS.items()}
         if name in found:
-            one = found[name]
-            difference = f"{one['mean']:+.3f} ({one['low']:+.3f} to {one['high']:+.3f})"
-            cells |= {f"{args.of} less the baseline's, 95 %": difference, "p, Holm": f"{one['holm']:.3f}"}
-            cells["would have shown"] = f"{one['power']:.3f}"
+            difference = "{mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**found[name])
+            cells |= {f"{args.of} less the baseline's, 95 %": difference, "p, Holm": f"{found[name]['holm']:.3f}"}
+            cells["would have shown"] = f"{found[name]['power']:.3f}"
         lines.append(cells)
     columns = [key for key in dict.fromkeys(key for cells in lines for key in cells) if any(x.get(key) for x in lines)]
-    kind = "confirmation seeds" if args.confirm else "seeds"
-    print(
-        f"size {args.size}, {kind} {', '.join(map(str, sorted(plain.index)))}; mean ± standard deviation over seeds\n"
-    )
+    print(f"size {args.size}, seeds {', '.join(map(str, plain.index.sort_values()))}; mean ± standard deviation\n")
     print(markdown([{key: cells.get(key, "") for key in columns} for cells in lines]))
-
     if noise and found:
         floor = max(one["floor"] for one in found.values())
         print(f"\nnoise floor of a difference in {args.of}: {floor:.3f} ({len(noise)} A/A runs)")
     for name in names[1:]:
-        failed = rows[(rows["candidate"] == name) & (rows["failed"] != "")]
-        for _, row in failed.iterrows():
-            print(f"{name}, seed {row['seed']}: failed: {row['failed']}")
+        failed = tables[name]["failed"].loc[lambda x: x != ""] if name in tables else {}
         if len(failed):  # the other seeds may be those on which it did well
-            print(f"{name}: cannot be told: {len(failed)} of {len(tables[name])} seeds failed")
+            messages = "".join(f"\n    seed {seed}: {message}" for seed, message in failed.items())
+            print(f"{name}: cannot be told: {len(failed)} of {len(tables[name])} seeds failed{messages}")
         elif name in found and (tables[name]["version"].iloc[0] == plain["version"].iloc[0]):
             print(f"{name}: has the code and flags of {names[0]}")
         elif name in found:
@@ -413,9 +380,9 @@ def report(ledger: pandas.DataFrame, names: list[str], versions: dict[str, str],
 
 
 def draw(tables: dict[str, pandas.DataFrame], path: Path):
-    """Draw truth over KL: a point a seed, and a larger one for the median. A seed more than 0.15 below all medians is a
-    triangle at the end of the axis, with its truth."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    """Draw truth over KL: a point a seed, and a larger one for the median. A seed more than 0.15 below all medians is
+    drawn at the end of the axis, with its truth."""
+    figure = Figure(figsize=(8, 6), layout="constrained")
     axis = figure.subplots()
     end = min(own["truth"].median() for own in tables.values()) - 0.15
     for i, (name, own) in enumerate(tables.items()):
@@ -424,31 +391,23 @@ def draw(tables: dict[str, pandas.DataFrame], path: Path):
         middle = own[["kl", "truth"]].median()
         axis.scatter(*middle, s=110, color=f"C{i}", marker=marker, edgecolor="black", label=name.replace("$", r"\$"))
         for _, row in own[own["truth"] < end].iterrows():
-            axis.scatter(row["kl"], end, s=40, marker="v", color=f"C{i}")
             axis.annotate(f"{row['truth']:.2f}", (row["kl"], end), (8, 4), textcoords="offset points", color=f"C{i}")
     axis.set(xlabel="KL to SFT (nats a response)", ylabel="truth")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.legend(frameon=False, loc="outside lower left")
     figure.savefig(path, dpi=90)
     print(f"\nfigure: {path}")
 
 
 def main(args: Args):
-    if args.commit and not args.show:
-        fail("--commit only shows rows: add --show")
-    if args.commit:
-        report(read_ledger(args.rows), args.candidates, {}, args)
-        return
     if not args.confirm and (used := sorted(set(args.seeds) & set(CONFIRM))):
         fail(f"--seeds has {used[0]}: seeds {CONFIRM[0]} to {CONFIRM[-1]} are kept for --confirm")
-    if args.confirm:
-        args.seeds = list(CONFIRM)
-    chosen = [candidate(text) for text in args.candidates]
+    seeds = CONFIRM if args.confirm else args.seeds
+    chosen = [candidate(text) for text in args.candidates if not args.commit]
     if len(chosen) == 1:
         chosen.insert(0, candidate(f"{chosen[0].stage}.py"))
-    names, versions = [one.text for one in chosen], {one.text: one.version for one in chosen}
-    if args.show:
-        report(read_ledger(args.rows), names, versions, args)
+    versions = {one.text: one.version for one in chosen} or dict.fromkeys(args.candidates, "")
+    if args.show or args.commit:
+        report(versions, args)
         return
     if not chosen:
         fail('name a script, such as ppo_mine.py or "ppo.py --lam 1"')
@@ -457,7 +416,7 @@ def main(args: Args):
     sizes = [] if args.confirm else args.noise or NOISE[chosen[0].stage]
     noisy = {size: candidate(f"{chosen[0].text} --micro-batch-size {size}") for size in sizes}
     jobs = []  # seed by seed, so that an interrupted call leaves whole pairs
-    for seed in args.seeds:
+    for seed in seeds:
         jobs += [(one, seed, "") for one in chosen]
         jobs += [(replace(one, text=chosen[0].text), seed, f"A/A {size}") for size, one in noisy.items()]
         jobs += [(one, seed, "SFT") for one in (candidate("sft.py"), *chosen) if one.stage == "sft"]
@@ -484,7 +443,7 @@ def main(args: Args):
             result = row.get("failed") or f"truth {row['truth']:.3f}, KL {row['kl']:.2f}"
             name = f"{row['candidate']} {row['note']}".strip()
             print(f"[{done} of {len(missing)}] {name}, seed {row['seed']}: {result}; {left:.0f} min left", flush=True)
-    report(read_ledger(args.rows), names, versions, args)
+    report(versions, args)
 
 
 if __name__ == "__main__":

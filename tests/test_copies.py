@@ -18,7 +18,6 @@ OURS = [
     *(f"benchmark/{name}.py" for name in ("convert_released", "plan", "smollm2")),
     *(f"benchmark/speed/{name}.py" for name in ("throughput", "trl_peer")),
     "ablations/compile_speed.py",
-    "ablations/study.py",
     *(f"ensembles/{name}.py" for name in ("alpaca_dataset", "average", "best_of_n", "figures", "gold_label", "study")),
     *(
         f"eval/{name}.py"
@@ -26,7 +25,7 @@ OURS = [
     ),
     *(f"eval/{name}.py" for name in ("samples", "visualize_tokens")),
     *(f"llama2/{name}.py" for name in ("margins", "preference_dataset")),
-    *(f"quickstart/{name}.py" for name in ("curves", "metric", "nano", "posts", "pretrain", "report", "scaling")),
+    *(f"quickstart/{name}.py" for name in ("curves", "metric", "nano", "posts", "pretrain", "report")),
     *(f"quickstart/{name}.py" for name in ("score", "truth")),
 ]
 # tools may take from the stage scripts, and from each other what is named here; no stage script imports

@@ -406,32 +406,6 @@ def test_fast_run_learns(fast_work):
     assert table["near_perfect", "win_rate"] > 0.85 and table["reference", "win_rate"] == 0.5
 
 
-def test_the_comparison_of_variants(fast_work):
-    """variants/compare.py has report.py's truth and win rate, and counts wrong facts as a search in plain text does."""
-    data, runs = "data/quickstart/posts-1-fast/raw", "runs/quickstart/posts-1-fast"
-    command = ["variants/compare.py", "--raw", data, "--sft", f"{runs}/sft/nano-xs/1"]
-    run_here([*command, "--runs", f"{runs}/ppo/nano-xs/1", "--output", "variants.csv"])
-    rows = read_csv(f"{runs}/report/nano-xs/1/table.csv")
-    table = {(row["row"], row["metric"]): float(row["value"]) for row in rows}
-    told = {row["id"]: row["post"] for row in read_jsonl(Path(data, "posts/validation.jsonl"))}
-    for row in read_csv("variants.csv"):
-        name = row["policy"].upper()
-        assert float(row["truth"]) == pytest.approx(table[name, "truth"])
-        assert float(row["win_rate"]) == pytest.approx(table[name, "win_rate"])
-        above = table[name, "truth"] - table["SFT", "truth"]
-        assert float(row["above_sft"]) == pytest.approx(above, abs=1e-9)
-        assert (float(row["kl"]) == 0) == (name == "SFT")
-        wrong, samples = 0, read_csv(f"{runs}/{row['policy']}/nano-xs/1/eval/samples_validation.csv")
-        for sample in samples:
-            post, summary = (
-                f" {re.sub(r'[^a-z0-9]+', ' ', re.sub('(?<=[0-9])f|(?<=[0-9])m', '', text.lower()))} "
-                for text in (told[sample["id"]], sample["response"])
-            )
-            facts = [value for values in truth.FACTS.values() for value in values]
-            wrong += sum(f" {value} " in summary and f" {value} " not in post for value in facts)
-        assert float(row["wrong_facts"]) == pytest.approx(wrong / len(samples)) and wrong > 0
-
-
 def test_the_hunks_of_the_readme_are_those_of_its_diff():
     """And its command is that of the diff's header."""
     readme = (ROOT / "README.md").read_text()

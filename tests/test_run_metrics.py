@@ -8,7 +8,7 @@ from conftest import REPOSITORY, write_jsonl
 from run_metrics import read_metrics
 
 TOOLS = ["benchmark/pretrained.py", "ensembles/figures.py", "eval/figures.py"]
-TOOLS += ["quickstart/curves.py", "quickstart/report.py", "variants/compare.py"]
+TOOLS += ["quickstart/curves.py", "quickstart/report.py"]
 ROWS = [{"update": 0, "eval/loss": 5.0}, {"update": 1, "episode": 8, "objective/kl": 0.5}]
 
 

@@ -2,6 +2,8 @@
 a ledger that keeps what is there. The training itself is the stages' own and is not run here."""
 
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ import numpy
 import pandas
 import pytest
 import torch
+import tyro
 from conftest import make_constant, make_reward_model, single_process
 from scipy import stats
 
@@ -50,11 +53,39 @@ def test_only_code_and_flags_make_another_candidate(tmp_path):
     assert codes[0] == codes[1] != codes[2]
 
 
+def test_files_that_a_script_uses_make_another_candidate(tmp_path):
+    """Those beside it that it imports, and those that its flags name."""
+    helper, mine = tmp_path / "my_loss.py", tmp_path / "ppo_mine.py"
+    mine.write_text((ROOT / "ppo.py").read_text().replace("import torch\n", "import my_loss\nimport torch\n", 1))
+    commands = [str(mine), f"{ROOT / 'ppo.py'} --reward-function {helper}:score"]
+    found = []
+    for text in ("x = 1", "x = 2"):
+        helper.write_text(text)
+        found.append([score.candidate(command).version for command in commands])
+    assert found[0][0] != found[1][0] and found[0][1] != found[1][1]
+
+
+def test_a_changed_upstream_model_is_noticed(tmp_path, monkeypatch):
+    """And flags of a candidate cannot change seed, models or data."""
+    sft, commands = tmp_path / "sft", []
+    (sft / "model").mkdir(parents=True)
+    (sft / "model" / "model.safetensors").write_bytes(b"one")
+    args = score.Args(rows=tmp_path / "rows.csv", data=tmp_path / "data")
+    monkeypatch.setattr(score, "run", lambda command, log: commands.append(list(map(str, command))))
+    one = score.candidate(f"{ROOT / 'dpo.py'} --seed 9 --sft-model-path elsewhere")
+    folder = score.trained(one, {"sft": sft}, 1, args)
+    last = {flag: commands[0][len(commands[0]) - commands[0][::-1].index(flag)] for flag in commands[0] if "--" in flag}
+    assert last["--seed"] == "1" and last["--sft-model-path"] == str(sft) and last["--output-dir"] == str(folder)
+    monkeypatch.setattr(score, "run", lambda *_: (sft / "model" / "model.safetensors").write_bytes(b"two"))
+    with pytest.raises(RuntimeError, match="it changed the sft model that it starts from"):
+        score.trained(one, {"sft": sft}, 2, args)
+
+
 def test_differences_by_hand():
     """One candidate alone has the paired t test; two whose spread is near the noise's share their variance."""
     wide, narrow, other = [0.1, 0.5, -0.2, 0.3], [0.01, 0.02, 0.00, 0.03], [-0.03, -0.01, -0.02, -0.04]
     noise = [0.01, -0.01, 0.012, -0.008]
-    found = score.summarise({"wide": wide, "narrow": narrow, "other": other}, noise)
+    found = score.summarise(pandas.DataFrame({"wide": wide, "narrow": narrow, "other": other}), noise)
     expected = stats.ttest_1samp(wide, 0)
     interval = expected.confidence_interval(0.95)
     assert found["wide"]["p"] == pytest.approx(expected.pvalue)
@@ -64,7 +95,8 @@ def test_differences_by_hand():
     assert found["narrow"]["p"] == pytest.approx(2 * stats.t.sf(t, 6))
     assert found["narrow"]["power"] == pytest.approx((stats.t.ppf(0.975, 6) + stats.t.ppf(0.8, 6)) * spread / 2)
     assert found["narrow"]["floor"] == pytest.approx(stats.t.ppf(0.975, 3) * numpy.std(noise, ddof=1) / 2)
-    copied = score.summarise({"wide": wide, "narrow": narrow, "other": other, "copied": [0.0] * 4}, noise)
+    columns = {"wide": wide, "narrow": narrow, "other": other, "copied": [0.0] * 4}
+    copied = score.summarise(pandas.DataFrame(columns), noise)
     assert copied["narrow"]["p"] == found["narrow"]["p"] and copied["copied"]["p"] == 1  # a copy makes none look better
     smallest, middle, largest = sorted(found, key=lambda name: found[name]["p"])  # Holm: x 3, x 2, x 1
     assert found[smallest]["holm"] == pytest.approx(3 * found[smallest]["p"])
@@ -79,7 +111,8 @@ def test_differences_by_hand():
         ({"mean": 0.2, "p": 0.001, "holm": 0.002, "floor": 0.03}, False, "promising"),
         ({"mean": 0.2, "p": 0.03, "holm": 0.2, "floor": 0.03}, False, "cannot be told: an effect of 0.250"),
         ({"mean": -0.2, "p": 0.001, "holm": 0.002, "floor": 0.03}, False, "worse"),
-        ({"mean": 0.2, "p": 0.03, "holm": 0.2, "floor": 0.03}, True, "better"),
+        ({"mean": 0.2, "p": 0.03, "holm": 0.2, "floor": 0.03}, True, "cannot be told"),
+        ({"mean": 0.2, "p": 0.01, "holm": 0.02, "floor": 0.03}, True, "better"),
     ],
 )
 def test_the_verdict(numbers, confirm, words):
@@ -97,7 +130,7 @@ def rows(tmp_path, monkeypatch) -> SimpleNamespace:
         row = {"candidate": one.text, "note": note, "stage": one.stage, "size": args.size, "seed": seed}
         if "--lam" in one.text and seed == 2:
             return row | score.machine() | {"failed": "out of luck", "seconds": 1}
-        truth = 0.5 + seed / 100 + 0.001 * (note == "A/A") * (-1) ** seed + 0.2 * ("kl-coef" in one.text)
+        truth = 0.5 + seed / 100 + 0.001 * note.startswith("A/A") * (-1) ** seed + 0.2 * ("kl-coef" in one.text)
         return row | score.machine() | dict.fromkeys(score.NUMBERS, 1.0) | {"truth": truth, "kl": 2.0, "seconds": 1}
 
     monkeypatch.setattr(score, "make_row", make_row)
@@ -107,7 +140,9 @@ def rows(tmp_path, monkeypatch) -> SimpleNamespace:
 
 def test_a_row_that_is_there_is_not_made_again(rows, capsys):
     score.main(score.Args(["ppo.py", "ppo.py --kl-coef 0"], **rows.args))
-    assert len(rows.made) == 9 and rows.made.count(("ppo.py", 1, "A/A")) == 1
+    assert (
+        len(rows.made) == 12 and rows.made.count(("ppo.py", 1, "A/A 16")) == rows.made.count(("sft.py", 1, "SFT")) == 1
+    )
     assert "ppo.py --kl-coef 0: promising: now --confirm" in capsys.readouterr().out
     rows.made.clear()
     score.main(score.Args(["ppo.py --kl-coef 0"], **rows.args))  # its baseline is ppo.py
@@ -115,12 +150,13 @@ def test_a_row_that_is_there_is_not_made_again(rows, capsys):
     score.main(score.Args(["ppo.py", "ppo.py --lam 1"], **rows.args))
     assert {text for text, _, _ in rows.made} == {"ppo.py --lam 1"}
     out = capsys.readouterr().out
-    assert "ppo.py --lam 1, seed 2: failed: out of luck" in out and (rows.args["rows"].with_suffix(".png")).exists()
+    assert "ppo.py --lam 1: cannot be told: 1 of 3 seeds failed\n    seed 2: out of luck" in out
+    assert rows.args["rows"].with_suffix(".png").exists()
     table = pandas.read_csv(rows.args["rows"])
-    assert len(table) == 12 and table["key"].nunique() == 12
+    assert len(table) == 15 and table["key"].nunique() == 15
     rows.made.clear()
     score.main(score.Args(show=True, **rows.args))
-    assert rows.made == [] and "| ppo.py --kl-coef 0 | 3 | 0.720 ± 0.010 |" in capsys.readouterr().out
+    assert rows.made == [] and "| `ppo.py --kl-coef 0` | 3 | 0.720 ± 0.010 |" in capsys.readouterr().out
 
 
 def test_an_edited_script_is_another_try(rows, tmp_path, monkeypatch, capsys):
@@ -130,10 +166,10 @@ def test_an_edited_script_is_another_try(rows, tmp_path, monkeypatch, capsys):
     for lam in (0.9, 0.8, 0.9):
         Path("ppo_mine.py").write_text(text.replace("lam: float = 0.95", f"lam: float = {lam}"))
         score.main(score.Args(["ppo.py", mine], **rows.args))
-        assert capsys.readouterr().out.count(f"| {mine} | 3 |") == 1
-    assert len(rows.made) == 12  # ppo.py, its A/A runs and two versions; the third call makes none
+        assert capsys.readouterr().out.count(f"| `{mine}` | 3 |") == 1
+    assert len(rows.made) == 15  # ppo.py, its A/A runs, the SFT policy and two versions; the third call makes none
     ledger = score.read_ledger(rows.args["rows"])
-    assert ledger.groupby(["candidate", "note"])["version"].nunique().to_list() == [1, 1, 2]
+    assert ledger[ledger["stage"] == "ppo"].groupby(["candidate", "note"])["version"].nunique().to_list() == [1, 1, 2]
     score.main(score.Args([mine], show=True, **rows.args))
     assert " as of " not in capsys.readouterr().out
     score.main(score.Args(show=True, **rows.args))
@@ -143,6 +179,8 @@ def test_an_edited_script_is_another_try(rows, tmp_path, monkeypatch, capsys):
 def test_confirmation_uses_seeds_of_its_own(rows, capsys):
     score.main(score.Args(["ppo.py --kl-coef 0"], confirm=True, **rows.args))
     assert {seed for _, seed, _ in rows.made} == set(range(101, 109))
+    with pytest.raises(SystemExit, match="seeds 101 to 108 are kept for --confirm"):
+        score.main(score.Args(["ppo.py"], **rows.args | {"seeds": [1, 104]}))
     assert "ppo.py --kl-coef 0: better" in capsys.readouterr().out
 
 
@@ -168,3 +206,43 @@ def test_the_metric_by_hand(world, tmp_path, monkeypatch):
     constant = ppo.load_reward_model(str(make_constant(folder, tmp_path / "constant")), tokenizer)
     settings = ppo.Args(micro_batch_size=4)
     assert metric.accuracy(single_process(), constant, pairs, tokenizer, settings) == 0.5
+
+
+def test_the_noise_floor_is_that_of_all_beds(rows, capsys):
+    """A/A pairs of older scripts count, those of another size do not."""
+    for size, seeds in (("s", [1, 2, 3]), ("s", [4, 5]), ("xs", [1, 2])):
+        score.main(score.Args(["ppo.py"], size=size, **rows.args | {"seeds": seeds}))
+    table = pandas.read_csv(rows.args["rows"], dtype={"note": str})
+    table.loc[table["seed"].isin([4, 5]), "bed"] = "older"
+    table.to_csv(rows.args["rows"], index=False)
+    baseline = score.read_ledger(rows.args["rows"]).query("candidate == 'ppo.py' and size == 's'").iloc[0]
+    noise = score.noise_pairs(score.read_ledger(rows.args["rows"]), baseline, "truth")
+    assert sorted(noise) == pytest.approx([-0.001, -0.001, -0.001, 0.001, 0.001])
+    score.main(score.Args(["ppo.py --kl-coef 0"], **rows.args))
+    floor = stats.t.ppf(0.975, 4) * numpy.std(noise, ddof=1) / numpy.sqrt(3)
+    assert f"noise floor of a difference in truth: {floor:.3f} (5 A/A runs)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", *(f"{name}/README.md" for name in ("quickstart", "variants", "ablations"))]
+)
+def test_pages_show_the_tables_of_the_committed_rows(page, tmp_path, monkeypatch, capsys):
+    """Each table under a command of score.py, or its first columns; the first page has that of the quick start's."""
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / page).read_text()
+    source = text if page != "README.md" else (ROOT / "quickstart/README.md").read_text()
+    commands = re.findall(r"^ *python (quickstart/score.py --show .*--commit .*)$", source, re.MULTILINE)
+    assert commands
+    for command in commands[: 1 if page == "README.md" else None]:
+        for size in ("xs", "s", "m") if "$size" in command else ["s"]:
+            words = shlex.split(command.replace("$size", size))[1:]
+            score.main(tyro.cli(score.Args, args=[*words, "--figure", str(tmp_path / "figure.png")]))
+            lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+            cuts = ["\n".join("|".join(line[:columns]) + "|" for line in lines) for columns in (8, len(lines[0]) - 1)]
+            assert any(f"\n{cut}\n\n" in text for cut in cuts), command
+
+
+def test_wrong_facts_by_hand():
+    post = "My sister (24F) broke my laptop and I am angry."
+    assert metric.wrong_facts(post, "sister broke laptop, 24, angry") == 0
+    assert metric.wrong_facts(post, "sister broke laptop and bike, 25, sad, move out?") == 4
