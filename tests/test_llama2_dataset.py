@@ -257,8 +257,9 @@ def test_the_base_gets_the_turns_that_it_lacks(prepare, capsys):
     bare = ROOT / "quickstart" / "bases" / "nano-xs"
     sources = {"n=pairs": [pair((x, "b", "c")) for x in WORDS[:10]], "p=tldr:train": [post()]}
     data, _, statistics = prepare(sources, base=str(bare))
-    check_data.main(check_data.Args(str(statistics.parent), tokenizer=str(statistics.parent / "base"), num_proc=1))
-    assert " ".join(capsys.readouterr().out.split()).count(": no damage; in 0 of ") == 4
+    for name in ("sft", "preference"):
+        check_data.main(check_data.Args(str(statistics.parent / name), str(statistics.parent / "base")))
+    assert capsys.readouterr().out.count("rows, no damage") == 4
     tokenizer = AutoTokenizer.from_pretrained(statistics.parent / "base")
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     row = data["train"][0]
