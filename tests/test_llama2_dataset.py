@@ -206,7 +206,7 @@ def test_posts_are_those_of_tldr_dataset(prepare, tokenizer):
     assert len(found) == len(rows)
     limits = tldr_dataset.Args(max_query_length=32, max_rm_response_length=8)
     for i, row in enumerate(rows, 1):
-        expected = tldr_dataset.process_preference_row(row, tokenizer, limits)
+        expected = tldr_dataset.process_preference_row(tldr_dataset.pair_fields(row), tokenizer, limits)
         same = set(expected) - {"id", "info", "summaries", "worker", "batch", "split"}
         assert {x: found[f"posts_{i:07d}"][x] for x in same} == {x: expected[x] for x in same}
 

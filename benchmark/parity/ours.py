@@ -357,8 +357,8 @@ def tokenise(work: Path, patches, posts: list[dict], pairs: list[dict], tokenize
     args = module.Args(tokenizer="-")
     rows = {"sft": [], "preference": []}
     for name, raw, process in (
-        ("sft", posts, module.process_sft_row),
-        ("preference", pairs, module.process_preference_row),
+        ("sft", posts, lambda row, *rest: module.process_sft_row(module.post_fields(row), *rest)),
+        ("preference", pairs, lambda row, *rest: module.process_preference_row(module.pair_fields(row), *rest)),
     ):
         for row in raw:
             try:
