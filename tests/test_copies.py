@@ -16,8 +16,7 @@ OURS = [
     *STAGES,
     "tldr_dataset.py",
     *(f"benchmark/{name}.py" for name in ("convert_released", "plan", "smollm2")),
-    *(f"benchmark/speed/{name}.py" for name in ("throughput", "trl_peer")),
-    "ablations/compile_speed.py",
+    *(f"benchmark/speed/{name}.py" for name in ("speed", "trl_peer")),
     *(f"ensembles/{name}.py" for name in ("alpaca_dataset", "average", "best_of_n", "figures", "gold_label", "study")),
     *(
         f"eval/{name}.py"
@@ -33,6 +32,7 @@ IMPORTS = {
     "ensembles/alpaca_dataset.py": "preference_dataset",
     "eval/gold.py": "judge",
     "quickstart/metric.py": "posts",
+    "quickstart/report.py": "metric",
 }
 FOR_TOOLS = {"eval_helpers", "ppo", "reward", "tldr_dataset", "run_metrics", "truth"}
 MARK = "# ==== data"

@@ -200,7 +200,8 @@ def test_the_metric_by_hand(world, tmp_path, monkeypatch):
     references = [f" {row['summary']}<|endoftext|>" for row in told]
     responses = tokenizer(references, padding=True, padding_side="right", return_tensors="pt").input_ids
     monkeypatch.setattr(ppo, "sample", lambda *_: (responses, None))
-    found = metric.measure(metric.Args(str(world.model), str(world.model), str(folder), posts=6))
+    found, rows, _ = metric.measure(metric.Args(str(world.model), str(world.model), str(folder), posts=6))
+    assert rows == told
     expected = {"rougeL": 1.0, "win_rate": 0.5, "eos_rate": 1.0, "kl": 0.0, "wrong_facts": 0.0}
     assert {key: found[key] for key in expected} == pytest.approx(expected)
     constant = ppo.load_reward_model(str(make_constant(folder, tmp_path / "constant")), tokenizer)
@@ -246,3 +247,16 @@ def test_wrong_facts_by_hand():
     post = "My sister (24F) broke my laptop and I am angry."
     assert metric.wrong_facts(post, "sister broke laptop, 24, angry") == 0
     assert metric.wrong_facts(post, "sister broke laptop and bike, 25, sad, move out?") == 4
+
+
+def test_the_page_has_the_numbers_of_the_summaries_that_need_no_model():
+    rows, _ = metric.fresh_posts(500)
+    page = (ROOT / "quickstart/README.md").read_text()
+    for name, column in (
+        ("the reference", "summary"),
+        ("a nearly perfect summary", "near_perfect"),
+        ("the title", "copied_title"),
+    ):
+        found = metric.text_numbers(rows, [row[column] for row in rows])
+        line = "| {truth:.3f} | {win_rate:.3f} | {wrong_facts:.2f} | {words:.1f} | {rougeL:.3f} |".format(**found)
+        assert f"| {name} {line}" in page
