@@ -25,7 +25,7 @@ OURS = [
     *(f"eval/{name}.py" for name in ("samples", "visualize_tokens")),
     *(f"llama2/{name}.py" for name in ("margins", "preference_dataset")),
     *(f"quickstart/{name}.py" for name in ("curves", "metric", "nano", "posts", "pretrain", "report")),
-    *(f"quickstart/{name}.py" for name in ("score", "truth")),
+    *(f"quickstart/{name}.py" for name in ("paired", "score", "truth")),
 ]
 # tools may take from the stage scripts, and from each other what is named here; no stage script imports
 IMPORTS = {
@@ -33,6 +33,7 @@ IMPORTS = {
     "eval/gold.py": "judge",
     "quickstart/metric.py": "posts",
     "quickstart/report.py": "metric",
+    "quickstart/score.py": "paired",
 }
 FOR_TOOLS = {"eval_helpers", "ppo", "reward", "tldr_dataset", "run_metrics", "truth"}
 MARK = "# ==== data"
