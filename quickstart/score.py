@@ -61,7 +61,13 @@ NOISE = {"sft": [4], "reward": [4], "ppo": [16], "dpo": [4]}  # micro-batch size
 CONFIRM = range(101, 109)
 NUMBERS = {"truth": 3, "win_rate": 3, "wrong_facts": 2, "words": 1, "kl": 2, "score": 2, "eos_rate": 2, "accuracy": 3}
 NUMBERS |= {"rougeL": 3, "seconds": 0}  # with their digits in the table
-HEADS = {"win_rate": "win rate", "wrong_facts": "wrong facts", "kl": "KL to SFT", "eos_rate": "EOS rate"}
+HEADS = {
+    "win_rate": "win rate",
+    "wrong_facts": "wrong facts",
+    "kl": "KL to SFT",
+    "eos_rate": "EOS",
+    "rougeL": "ROUGE-L",
+}
 COLUMNS = ["key", "bed", "version", "commit", "date", "candidate", "note", "stage", "size", "seed", "cpu", "threads"]
 COLUMNS += ["torch", "transformers", *NUMBERS, "failed"]
 

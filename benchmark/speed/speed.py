@@ -70,7 +70,7 @@ PASSES = {"sft": 3, "reward": 3, "dpo": 4, "dpo, reference kept": 3, "ppo": 3 * 
 @dataclass
 class Args:
     stages: Annotated[tuple[Literal["sft", "reward", "dpo", "ppo"], ...], tyro.conf.Positional]
-    """what to measure"""
+    """stages to measure, one after the other"""
     script: str | None = None
     """a copy of the stage's script that runs in its place; default: the stage's own"""
     peer: Literal["none", "trl-1.16.0", "trl-1.11.0"] = "none"
@@ -83,9 +83,9 @@ class Args:
     batch_size: int = 64
     """rows, pairs or episodes of an update"""
     micro_batch_size: int = 8
-    """of a forward and backward pass, for both"""
+    """rows, pairs or episodes in a forward and backward pass, for both"""
     forward_batch_size: int = 8
-    """of a pass without gradient, for the peer"""
+    """rows, pairs or episodes in a pass without gradient, for the peer"""
     sample_batch_size: int = 32
     """episodes that ppo.py samples at a time"""
     raw: str = "../shared/data"
