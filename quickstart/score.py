@@ -211,7 +211,7 @@ def trained(one: Candidate, inputs: dict[str, Path], seed: int, args: Args) -> P
     if one.stage == "sft" and args.size == "m":
         flags += ["--num-train-epochs", 3]
     with FileLock(f"{folder}.lock"):  # two calls at once, or two candidates with one upstream run
-        if not Path(f"{folder}.done").exists():
+        if not ((folder / "model").exists() and Path(f"{folder}.done").exists()):
             if (folder / "model").exists():  # saved by a run that failed afterwards
                 shutil.rmtree(folder)
             resume = ["--resume"] if (folder / "args.json").exists() else []

@@ -4,6 +4,7 @@ a ledger that keeps what is there. The training itself is the stages' own and is
 import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -308,10 +309,19 @@ def test_a_run_that_saved_a_model_and_failed_is_made_again(tmp_path, monkeypatch
         with pytest.raises(RuntimeError, match="diverged"):
             score.trained(one, {}, 1, args)
     made = []
-    monkeypatch.setattr(score, "run", lambda *_: made.append(1))
+
+    def works(command, log):
+        folder = Path(command[command.index("--output-dir") + 1])
+        (folder / "model").mkdir(parents=True)
+        made.append(folder)
+
+    monkeypatch.setattr(score, "run", works)
     for _ in range(2):
-        score.trained(one, {}, 1, args)
-    assert made == [1]
+        folder = score.trained(one, {}, 1, args)
+    assert made == [folder]
+    shutil.rmtree(folder)  # as is done with a model that a later run has changed
+    score.trained(one, {}, 1, args)
+    assert made == [folder] * 2
 
 
 def test_a_script_that_is_edited_meanwhile_has_no_row(tmp_path, monkeypatch):
