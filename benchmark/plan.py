@@ -4,8 +4,8 @@
     python benchmark/plan.py ppo --model 1b --gpus 1 --zero 0 --lora-r 16 --gpu-memory 24
     python benchmark/plan.py > benchmark/results/plan.md              # every stage and size of the paper
 
-It needs neither network nor weights. tests/test_plan.py compares the memory with what nano runs allocate and with the
-peaks of 1b on one H100 (benchmark/results/h100). --reserve stands for what the terms leave out: the CUDA context, NCCL
+It needs neither network nor weights. tests/test_plan.py compares the memory of training with the peaks of 1b on one
+H100 (benchmark/results/h100). --reserve stands for what the terms leave out: the CUDA context, NCCL
 and the gaps of the allocator. Evaluation and PPO's scoring need less memory than sampling or training, and dpo.py's
 reference has left the device before training. The hours are those of 1b on that H100 (random weights, few updates), in
 proportion to the parameters and divided by the number of GPUs. They ignore micro-batch, offloading and the number of

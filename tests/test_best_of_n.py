@@ -4,21 +4,18 @@ import itertools
 import json
 import math
 import os
-import random
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
 import best_of_n
-import nano
 import numpy
 import pandas
 import pytest
 import torch
 import truth
-from conftest import files, make_constant, sample_by_hand
+from conftest import files, make_reward_model, make_talker, sample_by_hand
 from datasets import load_from_disk
-from transformers import AutoModelForCausalLM
 
 import ppo
 import reward
@@ -30,37 +27,17 @@ GOLD = f"{Path(truth.__file__)}:score"
 
 @pytest.fixture(scope="module")
 def made(world, tmp_path_factory) -> SimpleNamespace:
-    """A GPT-2 that ends some responses early and likes ids beyond the tokenizer (its positions are absolute, so a
-    cached prompt must not shift them), and three reward models, the first one a GPT-2."""
+    """A policy that ends some responses early, and three reward models."""
     root = tmp_path_factory.mktemp("best_of_n")
     tokenizer = reward.load_tokenizer(str(world.tokenizer))
     data = load_from_disk(str(world.dataset))["validation"].with_format("torch")
-    nano.main(nano.Args(tokenizer=str(world.tokenizer), architecture="gpt2", output_dir=str(root / "gpt2")))
-    model = AutoModelForCausalLM.from_pretrained(root / "gpt2", dtype=torch.float32).eval()
-    model.resize_token_embeddings(len(tokenizer) + 5, mean_resizing=False)
-    query = data[9]["query_token"]
-    with torch.no_grad():  # tied embeddings: the logits grow with them, and EOS is likely after any query
-        model.get_input_embeddings().weight *= 6
-        for name, parameter in model.named_parameters():  # what was said before the last token matters
-            parameter *= 10 if "attn.c" in name else 1
-        hidden = model.transformer(query[query != tokenizer.pad_token_id][None]).last_hidden_state[0].mean(0)
-        model.get_input_embeddings().weight[tokenizer.eos_token_id] = 5 * hidden / hidden.square().sum()
-        model.get_input_embeddings().weight[tokenizer.pad_token_id :] = 50 * hidden / hidden.square().sum()
-    model.save_pretrained(root / "policy")
-    tokenizer.save_pretrained(root / "policy")
-    rewards, generator = [str(root / f"reward_{i}") for i in range(3)], torch.Generator().manual_seed(1)
-    for folder, base in zip(rewards, (root / "gpt2", world.model, world.model), strict=True):
-        model = reward.new_reward_model(str(base), tokenizer)
-        with torch.no_grad():
-            for name, parameter in model.model.named_parameters():
-                scale = 1.0 if "score" in name else 0.1
-                parameter += scale * torch.randn(parameter.shape, generator=generator)
-        model.to_transformers().save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    args = {"policy": str(root / "policy"), "reward_model_paths": rewards, "gold": GOLD, "prompts": PROMPTS}
+    policy = make_talker(world, root / "policy", eos=0.15)
+    torch.manual_seed(1)
+    rewards = [str(make_reward_model(policy, root / f"reward_{i}", i / 10)) for i in range(3)]
+    args = {"policy": str(policy), "reward_model_paths": rewards, "gold": GOLD, "prompts": PROMPTS}
     args |= {"dataset": str(world.dataset), "samples": N, "response_length": R, "micro_batch_size": 5, "top_p": 0.8}
     args |= {"standardise_posts": 5}
-    return SimpleNamespace(policy=str(root / "policy"), rewards=rewards, tokenizer=tokenizer, data=data, args=args)
+    return SimpleNamespace(policy=str(policy), rewards=rewards, tokenizer=tokenizer, data=data, args=args)
 
 
 @pytest.fixture(scope="module")
@@ -103,19 +80,6 @@ def over_subsets(objective: list, value: list, n: int) -> Fraction:
         best = [Fraction(value[i]) for i in subset if objective[i] == top]
         total, count = total + sum(best) / len(best), count + 1
     return total / count
-
-
-def test_the_estimator_is_the_mean_over_all_subsets():
-    draw = random.Random(1)
-    for levels, size in itertools.product((2, 4, 1000), (1, 2, 5, 8)):  # many ties, some, none
-        objective = [[draw.randrange(levels) for _ in range(size)] for _ in range(3)]
-        values = [[[draw.randrange(-50, 50) for _ in range(size)] for _ in range(3)] for _ in range(2)]
-        ns = range(1, size + 1)
-        weights = numpy.stack([best_of_n.bon_weights(n, size) for n in ns])
-        found = best_of_n.bon_values(numpy.array(objective, float), [numpy.array(v, float) for v in values], weights)
-        for value, means in zip(values, found, strict=True):
-            exact = [[float(over_subsets(o, v, n)) for n in ns] for o, v in zip(objective, value, strict=True)]
-            assert means == pytest.approx(numpy.array(exact), abs=1e-12)
 
 
 def test_weights_against_exact_binomials_at_the_papers_size():
@@ -184,25 +148,9 @@ def test_the_tables_of_a_hand_made_case(tmp_path):
         for column in ("gold", "proxy"):
             single = sum(sum(found[method, n][column]) / 3 for method in methods[:3]) / 3
             assert rows["single", n][column] == pytest.approx(float(single), abs=1e-12)
-    (folder / "samples_000001.npz").unlink()  # tables of the prompts that there are, with a penalty of 0
-    best_of_n.main(best_of_n.Args(output_dir=str(folder), estimate=True, uwo_lambda=0.0))
-    table = pandas.read_csv(folder / "best_of_n.csv").set_index("method")
-    assert (table.loc["mean"].to_numpy() == table.loc["uwo"].to_numpy()).all()
-    golds = [float(found["mean", 5]["gold"][i]) for i in (0, 2)]
-    assert table.loc["mean"]["gold"].iloc[-1] == pytest.approx(sum(golds) / 2)
 
 
 # ---- sampling ----------------------------------------------------------------------------------------------------
-
-
-def test_top_p_by_hand():
-    for probs, top_p, kept in (
-        ([0.05, 0.5, 0.15, 0.3], 0.9, [1, 2, 3]),  # 0.8 is not enough
-        ([0.125, 0.5, 0.125, 0.25], 0.75, [1, 3]),  # exactly enough
-        ([0.25] * 4, 0.5, [0, 1]),  # the first of equals
-    ):
-        found = best_of_n.nucleus(torch.tensor([probs]).log(), top_p)[0]
-        assert found.isfinite().nonzero().flatten().tolist() == kept
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 0.8), (1.4, 1.0)])
@@ -306,20 +254,11 @@ def test_processes_share_the_prompts(made, written, tmp_path, monkeypatch):
 # ---- bad input ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"top_p": 1.1}, "--top-p 1.1"),
-        ({"reward_model_paths": ["constant"]}, "constant: its scores"),
-        ({"gold": "gold.py:huge"}, r"prompt 0 \("),
-    ],
-)
-def test_bad_input_is_named_and_no_sample_is_written(made, tmp_path, monkeypatch, changes, named):
-    monkeypatch.chdir(tmp_path)
-    Path("gold.py").write_text("def huge(*_):\n    return 1e999\n")
-    make_constant(Path(made.rewards[1]), Path("constant"))
-    with pytest.raises(SystemExit, match=f"^error: .*{named}"):
-        best_of_n.main(best_of_n.Args(**made.args | {"output_dir": "x", "samples": 2} | changes))
+def test_an_infinite_gold_is_named_and_no_sample_is_written(made, tmp_path):
+    (tmp_path / "gold.py").write_text("def huge(*_):\n    return 1e999\n")
+    changes = {"gold": f"{tmp_path}/gold.py:huge", "output_dir": str(tmp_path / "x"), "samples": 2}
+    with pytest.raises(SystemExit, match=r"^error: .*prompt 0 \("):
+        best_of_n.main(best_of_n.Args(**made.args | changes))
     assert not list(tmp_path.glob("x/samples_*"))
 
 

@@ -1,7 +1,6 @@
 """quickstart/: generated posts with a known truth, nano models, their pretraining, and the commands of run.sh."""
 
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -9,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from math import cos, pi
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -26,12 +24,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-CORE, EXTRA = {"person", "event", "object"}, {"age", "feeling", "question"}
-# the shares of posts with so many facts, as posts.py describes them
-POST_FACTS = {4: 1 / 6, 5: 2 / 6, 6: 3 / 6}
 SPLITS = ("train", "validation", "test")
 MEDIUM = {"num_train": 2000, "num_validation": 300, "num_test": 300, "num_comparisons": 2000}
-MEDIUM |= {"num_validation_comparisons": 400, "num_cnndm_comparisons": 300, "num_pretraining": 400}
+MEDIUM |= {"num_validation_comparisons": 400, "num_cnndm_comparisons": 300, "num_pretraining": 80}
 SMALL = {"num_train": 60, "num_validation": 12, "num_test": 12, "num_comparisons": 40}
 SMALL |= {"num_validation_comparisons": 30, "num_cnndm_comparisons": 30, "num_pretraining": 20, "vocab_size": 400}
 
@@ -88,17 +83,7 @@ def test_score_by_hand(summary, expected):
     assert truth.score(POST, summary) == pytest.approx(expected, abs=1e-12)
 
 
-def test_score_counts_the_facts_of_the_post():
-    assert truth.score("My car.", "The car") == 1
-    assert truth.score("My car. Or the bike of a wife?", "The car") == pytest.approx(1 / 3)
-    assert truth.score("I was 24 when I turned 25.", "24 and 31") == 0  # one of two, and one wrong
-    for text in ("", "The carpenter was 17 this morning."):
-        with pytest.raises(ValueError, match="no fact in the post"):
-            truth.score(text, "my sister")
-
-
 def test_each_value_names_itself_only():
-    assert set(truth.FACTS) == CORE | EXTRA
     for kind, values in truth.FACTS.items():
         assert len(values) == len(set(values)) >= 20
         for value in values:
@@ -129,25 +114,6 @@ def test_no_post_is_in_two_splits(all_posts):
     assert not any("{" in row["title"] + row["post"] + row["summary"] for row in all_posts)  # templates are filled
 
 
-def kinds_told(text: str) -> dict[str, str]:
-    """Kind -> value of the facts in a text that has no kind twice."""
-    found = truth.find_facts(text)
-    assert all(len(values) <= 1 for values in found.values()), (text, found)
-    return {kind: value for kind, values in found.items() for value in values}
-
-
-def test_every_post_holds_one_value_of_four_to_six_kinds(all_posts, pairs):
-    articles = [text for row, text, _ in pairs if row["info"]["article"]]
-    for texts in ([row["post"] for row in all_posts], articles):
-        told = [kinds_told(text) for text in texts]
-        assert all(CORE <= set(facts) for facts in told)
-        assert {len(facts) for facts in told} == set(POST_FACTS)
-        for n, share in POST_FACTS.items():
-            assert close([len(facts) == n for facts in told], share)
-        values = {(kind, value) for facts in told for kind, value in facts.items()}
-        assert texts is articles or values == {(kind, v) for kind in truth.FACTS for v in truth.FACTS[kind]}
-
-
 # ---- comparisons ----------------------------------------------------------------------------------------------------
 
 
@@ -163,86 +129,32 @@ def test_pairs_are_about_posts_of_their_split(raw):
         sources = {row["id"]: row for row in read_jsonl(raw / f"posts/{split}.jsonl")}
         for row in tables[split]:
             source = sources[row["info"]["id"]]
-            copied = {"reference": source["summary"], "copied_title": source["title"]}
             assert row["info"] == {key: source.get(key) for key in row["info"]}
-            for summary in row["summaries"]:
-                assert summary["text"] == f" {copied.get(summary['policy'], summary['text'][1:])}"
-    articles = {(row["info"]["id"], row["info"]["article"]) for row in tables["cnndm"]}
-    assert len({name for name, _ in articles}) == len({text for _, text in articles}) == len(tables["cnndm"])
 
 
-def test_choice_follows_the_truth_with_the_noise_share(pairs, tmp_path):
+def test_choice_follows_the_truth_with_the_noise_share(pairs):
     gaps = [abs(scores[0] - scores[1]) for _, _, scores in pairs]
     assert 0.25 - 1e-6 <= min(gaps) < 0.27  # no pair without a right choice
     assert close([scores[1] > scores[0] for _, _, scores in pairs], 0.5)  # the better one is as often the second
     for about_articles in (False, True):
         rows = [pair for pair in pairs if bool(pair[0]["info"]["article"]) == about_articles]
         assert close([row["choice"] != (scores[1] > scores[0]) for row, _, scores in rows], 0.25)
-    posts.main(posts.Args(output_dir=str(tmp_path / "raw"), label_noise=0, **SMALL))
-    for row in read_jsonl(tmp_path / "raw/comparisons/train.jsonl"):
-        first, second = (truth.score(row["info"]["post"], summary["text"]) for summary in row["summaries"])
-        assert row["choice"] == (second > first)
 
 
-def test_confidence_is_on_the_side_of_the_choice_and_follows_the_gap(pairs):
-    gaps = {1: [], 2: [], 3: [], 4: []}
-    for row, _, scores in pairs:
-        confidence = row["extra"]["confidence"]
-        if confidence is not None:
-            assert (confidence > 5) == (row["choice"] == 1)
-            gaps[abs(confidence - 5)].append(abs(scores[0] - scores[1]))
-    for level in (1, 2, 3):
-        assert max(gaps[level]) <= min(gaps[level + 1]) + 1e-5
+# ---- nano, pretrain -------------------------------------------------------------------------------------------------
 
 
-# ---- nano -----------------------------------------------------------------------------------------------------------
-
-
-def make_nano(folder: Path, tokenizer: Path, **kwargs) -> Path:
-    nano.main(nano.Args(output_dir=str(folder), tokenizer=str(tokenizer), **kwargs))
-    return folder
-
-
-# ---- pretrain -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def base(raw, tmp_path_factory) -> Path:
-    """A model of size xs with random weights for the tokenizer of `raw`."""
-    return make_nano(tmp_path_factory.mktemp("base") / "nano-xs", raw / "tokenizer")
-
-
-def test_pretraining_is_the_documented_loop(raw, base, tmp_path):
-    folder = tmp_path / "nano"
-    settings = {"steps": 3, "batch_size": 8, "held_out": 40, "eval_every": 2, "learning_rate": 0.2, "seed": 5}
-    pretrain.main(pretrain.Args(model=str(base), documents=str(raw), output_dir=str(folder), **settings))
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
-    texts = [row["text"] for row in read_jsonl(raw / "pretraining.jsonl")]
-    documents = [torch.tensor([*ids, 0]) for ids in tokenizer(texts)["input_ids"]]
-    batches = pretrain.batches_of(documents[40:], 8, seed=5)  # the first 40 are held out
-    masks = [pretrain.restated_words(tokenizer, *pair) for pair in zip(texts[:40], documents[:40], strict=True)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.1)
-    losses, lines = [], []
-    for step in (1, 2, 3):
-        optimizer.param_groups[0]["lr"] = 0.2 * step / 100 * (1 + cos(pi * step / 3)) / 2  # 100 steps up, cosine to 0
-        loss, _, _ = pretrain.document_loss(model, batches[step - 1])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if step > 1:  # a line of the mean since the line before
-            lines.append({"step": step, "loss": fmean(losses)} | pretrain.evaluate(model, documents[:40], masks))
-            losses = []
-    found = [{key: float(value) for key, value in row.items()} for row in read_csv(folder / "pretraining.csv")]
-    assert found == [pytest.approx(line, rel=1e-5) for line in lines]
-    written = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
-    assert all(written[name].equal(weight.to(torch.bfloat16)) for name, weight in model.state_dict().items())
+def test_pretraining_learns(raw, tmp_path):
+    nano.main(nano.Args(output_dir=str(tmp_path / "base"), tokenizer=str(raw / "tokenizer")))
+    paths = {"model": str(tmp_path / "base"), "documents": str(raw), "output_dir": str(tmp_path / "nano")}
+    pretrain.main(pretrain.Args(**paths, steps=20, batch_size=8, held_out=20, eval_every=10))
+    first, last = (float(row["held_out_loss"]) for row in read_csv(tmp_path / "nano/pretraining.csv"))
+    assert last < first - 0.05 and AutoModelForCausalLM.from_pretrained(tmp_path / "nano").dtype == torch.bfloat16
 
 
 # 12 h^2 + 13 h a layer and 2 h for the last norm: h = 64, 96, 128 and 2, 4, 4 layers
 @pytest.mark.parametrize(("size", "parameters"), [("xs", 100_096), ("s", 447_552), ("m", 793_344)])
 def test_the_bases_of_the_repository_can_copy(raw, size, parameters):
-    """pretrain.evaluate gives the loss and the accuracy of a loop over single documents without padding."""
     folder = ROOT / "quickstart/bases" / f"nano-{size}"
     with safe_open(folder / "model.safetensors", "pt") as weights:
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}
@@ -252,35 +164,10 @@ def test_the_bases_of_the_repository_can_copy(raw, size, parameters):
     other = AutoTokenizer.from_pretrained(ROOT / "quickstart/bases/nano-xs")  # they share their tokenised data
     assert tokenizer.get_vocab() == other.get_vocab() and tokenizer.pad_token is None and tokenizer.eos_token_id == 0
     assert len(tokenizer) < base.config.vocab_size  # room for [PAD]
-    # of another seed than what it has read; two batches, of 32 and 8
-    texts = [row["text"] for row in read_jsonl(raw / "pretraining.jsonl")[:40]]
+    texts = [row["text"] for row in read_jsonl(raw / "pretraining.jsonl")[:40]]  # of another seed than it has read
     documents = [torch.tensor([*ids, 0]) for ids in tokenizer(texts)["input_ids"]]
     masks = [pretrain.restated_words(tokenizer, *pair) for pair in zip(texts, documents, strict=True)]
-    found = pretrain.evaluate(base, documents, masks)
-    losses, hits = [], []
-    for document, mask in zip(documents, masks, strict=True):
-        with torch.no_grad():
-            logprobs = base(document[None, :]).logits[0, :-1].log_softmax(-1)
-        losses += [-logprobs[t, token].item() for t, token in enumerate(document[1:].tolist())]
-        hits += (logprobs.argmax(-1) == document[1:])[mask[1:]].tolist()
-    assert found == pytest.approx({"held_out_loss": fmean(losses), "copying_accuracy": fmean(hits)}, rel=1e-5)
-    assert found["copying_accuracy"] > 0.9
-
-
-# ---- bad input ------------------------------------------------------------------------------------------------------
-
-
-def test_bad_input_is_one_message_and_leaves_nothing_behind(raw, base, tmp_path):
-    given = {"model": str(base), "documents": str(raw), "batch_size": 8, "output_dir": str(tmp_path / "new")}
-    for changes, named in (
-        ({"held_out": 393}, "--held-out"),
-        ({"documents": "/nowhere"}, "/nowhere/pretraining.jsonl"),
-    ):
-        with pytest.raises(SystemExit, match=f"^error: .*{named}"):
-            pretrain.main(pretrain.Args(**given | changes))
-    with pytest.raises(SystemExit, match="^error: .*--label-noise"):
-        posts.main(posts.Args(output_dir=str(tmp_path / "new"), label_noise=1.5))
-    assert not [*tmp_path.iterdir()]
+    assert pretrain.evaluate(base, documents, masks)["copying_accuracy"] > 0.9
 
 
 # ---- run.sh: the commands that it gives, recorded by a stand-in for python -------------------------------------------
@@ -435,9 +322,3 @@ def test_the_command_of_an_ablation_runs(fast_work, name):
     args = run_here([script, *flags], **sizes)
     lines = read_jsonl(Path(args.output_dir, "metrics.jsonl"))
     assert lines[-1]["update"] == 2 and Path(args.output_dir, "model/config.json").exists()
-    if name == "short":
-        plain = run_here(["ppo.py", *flags[:-1], "runs/plain"], **sizes)
-        without = read_jsonl(Path(plain.output_dir, "metrics.jsonl"))[0]
-        shorter = without["objective/score"] - 0.01 * without["response/length"]  # the first samples are the same
-        assert lines[0]["objective/score"] == pytest.approx(shorter, abs=1e-5)
-        assert json.loads(Path(args.output_dir, "args.json").read_text())["stage"] == "ppo_short"
