@@ -160,9 +160,9 @@ def tokens(work: Path, patches, posts: list[dict], pairs: list[dict], news: list
     """Return the token columns of raw posts, pairs, and pairs about news."""
     module = load("tldr_dataset.py", work, patches)
     args = module.Args()
-    rows = {"posts": [module.process_sft_row(row, tokenizer, args) for row in posts]}
-    rows["pairs"] = [module.process_preference_row(row, tokenizer, args) for row in pairs]
-    rows["CNN/DM pairs"] = [module.process_preference_row(row, tokenizer, args) for row in news]
+    rows = {"posts": [module.process_sft_row(module.post_fields(row), tokenizer, args) for row in posts]}
+    for name, part in (("pairs", pairs), ("CNN/DM pairs", news)):
+        rows[name] = [module.process_preference_row(module.pair_fields(row), tokenizer, args) for row in part]
     return {
         f"{column} of {len(part)} {name}": torch.tensor([row[column] for row in part])
         for name, part in rows.items()
