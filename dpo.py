@@ -79,10 +79,6 @@ class Args:
 
     beta: float = 0.05
     """scale of the implicit reward and strength of the implied KL penalty (table 6)"""
-    loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
-    """sigmoid: DPO's loss (equation 4); ipo: the squared loss of IPO (Azar et al., 2023)"""
-    label_smoothing: float = 0.0
-    """assumed share of flipped labels (conservative DPO); 0 in the paper; only for --loss-type sigmoid"""
     num_train_epochs: float = 1
     """passes over the train split (table 6)"""
     total_episodes: int | None = None
@@ -119,17 +115,11 @@ def dpo_loss(
     ref_chosen: torch.Tensor,
     ref_rejected: torch.Tensor,
     beta: float,
-    loss_type: str = "sigmoid",
-    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Return the loss per pair (b,) from the summed log-probabilities (b,) of the responses under policy and reference.
-
-    sigmoid: equation 4, -log sigmoid(beta h), where h is the log-ratio of chosen minus the log-ratio of rejected. With
-    label smoothing e, it is (1 - e) times that plus e times the loss of the flipped pair. ipo: (h - 1 / (2 beta))^2."""
+    """Return equation 4's loss per pair (b,), -log sigmoid(beta h), where h is the log-ratio of policy and reference of
+    the chosen response minus that of the rejected one. Inputs are summed log-probabilities (b,)."""
     h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
-    if loss_type == "ipo":
-        return (h - 1 / (2 * beta)) ** 2
-    return -(1 - label_smoothing) * F.logsigmoid(beta * h) - label_smoothing * F.logsigmoid(-beta * h)
+    return -F.logsigmoid(beta * h)
 
 
 def pair_logprobs(model, pairs: dict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,8 +177,6 @@ def main(args: Args):
     args.micro_batch_size = args.micro_batch_size or min(MICRO_BATCH_SIZES.get(args.model, 8), args.batch_size // world)
     sft_folder = local_checkpoint("--sft-model-path", args.sft_model_path)
     tokenizer = load_tokenizer(sft_folder)
-    if args.label_smoothing and args.loss_type == "ipo":
-        fail(f"--label-smoothing {args.label_smoothing} has no effect on --loss-type ipo; leave it at 0")
     pad_id = tokenizer.pad_token_id
     data = load_splits("--preference-dataset", args.preference_dataset, PREFERENCE_COLUMNS, tokenizer)
     if "weight" in data["train"].column_names and data["train"].unique("weight") != [1.0]:
@@ -246,7 +234,7 @@ def main(args: Args):
         for mb in accumulate(accelerator, model, mbs):
             chosen, rejected = pair_logprobs(model, mb)
             ref = (mb["ref_chosen"], mb["ref_rejected"])
-            losses = dpo_loss(chosen, rejected, *ref, args.beta, args.loss_type, args.label_smoothing)  # change here
+            losses = dpo_loss(chosen, rejected, *ref, args.beta)  # change here
             loss = losses.sum()
             accelerator.backward(loss * world / args.batch_size)  # DDP and DeepSpeed average over devices
             chosen_reward = args.beta * (chosen.detach() - mb["ref_chosen"])  # equation 5
@@ -417,7 +405,7 @@ def pair_inputs(model, pairs: dict) -> dict:
 def check_pairs(model, path: str, width: int, pad_id: int):
     """End with an error unless a model gives a rejected response the same states in its pair's row as in a row of its
     own, for rows of up to `width` tokens. They differ if its attention ignores our mask or position ids."""
-    problem = f"{path}: {type(model).__name__} cannot process a pair in one row, as {STAGE}.py does"
+    problem = f"{path}: {type(model).__name__} cannot process a pair in one row, as {Path(__file__).name} does"
     ids = torch.tensor([i for i in range(101) if i != pad_id])
     chosen = ids[torch.arange(width) % 100][None]  # (1, width); the first half is the query
     rejected = chosen.clone()

@@ -369,7 +369,7 @@ def pair_inputs(model, pairs: dict) -> dict:
 def check_pairs(model, path: str, width: int, pad_id: int):
     """End with an error unless a model gives a rejected response the same states in its pair's row as in a row of its
     own, for rows of up to `width` tokens. They differ if its attention ignores our mask or position ids."""
-    problem = f"{path}: {type(model).__name__} cannot process a pair in one row, as {STAGE}.py does"
+    problem = f"{path}: {type(model).__name__} cannot process a pair in one row, as {Path(__file__).name} does"
     ids = torch.tensor([i for i in range(101) if i != pad_id])
     chosen = ids[torch.arange(width) % 100][None]  # (1, width); the first half is the query
     rejected = chosen.clone()

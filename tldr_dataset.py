@@ -196,8 +196,8 @@ def widths_of(args: Args, name: str, cnndm: bool) -> tuple[int, int, int]:
 
 
 def process_sft_row(row: dict, tokenizer, args: Args) -> dict:
-    """Return all columns of an SFT row. Raises ValueError naming a field that is wrong."""
-    columns = post_fields(row)
+    """Return all columns of an SFT row, from its fields as post_fields returns them."""
+    columns = dict(row)
     widths = widths_of(args, "sft", cnndm=False)
     query = query_columns(columns, tokenizer, widths[0])
     columns |= query
@@ -206,8 +206,8 @@ def process_sft_row(row: dict, tokenizer, args: Args) -> dict:
 
 
 def process_preference_row(row: dict, tokenizer, args: Args) -> dict:
-    """Return all columns of a pair. Raises ValueError naming a field that is wrong."""
-    columns = pair_fields(row)
+    """Return all columns of a pair, from its fields as pair_fields returns them."""
+    columns = dict(row)
     widths = widths_of(args, "preference", is_cnndm(row))
     query = query_columns(columns["info"], tokenizer, widths[0])
     columns |= query
@@ -441,8 +441,9 @@ def process_split(name: str, split: str, rows: RawRows, tokenizer, args: Args, f
     stored = {column: types[column] for column in types if column in checked[0]}
 
     def process(row: dict) -> dict:
+        fields = {column: row[column] for column in stored}
         try:
-            return process_row(dict(row), tokenizer, args)
+            return process_row(fields, tokenizer, args)
         except ValueError as error:
             raise ValueError(f"{row['where']}: {error}") from None
 

@@ -73,9 +73,9 @@ class Args:
     samples: int = 12_500
     """N, samples of each prompt (section 4.3)"""
     seed: int = 1
-    """of the samples"""
+    """seed of the samples"""
     temperature: float = 1.0
-    """of sampling (table 4)"""
+    """sampling temperature (table 4)"""
     top_p: float = 0.9
     """the smallest set of tokens with this probability is sampled from (table 4); 1: all"""
     response_length: int = 53

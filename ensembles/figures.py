@@ -104,10 +104,10 @@ def read_runs(sources: tuple[str, ...]) -> pandas.DataFrame:
         for file in sorted(source.rglob("args.json")):
             with or_fail(f"the run in {file.parent} cannot be read"):
                 settings = json.loads(file.read_text())
-                if settings.get("stage") == "ppo" and "reward_combination" in settings:
-                    runs += read_ppo(file.parent, settings)
-                elif (file.parent / "best_of_n.csv").exists():
+                if (file.parent / "best_of_n.csv").exists():
                     runs += read_best_of_n(file.parent, settings)
+                elif "reward_combination" in settings:
+                    runs += read_ppo(file.parent, settings)
     if not runs:
         fail(f"--runs {' '.join(sources)}: no complete run with gold scores there; ensembles/study.py makes some")
     runs = pandas.DataFrame(runs)

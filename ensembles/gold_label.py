@@ -61,9 +61,9 @@ class Args:
     prompts: int | None = None
     """the first so many of train; default: all"""
     seed: int = 1
-    """of answers and flips"""
+    """seed of the sampled answers and of the flipped labels"""
     temperature: float = 1.0
-    """of sampling (table 4)"""
+    """sampling temperature of the answers (table 4)"""
     top_p: float = 0.9
     """the smallest set of tokens with this probability is sampled from (table 4); 1: all"""
     response_length: int = 53

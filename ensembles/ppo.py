@@ -3,11 +3,11 @@ mean (uwo) as in "Reward Model Ensembles Help Mitigate Overoptimization", or Lla
 
 One process:    python ensembles/ppo.py --model nano-xs --reward-model-paths runs/reward/nano-xs/{1,2,3} \
                     --reward-combination uwo --uwo-lambda 0.1 --eval-every 10
-Gold reward:    python eval/gold.py runs/ppo/nano-xs/44413 --gold quickstart/truth.py:score
+Gold reward:    python eval/gold.py runs/ppo_ensemble/nano-xs/44413 --gold quickstart/truth.py:score
 Paper scale:    bash ensembles/run.sh --dry-run
 
 Training starts from the SFT model (policy, reference and value model) with the same name and seed. The run folder
-(default runs/ppo/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), value_model/,
+(default runs/ppo_ensemble/{model}/{seed}) holds model/ (the policy, a plain transformers checkpoint), value_model/,
 metrics.jsonl, args.json, members.json (scale of each reward model), samples/ (of validation posts, for eval/gold.py),
 TensorBoard files and, with --save-every, checkpoints/.
 
@@ -97,7 +97,7 @@ from transformers import (
     StaticCache,
 )
 
-STAGE = "ppo"
+STAGE = "ppo_ensemble"
 MICRO_BATCH_SIZES = {"1b": 16, "2.8b": 8, "6.9b": 2}  # per Pythia size: fits on one 80 GB device
 SAMPLE_BATCH_SIZES = {"1b": 256, "2.8b": 128, "6.9b": 64}  # 19 to 24 GB of cached keys and values
 TEMPERATURE_EPS = 1e-7  # added to the temperature before dividing by it, as in the authors' code
@@ -130,7 +130,7 @@ class Args:
     on the policy's trunk), or the first reward model (Detail 22), whose blind spots it inherits"""
     dataset: str = "data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET
     """SFT data, whose posts are the queries: folder or Hub id[@revision]"""
-    output_dir: str = "runs/ppo/{model}/{seed}"
+    output_dir: str = "runs/ppo_ensemble/{model}/{seed}"
     """run folder to write, which must not hold a run yet (unless you pass --resume)"""
 
     total_episodes: int = 1_000_000

@@ -48,11 +48,11 @@ class Args:
     models: tuple[str, ...] = ("1b", "2.8b", "6.9b")
     """{model} of the run folders, small to large"""
     seeds: tuple[int, ...] = (44413, 55513, 66613, 77713)
-    """of the run folders"""
+    """{seed} of the run folders"""
     runs: str = "runs"
     """folder with {stage}/{model}/{seed}"""
     output_dir: str = "runs/figures"
-    """folder for everything that is written"""
+    """folder of the figures, their CSV files and figures.md"""
     judge: str | None = None
     """the --judge of the judge.py calls whose win rates are shown; without it none are"""
 

@@ -79,7 +79,7 @@ class Args:
     base_url: str | None = None
     """address of the endpoint; default OpenAI's, or OPENAI_BASE_URL"""
     seed: int = 1
-    """of the orders and of the bootstrap"""
+    """seed of the order in which the judge sees two summaries, and of the bootstrap"""
 
 
 # ---- examples ----------------------------------------------------------------------------------------------------

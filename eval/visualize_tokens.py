@@ -151,109 +151,148 @@ def token_table(response: torch.Tensor, numbers: dict[str, torch.Tensor], tokeni
     return table
 
 
-@torch.no_grad()
-def main(args: Args):
-    # ---- input -----------------------------------------------------------------------------------
-    policies = {name: path for name in ("sft", "ppo", "dpo", "base") if (path := getattr(args, name))}
-    if len(policies) == 1:
-        fail("no aligned model: give at least one of --sft, --ppo and --dpo")
-    training = TRAINING
-    if args.ppo and (file := Path(args.ppo) / "args.json").exists():
-        training = TRAINING | {name: x for name, x in json.loads(file.read_text()).items() if name in TRAINING}
-    scorers = {"reward_model": args.reward_model} if args.reward_model else {}
-    if args.ppo and (Path(args.ppo) / "value_model").exists():
-        scorers["value_model"] = str(Path(args.ppo) / "value_model")
-    flags = {name: f"--{name.replace('_', '-')}" for name in [*policies, *scorers]}
-    folders = {name: ppo.local_checkpoint(flags[name], path) for name, path in (policies | scorers).items()}
-    first = next(iter(policies))  # SFT where it is there
-    tokenizer = ppo.load_tokenizer(folders[first])
-    for name, folder in folders.items():
-        if ppo.load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
-            fail(f"{flags[name]} {folder} has another vocabulary than {flags[first]} {folders[first]}")
-    data = ppo.load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
-    if not 1 <= args.rows <= args.counted <= len(data["validation"]):
-        fail(f"--rows {args.rows}, --counted {args.counted}: 1 <= rows <= counted <= {len(data['validation'])} posts")
-    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+# ---- main --------------------------------------------------------------------------------------------------------
 
-    # ---- responses, log-probabilities, ranks: one model in memory at a time ----------------------
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    pad_id = tokenizer.pad_token_id
-    rows, R = data["validation"][: args.counted], args.response_length or training["response_length"]
-    queries = [tokens[tokens != pad_id] for tokens in rows["query_token"].to(device)]
-    responses = {"reference": [tokens[tokens != pad_id] for tokens in rows["reference_response_token"].to(device)]}
-    numbers = {name: {} for name in MODELS}  # {model: {column: n tensors (L,) or, with a row past EOS, (L + 1,)}}
-    logprobs = {}  # of the PPO responses
+
+def find_models(args: Args) -> tuple[dict[str, str], dict]:
+    """Return the folders {name: folder} of all models, which must have one vocabulary, and the PPO run's settings."""
+    paths = {name: getattr(args, name) for name in ("sft", "ppo", "dpo", "base", "reward_model")}
+    settings = {}
+    if args.ppo and (file := Path(args.ppo) / "args.json").exists():
+        settings = json.loads(file.read_text())
+    if args.ppo and (Path(args.ppo) / "value_model").exists():
+        paths["value_model"] = str(Path(args.ppo) / "value_model")
+    paths = {name: path for name, path in paths.items() if path}
+    first = next(iter(paths))  # SFT where it is there
+    if first == "base":
+        fail("no aligned model: give at least one of --sft, --ppo and --dpo")
+    flags = {name: f"--{name.replace('_', '-')}" for name in paths}
+    folders = {name: ppo.local_checkpoint(flags[name], path) for name, path in paths.items()}
+    vocabulary = ppo.load_tokenizer(folders[first]).get_vocab()
+    for name, folder in folders.items():
+        if ppo.load_tokenizer(folder).get_vocab() != vocabulary:
+            fail(f"{flags[name]} {folder} has another vocabulary than {flags[first]} {folders[first]}")
+    return folders, TRAINING | {name: settings[name] for name in TRAINING if name in settings}
+
+
+def respond(folders: dict[str, str], queries: list, reference: list, tokenizer, training: dict, length: int):
+    """Return the responses {model: n tensors (L,)}, their ranks in the base model, likewise, and log pi - log pi_SFT of
+    the PPO responses: n tensors (L,), or None without these two models. One model is in memory at a time."""
+    responses, ranks, logprobs = {"reference": reference}, {}, {}
 
     def logprob(model, row, start):
         return ppo.token_logprobs(logits_of(model, row, start), row[:, start:], training["temperature"])[0]
 
-    for name in sorted(policies, key=["ppo", "sft", "dpo", "base"].index):  # SFT and base read other models' responses
-        model = ppo.load_policy(folders[name], tokenizer).to(device).eval()
+    # SFT and base also read other models' responses
+    for name in [name for name in ("ppo", "sft", "dpo", "base") if name in folders]:
+        model = ppo.load_policy(folders[name], tokenizer).to(queries[0].device).eval()
         shown = track(queries, f"responses of {name}", console=Console(stderr=True))
-        responses[name] = [greedy(model, query, tokenizer, R) for query in shown]
-        if name in ("ppo", "sft") and {"ppo", "sft"} <= set(policies):
+        responses[name] = [greedy(model, query, tokenizer, length) for query in shown]
+        if name in ("ppo", "sft") and {"ppo", "sft"} <= set(folders):
             logprobs[name] = each(logprob, model, queries, responses["ppo"])
-        for other in responses if name == "base" else ():
-            numbers[other]["rank"] = each(ranks_of, model, queries, responses[other])
+        if name == "base":
+            ranks = {other: each(ranks_of, model, queries, responses[other]) for other in responses}
         del model
-    responses = {name: responses[name] for name in MODELS if name in responses}
+    logratios = (
+        [policy - sft for policy, sft in zip(logprobs["ppo"], logprobs["sft"], strict=True)] if logprobs else None
+    )
+    return {name: responses[name] for name in MODELS if name in responses}, ranks, logratios
 
-    # ---- scores, values, token rewards -----------------------------------------------------------
-    scores = {}
-    for which in scorers:
-        model = ppo.load_reward_model(folders[which], tokenizer).to(device).eval()
-        for name in responses if which == "reward_model" else ["ppo"]:
-            found = each(scalars, model, queries, responses[name])
-            if which == "value_model":
-                numbers[name]["value"] = [values[:R] for values in found]  # of the states before the tokens
-            else:
-                numbers[name]["reward_logit"] = [values[1:] for values in found]
-                scores[name] = [values[-1] for values in found]  # at the last token (Detail 12)
+
+def score_responses(folders: dict[str, str], queries: list, responses: dict[str, list], tokenizer) -> tuple[dict, list]:
+    """Return the reward model's logits {model: n tensors (L,)}, {} without one, and the value model's outputs before
+    and at each token of the PPO responses: n tensors (L + 1,), or None."""
+    logits, values = {}, None
+    if "reward_model" in folders:
+        model = ppo.load_reward_model(folders["reward_model"], tokenizer).to(queries[0].device).eval()
+        for name in responses:
+            logits[name] = [scores[1:] for scores in each(scalars, model, queries, responses[name])]
         del model
-    if logprobs:
-        pairs = zip(logprobs["ppo"], logprobs["sft"], strict=True)
-        numbers["ppo"]["logratio"] = [torch.nn.functional.pad(policy - sft, (0, 1))[:R] for policy, sft in pairs]
-    if logprobs and scores:
-        numbers["ppo"]["token_reward"], penalty = [], training["penalty_reward_value"]
-        for response, score, logratio in zip(responses["ppo"], scores["ppo"], numbers["ppo"]["logratio"], strict=True):
-            if penalty is not None and response[-1] != tokenizer.eos_token_id:
-                score = torch.tensor(float(penalty), device=device)
-            length = torch.tensor([len(response)], device=device)
-            found = ppo.token_rewards(score[None], logratio[None], length, training["kl_coef"])[0]
-            numbers["ppo"]["token_reward"].append(found)
+    if "value_model" in folders:
+        model = ppo.load_reward_model(folders["value_model"], tokenizer).to(queries[0].device).eval()
+        values = each(scalars, model, queries, responses["ppo"])
+    return logits, values
 
-    # ---- tables, coloured summaries --------------------------------------------------------------
+
+def ppo_rewards(responses: list, scores: list, logratios: list, training: dict, eos_id: int) -> list[torch.Tensor]:
+    """Return the rewards of the tokens of the PPO responses, as ppo.py makes them: n tensors as long as logratios."""
+    rewards = []
+    for response, score, logratio in zip(responses, scores, logratios, strict=True):
+        penalty = training["penalty_reward_value"]
+        if penalty is not None and response[-1] != eos_id:
+            score = torch.tensor(float(penalty), device=response.device)
+        length = torch.tensor([len(response)], device=response.device)
+        rewards.append(ppo.token_rewards(score[None], logratio[None], length, training["kl_coef"])[0])
+    return rewards
+
+
+def write_tables(args: Args, rows: dict, responses: dict[str, list], scores: dict[str, list], numbers: dict, tokenizer):
+    """Write the coloured summaries, the overview and the table of tokens."""
+    eos_id = tokenizer.eos_token_id
     overview, tokens, console = [], [], Console(record=True, file=io.StringIO(), width=120)
-    for name, found in responses.items():
-        row = {"model": name, "responses": len(found), "mean tokens": mean(len(tokens) for tokens in found)}
-        row["share with EOS"] = mean(float(tokens[-1] == tokenizer.eos_token_id) for tokens in found)
+    for name, own in responses.items():
+        row = {"model": name, "responses": len(own), "mean tokens": mean(len(response) for response in own)}
+        row["share with EOS"] = mean(float(response[-1] == eos_id) for response in own)
         if scores:
             of_model = torch.stack(scores[name])
             row |= {"mean score": of_model.mean().item(), "standard deviation": of_model.std().item()}
         overview.append(row)
     for i, identity in enumerate(rows["id"]):
         page = Table("model", "response", "score", title=Text(str(identity)), show_lines=True)
-        for name, found in responses.items():
-            table = token_table(found[i], {key: values[i] for key, values in numbers[name].items()}, tokenizer)
+        for name, own in responses.items():
+            table = token_table(own[i], {key: values[i] for key, values in numbers[name].items()}, tokenizer)
             tokens.append(table.assign(id=identity, model=name))
             words = table.dropna(subset="kind")
             text = Text.assemble(*zip(words["token"], words["kind"].map(KINDS), strict=True))
             score = f"{scores[name][i]:.3f}" if scores else ""
-            page.add_row(name, text, score + ("" if found[i][-1] == tokenizer.eos_token_id else " (no EOS)"))
+            page.add_row(name, text, score + ("" if own[i][-1] == eos_id else " (no EOS)"))
         if i < args.rows:
             console.print(Text(rows["query"][i], style="dim"), page)
     console.print("rank in the base model:", Text.assemble(*((f" {name} ", style) for name, style in KINDS.items())))
     console.save_html(f"{args.output}.html")
     tokens = pandas.concat(tokens).set_index(["id", "model"])
     tokens.loc[rows["id"][: args.rows]].to_csv(f"{args.output}_tokens.csv")
-    places = place_shares(tokens.dropna(subset="kind").reset_index(), tokenizer.eos_token_id)
+    places = place_shares(tokens.dropna(subset="kind").reset_index(), eos_id)
     tables = {"Responses": overview, "Shares of tokens: unshifted / marginal / shifted": places}
     text = f"# What alignment changed in {args.base}\n"
-    text += "".join(f"\n## {heading}\n\n{markdown(found)}" for heading, found in tables.items())
+    text += "".join(f"\n## {heading}\n\n{markdown(table)}" for heading, table in tables.items())
     Path(f"{args.output}.md").write_text(text, encoding="utf-8")
     print(text)
+
+
+@torch.no_grad()
+def main(args: Args):
+    folders, training = find_models(args)
+    tokenizer = ppo.load_tokenizer(next(iter(folders.values())))
+    data = ppo.load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
+    if not 1 <= args.rows <= args.counted <= len(data["validation"]):
+        fail(f"--rows {args.rows}, --counted {args.counted}: 1 <= rows <= counted <= {len(data['validation'])} posts")
+    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    pad_id = tokenizer.pad_token_id
+    rows, length = data["validation"][: args.counted], args.response_length or training["response_length"]
+    queries = [tokens[tokens != pad_id] for tokens in rows["query_token"].to(device)]
+    reference = [tokens[tokens != pad_id] for tokens in rows["reference_response_token"].to(device)]
+    responses, ranks, logratios = respond(folders, queries, reference, tokenizer, training, length)
+    logits, values = score_responses(folders, queries, responses, tokenizer)
+    scores = {name: [of_tokens[-1] for of_tokens in logits[name]] for name in logits}  # at the last token (Detail 12)
+
+    # {model: {column: n tensors (L,) or, with a row past EOS, (L + 1,)}}
+    numbers = {name: {"rank": ranks[name]} for name in responses}
+    for name in logits:
+        numbers[name]["reward_logit"] = logits[name]
+    if values:
+        numbers["ppo"]["value"] = [of_tokens[:length] for of_tokens in values]  # of the states before the tokens
+    if logratios:
+        logratios = [torch.nn.functional.pad(of_tokens, (0, 1))[:length] for of_tokens in logratios]
+        numbers["ppo"]["logratio"] = logratios
+    if logratios and scores:
+        rewards = ppo_rewards(responses["ppo"], scores["ppo"], logratios, training, tokenizer.eos_token_id)
+        numbers["ppo"]["token_reward"] = rewards
+    write_tables(args, rows, responses, scores, numbers, tokenizer)
 
 
 if __name__ == "__main__":

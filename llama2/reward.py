@@ -50,7 +50,7 @@ from rich.progress import track
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-STAGE = "reward"
+STAGE = "reward_graded"
 MICRO_BATCH_SIZES = {"1b": 32, "2.8b": 4, "6.9b": 1}  # per Pythia size: pairs that fit on one 80 GB device
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 PREFERENCE_DATASET = "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144"
@@ -82,7 +82,7 @@ class Args:
     """SFT data, whose reference summaries centre the rewards (Detail 15): folder or Hub id[@revision]"""
     preference_dataset: str = "data/tldr/preference" if Path("data/tldr/preference").exists() else PREFERENCE_DATASET
     """pre-tokenised preference data: folder or Hub id[@revision]"""
-    output_dir: str = "runs/reward/{model}/{seed}"
+    output_dir: str = "runs/reward_graded/{model}/{seed}"
     """run folder to write, which must not hold a run yet (unless you pass --resume)"""
 
     num_train_epochs: float = 1
@@ -473,7 +473,7 @@ def pair_inputs(model, pairs: dict) -> dict:
 def check_pairs(model, path: str, width: int, pad_id: int):
     """End with an error unless a model gives a rejected response the same states in its pair's row as in a row of its
     own, for rows of up to `width` tokens. They differ if its attention ignores our mask or position ids."""
-    problem = f"{path}: {type(model).__name__} cannot process a pair in one row, as {STAGE}.py does"
+    problem = f"{path}: {type(model).__name__} cannot process a pair in one row, as {Path(__file__).name} does"
     ids = torch.tensor([i for i in range(101) if i != pad_id])
     chosen = ids[torch.arange(width) % 100][None]  # (1, width); the first half is the query
     rejected = chosen.clone()

@@ -30,6 +30,7 @@ from tldr_dataset import query_columns  # noqa: E402
 
 SEED = 20_261_127  # of the posts that are only generated here
 TEMPERATURE, KL_TEMPERATURE = 0.01, 0.7
+KINDS = ("posts", "yardsticks", "comparisons")  # folders of posts.py
 
 
 @dataclass
@@ -47,13 +48,28 @@ class Args:
 
 
 def fresh_posts(count: int) -> tuple[list[dict], list[dict]]:
-    """Return new posts (id, title, post, summary, …), and pairs of summaries of as many others with clean labels."""
+    """Return new posts (id, title, post, summary, and what a nearly perfect and a lazy policy would write), and pairs
+    of summaries of as many others with clean labels."""
     sizes = {"num_train": 1, "num_validation": count, "num_test": 1, "num_comparisons": 1}
     sizes |= {"num_validation_comparisons": count, "num_cnndm_comparisons": 0}
     with tempfile.TemporaryDirectory() as folder:
         posts.main(posts.Args(f"{folder}/raw", **sizes, label_noise=0.0, vocab_size=300, seed=SEED))
-        read = [Path(folder, "raw", kind, "validation.jsonl").read_text() for kind in ("posts", "comparisons")]
-    return tuple([json.loads(line) for line in text.splitlines()] for text in read)
+        texts = [Path(folder, "raw", kind, "validation.jsonl").read_text() for kind in KINDS]
+    rows, yardsticks, pairs = ([json.loads(line) for line in text.splitlines()] for text in texts)
+    return [row | more for row, more in zip(rows, yardsticks, strict=True)], pairs
+
+
+def text_numbers(rows: list[dict], summaries: list[str]) -> dict[str, float]:
+    """Return truth, win rate against the reference, wrong facts, words and ROUGE-L of a summary of each post."""
+    rouge = RougeScorer(["rougeL"])
+    both = list(zip(rows, summaries, strict=True))
+    return {
+        "truth": fmean(score(row["post"], summary) for row, summary in both),
+        "win_rate": fmean(judge(row["post"], summary, row["summary"]) for row, summary in both),
+        "wrong_facts": fmean(wrong_facts(row["post"], summary) for row, summary in both),
+        "words": fmean(len(re.findall(r"\w+", summary)) for summary in summaries),
+        "rougeL": fmean(rouge.score(row["summary"], summary)["rougeL"].fmeasure for row, summary in both),
+    }
 
 
 def log_ratios(policy, sft, batch: dict) -> torch.Tensor:
@@ -69,8 +85,8 @@ def log_ratios(policy, sft, batch: dict) -> torch.Tensor:
 
 
 @torch.no_grad()
-def measure(args: Args) -> dict[str, float]:
-    """Return the numbers of the docstring above."""
+def measure(args: Args) -> tuple[dict[str, float], list[dict], list[str]]:
+    """Return the numbers of the docstring above, the posts, and the policy's summary of each."""
     accelerator = Accelerator(cpu=True)
     folders = {name: ppo.local_checkpoint(f"--{name}", getattr(args, name)) for name in ("policy", "sft", "reward")}
     tokenizer = ppo.load_tokenizer(folders["sft"])
@@ -88,20 +104,12 @@ def measure(args: Args) -> dict[str, float]:
         batches[temperature] = ppo.make_batch(queries, responses, tokenizer.pad_token_id)
     batch = batches[TEMPERATURE]
     summaries = tokenizer.batch_decode(batch["responses"], skip_special_tokens=True)
-    told = [(row["post"], summary, row["summary"]) for row, summary in zip(rows, summaries, strict=True)]
-    rouge = RougeScorer(["rougeL"])
-    found = {
-        "truth": fmean(score(post, summary) for post, summary, _ in told),
-        "win_rate": fmean(judge(*one) for one in told),
-        "wrong_facts": fmean(wrong_facts(post, summary) for post, summary, _ in told),
-        "words": fmean(len(re.findall(r"\w+", summary)) for summary in summaries),
-        "rougeL": fmean(rouge.score(reference, summary)["rougeL"].fmeasure for _, summary, reference in told),
-        "eos_rate": (batch["responses"] == tokenizer.eos_token_id).any(1).float().mean().item(),
-        "score": ppo.reward_scores(accelerator, reward_model, batch, settings).mean().item(),
-        "kl": log_ratios(policy, sft, batches[KL_TEMPERATURE]).mean().item(),
-    }
-    found["accuracy"] = accuracy(accelerator, reward_model, pairs, tokenizer, settings)
-    return found
+    numbers = text_numbers(rows, summaries)
+    numbers["eos_rate"] = (batch["responses"] == tokenizer.eos_token_id).any(1).float().mean().item()
+    numbers["score"] = ppo.reward_scores(accelerator, reward_model, batch, settings).mean().item()
+    numbers["kl"] = log_ratios(policy, sft, batches[KL_TEMPERATURE]).mean().item()
+    numbers["accuracy"] = accuracy(accelerator, reward_model, pairs, tokenizer, settings)
+    return numbers, rows, summaries
 
 
 def wrong_facts(post: str, summary: str) -> int:
@@ -125,4 +133,4 @@ def accuracy(accelerator, reward_model, pairs: list[dict], tokenizer, settings) 
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(tyro.cli(Args))))
+    print(json.dumps(measure(tyro.cli(Args))[0]))

@@ -105,6 +105,5 @@ stage dpo --sft-model-path "$sft" --preference-dataset "$preferences" --run-eval
 samples "$dpo"
 
 # ---- results --------------------------------------------------------------------------------------------------------
-step python quickstart/report.py --raw "$data/raw" --preference-dataset "$preferences" --runs "$runs" \
-    --model "$model" --seed "$seed"
+step python quickstart/report.py --runs "$runs" --model "$model" --seed "$seed"
 printf '\n[%3d s] done\n' "$SECONDS"

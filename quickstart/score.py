@@ -27,6 +27,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -34,7 +35,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
-from math import sqrt
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Annotated, Literal
@@ -43,7 +43,7 @@ import pandas
 import tyro
 from filelock import FileLock
 from matplotlib.figure import Figure
-from scipy import stats
+from paired import noise_pairs, summarise, verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "eval"))
@@ -61,7 +61,13 @@ NOISE = {"sft": [4], "reward": [4], "ppo": [16], "dpo": [4]}  # micro-batch size
 CONFIRM = range(101, 109)
 NUMBERS = {"truth": 3, "win_rate": 3, "wrong_facts": 2, "words": 1, "kl": 2, "score": 2, "eos_rate": 2, "accuracy": 3}
 NUMBERS |= {"rougeL": 3, "seconds": 0}  # with their digits in the table
-HEADS = {"win_rate": "win rate", "wrong_facts": "wrong facts", "kl": "KL to SFT", "eos_rate": "EOS rate"}
+HEADS = {
+    "win_rate": "win rate",
+    "wrong_facts": "wrong facts",
+    "kl": "KL to SFT",
+    "eos_rate": "EOS",
+    "rougeL": "ROUGE-L",
+}
 COLUMNS = ["key", "bed", "version", "commit", "date", "candidate", "note", "stage", "size", "seed", "cpu", "threads"]
 COLUMNS += ["torch", "transformers", *NUMBERS, "failed"]
 
@@ -113,15 +119,20 @@ class Candidate:
         return digest(self.code, self.command[1:])
 
 
-def code_of(path: Path) -> str:
+def code_of(path: Path, seen: frozenset = frozenset()) -> str:
     """Return a hash of a script's code, without comments and docstrings, and of the files beside it that it imports."""
-    tree = ast.parse(path.read_text())
+    tree, names = ast.parse(path.read_text()), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             is_text = [isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant) for x in node.body]
             node.body = [x for x, text in zip(node.body, is_text, strict=True) if not text] or [ast.Pass()]
-    names = set(re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE))
-    return digest(ast.unparse(tree), content(file for name in names if (file := path.parent / f"{name}.py").is_file()))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            names |= {module.partition(".")[0] for module in modules}
+    beside = [path.resolve().parent / f"{name}.py" for name in sorted(names)]
+    beside += [file for name in sorted(names - {""}) for file in path.resolve().parent.glob(f"{name}/**/*.py")]
+    seen |= {path.resolve()}
+    return digest(ast.unparse(tree), [code_of(file, seen) for file in beside if file.is_file() and file not in seen])
 
 
 def digest(*values) -> str:
@@ -154,13 +165,21 @@ def stage_of(path: Path) -> str:
 
 def candidate(text: str) -> Candidate:
     """Return the candidate that a command line names."""
-    name, *flags = shlex.split(text)
-    path = Path(name) if Path(name).exists() else ROOT / name
-    if not path.is_file():
-        fail(f'{name} does not exist. A candidate is a script with its flags, such as "ppo.py --lam 1"')
-    named = [Path(word.partition(":")[0]) for word in flags]  # such as my_reward.py:function
-    code = digest(code_of(path), content(file for file in named if file.is_file()))
-    return Candidate(shlex.join([name, *flags]), stage_of(path), [str(path.resolve()), *flags], code)
+    try:
+        name, *flags = shlex.split(text)
+        path = Path(name) if Path(name).exists() else ROOT / name
+        if not path.is_file():
+            fail(f'{name} does not exist. A candidate is a script with its flags, such as "ppo.py --lam 1"')
+        named = [Path(word.rpartition("=")[2].partition(":")[0]) for word in flags]  # such as my_reward.py:function
+        code = digest(code_of(path), content(file for file in named if file.is_file()))
+        return Candidate(shlex.join([name, *flags]), stage_of(path), [str(path.resolve()), *flags], code)
+    except (SyntaxError, ValueError) as error:
+        fail(f"{text}: {error}")
+
+
+def original(stage: str) -> Candidate:
+    """Return the stage's script of this checkout."""
+    return replace(candidate(str(ROOT / f"{stage}.py")), text=f"{stage}.py")
 
 
 def machine() -> dict:
@@ -179,10 +198,11 @@ def trained(one: Candidate, inputs: dict[str, Path], seed: int, args: Args) -> P
     of the runs that it may start from."""
     weights = {name: content(folder.glob("model/*.safetensors")) for name, folder in inputs.items()}
     flags = shlex.split(BASE[one.stage]) + one.command[1:]
-    key = digest(one.code, flags, weights, data_of(args.data), args.size, seed, machine())
+    base = ROOT / "quickstart/bases" / f"nano-{args.size}"
+    key = digest(one.code, flags, weights, data_of(args.data), content(base.glob("*.*")), seed, machine())
     folder = args.rows.parent / one.stage / key
     # of a flag that is given twice, the last one counts
-    flags += ["--model", ROOT / "quickstart/bases" / f"nano-{args.size}", "--seed", seed, "--output-dir", folder]
+    flags += ["--model", base, "--seed", seed, "--output-dir", folder]
     paths = {"dataset": args.data / "tldr/sft", "preference_dataset": args.data / "tldr/preference"}
     paths |= {"sft_model_path": inputs.get("sft"), "reward_model_path": inputs.get("reward")}
     paths |= {"reward_model_paths": inputs.get("reward")}
@@ -190,13 +210,19 @@ def trained(one: Candidate, inputs: dict[str, Path], seed: int, args: Args) -> P
         flags += [f"--{name.replace('_', '-')}", paths[name]]
     if one.stage == "sft" and args.size == "m":
         flags += ["--num-train-epochs", 3]
-    resume = ["--resume"] if (folder / "args.json").exists() else []
     with FileLock(f"{folder}.lock"):  # two calls at once, or two candidates with one upstream run
-        if not (folder / "model").exists():
+        if not ((folder / "model").exists() and Path(f"{folder}.done").exists()):
+            if (folder / "model").exists():  # saved by a run that failed afterwards
+                shutil.rmtree(folder)
+            resume = ["--resume"] if (folder / "args.json").exists() else []
             run([one.command[0], *flags, *resume], Path(f"{folder}.log"))
+            Path(f"{folder}.done").touch()
     for name, old in weights.items():
         if content(inputs[name].glob("model/*.safetensors")) != old:
-            raise RuntimeError(f"it changed the {name} model that it starts from: remove {inputs[name]}")
+            shutil.rmtree(inputs[name])
+            raise RuntimeError(f"it changed the {name} model that it starts from")
+    if candidate(shlex.join(one.command)).code != one.code:
+        raise RuntimeError("the script was edited while this was running")
     return folder
 
 
@@ -216,7 +242,7 @@ def run(command: list, log: Path) -> str:
 def make_row(one: Candidate, seed: int, note: str, args: Args) -> dict:
     """Train a candidate on a seed with what comes before and after it, and return its row. note is "" for its own,
     "A/A" with a micro-batch size for a run that differs by rounding, or "SFT" for the policy that PPO starts from."""
-    chain = {stage: candidate(str(ROOT / f"{stage}.py")) for stage in ("sft", "reward", "ppo")}
+    chain = {stage: original(stage) for stage in ("sft", "reward", "ppo")}
     chain[one.stage] = one
     row = {"candidate": one.text, "note": note, "stage": one.stage, "size": args.size, "seed": seed} | machine()
     try:
@@ -227,11 +253,12 @@ def make_row(one: Candidate, seed: int, note: str, args: Args) -> dict:
         if note != "SFT":
             policy = trained(one if one.stage == "dpo" else chain["ppo"], made, seed, args)
         metric = ["--policy", policy, "--sft", made["sft"], "--reward", made["reward"]]
-        row |= json.loads(run([ROOT / "quickstart/metric.py", *metric], Path(f"{policy}.metric.log")))
-        own = made.get(one.stage, policy)
-        row["seconds"] = json.loads((own / "metrics.jsonl").read_text().splitlines()[-1])["time/total"]
-    except RuntimeError as error:
-        row["failed"] = str(error)
+        with FileLock(f"{policy}.lock"):
+            row |= json.loads(run([ROOT / "quickstart/metric.py", *metric], Path(f"{policy}.metric.log")))
+        last_line = (made.get(one.stage, policy) / "metrics.jsonl").read_text().splitlines()[-1]
+        row["seconds"] = json.loads(last_line).get("time/total")
+    except (RuntimeError, OSError, ValueError, IndexError) as error:
+        row["failed"] = f"{type(error).__name__}: {error}".removeprefix("RuntimeError: ")
     return row
 
 
@@ -245,7 +272,8 @@ def bed_of(args: Args) -> str:
     """Return a hash of all that the candidates of a table share: other stages, their flags, data and metric."""
     stages = [code_of(ROOT / f"{stage}.py") for stage in BASE]
     metric = [code_of(ROOT / "quickstart/metric.py"), content([ROOT / "quickstart/sentences.json"])]
-    return digest(stages, metric, code_of(ROOT / "tldr_dataset.py"), BASE, data_of(args.data), args.size, machine())
+    base = content((ROOT / "quickstart/bases" / f"nano-{args.size}").glob("*.*"))
+    return digest(stages, metric, code_of(ROOT / "tldr_dataset.py"), BASE, data_of(args.data), base, machine())
 
 
 def read_ledger(path: Path) -> pandas.DataFrame:
@@ -264,73 +292,25 @@ def append(path: Path, row: dict):
         table.to_csv(path, mode="a", header=not path.exists(), index=False, float_format="%.6g")
 
 
-# ==== statistics =================================================================================
-
-
-def summarise(differences: pandas.DataFrame, noise: list[float]) -> dict[str, dict]:
-    """Return {candidate: count, mean, low, high, p, holm, floor, power} of its differences to the baseline, a column of
-    seeds each; none for a single seed. noise: the differences of A/A runs.
-
-    The variance is pooled over the candidates whose own standard deviation is below three times the noise's; the others
-    use their own. floor is the largest mean difference that rounding alone would give (95 %), and power the smallest
-    effect that so many seeds would show with 80 %."""
-    if differences.empty:
-        return {}
-    table = differences.agg(["count", "mean", "std"]).T
-    table = table[table["count"] > 1]
-    noise_sd = pandas.Series(noise, dtype=float).std()
-    is_alike = table["std"].gt(0) & table["std"].lt(3 * noise_sd)  # a copy that changes nothing has 0
-    freedom = table["count"] - 1
-    pooled = sqrt((freedom * table["std"] ** 2)[is_alike].sum() / max(freedom[is_alike].sum(), 1))
-    error = table["std"].mask(is_alike, pooled) / table["count"] ** 0.5
-    freedom = freedom.mask(is_alike, freedom[is_alike].sum())
-    t = stats.t.ppf(0.975, freedom)
-    table["low"], table["high"] = table["mean"] - t * error, table["mean"] + t * error
-    table["p"] = 2 * stats.t.sf((table["mean"].abs() / error).fillna(0), freedom)
-    ranks = table["p"].rank(method="first")  # Holm: the smallest times m, the next times m - 1, and never decreasing
-    table["holm"] = (table["p"] * (len(table) + 1 - ranks)).clip(upper=1)
-    table["holm"] = table.sort_values("p")["holm"].cummax()
-    table["floor"] = stats.t.ppf(0.975, len(noise) - 1) * noise_sd / table["count"] ** 0.5 if len(noise) > 1 else 0.0
-    table["power"] = (t + stats.t.ppf(0.8, freedom)) * error
-    return table.to_dict("index")
-
-
-def verdict(found: dict, confirm: bool) -> str:
-    """Return what can be said of a candidate in words."""
-    if abs(found["mean"]) <= found["floor"]:
-        return "cannot be told: below the noise floor"
-    if found["holm"] >= 0.05:
-        return f"cannot be told: an effect of {found['power']:.3f} would have shown"
-    if found["mean"] < 0:
-        return "worse"
-    return "better" if confirm else "promising: now --confirm"
-
-
-def noise_pairs(rows: pandas.DataFrame, baseline: pandas.Series, of: str) -> list[float]:
-    """Return the differences between A/A runs and their baseline, of all beds: same stage, size and processor."""
-    same = ["cpu", "size", "stage"]
-    rows = rows[(rows[same] == baseline[same]).all(axis=1)]
-    run = ["bed", "version", "seed"]
-    plain = rows[rows["note"] == ""].drop_duplicates(run)
-    both = rows[rows["note"].str.startswith("A/A")].merge(plain, on=run, suffixes=("", " before"))
-    return (both[of] - both[f"{of} before"]).dropna().tolist()
-
-
 # ==== table and figure ===========================================================================
 
 
 def comparable(rows: pandas.DataFrame, versions: dict[str, str], args: Args) -> pandas.DataFrame:
-    """Return the rows of the ledger that share one bed: today's, or with --commit that of the first candidate. A
-    script's rows from before an edit are named "SCRIPT as of VERSION"."""
+    """Return the rows of the ledger that share one bed: today's, or with --commit that of the first candidate. Rows of
+    one version have one name, and those from before an edit are named "SCRIPT as of VERSION"."""
     rows = rows[rows["seed"].isin(CONFIRM) == args.confirm]
     if args.commit:
         rows = rows[(rows["commit"] == args.commit) & (rows["size"] == args.size)]
         first = rows[rows["candidate"].isin(list(versions)[:1])] if versions else rows
-        return rows[rows["bed"].isin(first["bed"][:1])].drop_duplicates(["candidate", "note", "seed"], keep="last")
-    rows = rows[rows["bed"] == bed_of(args)]
-    versions = dict(zip(rows["candidate"], rows["version"], strict=True)) | versions
-    is_old = rows["version"] != rows["candidate"].map(versions)
-    return rows.assign(candidate=rows["candidate"].where(~is_old, rows["candidate"] + " as of " + rows["version"]))
+        rows = rows[rows["bed"].isin(first["bed"][:1])]
+    else:
+        rows = rows[rows["bed"] == bed_of(args)]
+    newest = dict(zip(rows["candidate"], rows["version"], strict=True)) | {k: x for k, x in versions.items() if x}
+    both = list(zip(rows["candidate"], rows["version"], strict=True))
+    names = {version: name if newest[name] == version else f"{name} as of {version}" for name, version in both}
+    names |= {newest[name]: name for name in reversed(versions) if name in newest}  # a copy has its original's
+    rows = rows.assign(candidate=rows["version"].map(names))
+    return rows.drop_duplicates(["candidate", "note", "seed"], keep="last")
 
 
 def report(versions: dict[str, str], args: Args):
@@ -339,7 +319,8 @@ def report(versions: dict[str, str], args: Args):
     ledger = read_ledger(args.rows)
     rows = comparable(ledger, versions, args)
     own_rows = rows[rows["note"] == ""]
-    names = list(versions) or own_rows["candidate"].unique().tolist()
+    has_noise = set(rows[rows["note"].str.startswith("A/A")]["candidate"])
+    names = list(versions) or sorted(own_rows["candidate"].unique(), key=lambda name: name not in has_noise)
     baseline = own_rows[own_rows["candidate"].isin(names[:1])]
     if baseline.empty:
         fail(f"{args.rows} has no rows of {' '.join(names[:1]) or 'these scripts'} with this code, data and machine")
@@ -349,7 +330,11 @@ def report(versions: dict[str, str], args: Args):
     plain = tables[names[0]]
     differences = {name: own[args.of] - plain[args.of] for name, own in tables.items() if name != names[0]}
     noise = noise_pairs(ledger, baseline.iloc[0], args.of)
-    found = summarise(pandas.DataFrame(differences), noise)
+    tries = len(tables) - 1  # of a study that is shown; a user's ledger counts what was tried on other code, too
+    if not args.commit:
+        alike = ledger[(ledger["stage"] == baseline.iloc[0]["stage"]) & (ledger["note"] == "")]
+        tries = alike[alike["size"] == args.size]["version"].nunique() - 1
+    found = summarise(pandas.DataFrame(differences), noise, tries)
     starts = {f"{name}: SFT": own.set_index("seed") for name, own in rows[rows["note"] == "SFT"].groupby("candidate")}
     shown = starts | {name: tables[name] for name in names if name in tables}
     lines = []
@@ -367,15 +352,24 @@ def report(versions: dict[str, str], args: Args):
     if noise and found:
         floor = max(one["floor"] for one in found.values())
         print(f"\nnoise floor of a difference in {args.of}: {floor:.3f} ({len(noise)} A/A runs)")
-    for name in names[1:]:
-        failed = tables[name]["failed"].loc[lambda x: x != ""] if name in tables else {}
-        if len(failed):  # the other seeds may be those on which it did well
+    for name in names[1:] if args.of == "truth" else []:
+        own = tables.get(name, plain[:0])
+        failed = own["failed"][own["failed"] != ""]
+        lacking = own.index.difference(plain.dropna(subset="truth").index)
+        if versions.get(name) and versions[name] == versions[names[0]]:
+            said = "the same code and flags"
+        elif len(failed):  # the other seeds may be those on which it did well
             messages = "".join(f"\n    seed {seed}: {message}" for seed, message in failed.items())
-            print(f"{name}: cannot be told: {len(failed)} of {len(tables[name])} seeds failed{messages}")
-        elif name in found and (tables[name]["version"].iloc[0] == plain["version"].iloc[0]):
-            print(f"{name}: has the code and flags of {names[0]}")
-        elif name in found:
-            print(f"{name}: {verdict(found[name], args.confirm)}")
+            said = f"cannot be told: {len(failed)} of {len(own)} seeds failed{messages}"
+        elif len(lacking):
+            said = f"cannot be told: {names[0]} lacks its seeds {', '.join(map(str, lacking))}"
+        else:
+            said = (
+                verdict(found[name], len(CONFIRM) if args.confirm else 0)
+                if name in found
+                else "cannot be told: fewer than two seeds"
+            )
+        print(f"{name} beside {names[0]}: {said}")
     draw({name: tables[name] for name in names if name in tables}, args.figure or args.rows.with_suffix(".png"))
 
 
@@ -404,7 +398,7 @@ def main(args: Args):
     seeds = CONFIRM if args.confirm else args.seeds
     chosen = [candidate(text) for text in args.candidates if not args.commit]
     if len(chosen) == 1:
-        chosen.insert(0, candidate(f"{chosen[0].stage}.py"))
+        chosen.insert(0, original(chosen[0].stage))
     versions = {one.text: one.version for one in chosen} or dict.fromkeys(args.candidates, "")
     if args.show or args.commit:
         report(versions, args)
@@ -419,9 +413,9 @@ def main(args: Args):
     for seed in seeds:
         jobs += [(one, seed, "") for one in chosen]
         jobs += [(replace(one, text=chosen[0].text), seed, f"A/A {size}") for size, one in noisy.items()]
-        jobs += [(one, seed, "SFT") for one in (candidate("sft.py"), *chosen) if one.stage == "sft"]
+        jobs += [(one, seed, "SFT") for one in (original("sft"), *chosen) if one.stage == "sft"]
     bed, known = bed_of(args), set(read_ledger(args.rows).query("failed == ''")["key"])
-    missing = {digest(bed, job[0].text, job[0].version, *job[1:]): job for job in jobs}
+    missing = {digest(bed, job[0].version, *job[1:]): job for job in jobs}
     missing = {key: job for key, job in missing.items() if key not in known}
     describe = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()

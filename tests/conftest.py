@@ -262,11 +262,12 @@ def sample_by_hand(model, query, tokenizer, keys, length: int, temperature: floa
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: minutes of its own; runs with -m long only")
     config.addinivalue_line("markers", "slurm: needs Slurm, and minutes; runs with -m slurm only")
+    config.addinivalue_line("markers", "gpu: for a GPU, but passes on a CPU, too; runs with -m gpu only")
 
 
 def pytest_collection_modifyitems(config, items):
     if not config.option.markexpr:
-        long = [item for item in items if item.get_closest_marker("long") or item.get_closest_marker("slurm")]
+        long = [item for item in items if {"long", "slurm", "gpu"} & {mark.name for mark in item.iter_markers()}]
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in long]
 
@@ -276,7 +277,6 @@ def pytest_terminal_summary(terminalreporter):
     headers = {
         "invariance": ["run", "split", "lines of metrics", "largest relative difference", "where"],
         "deepspeed": ["stage", "engine", "mixed precision", "largest difference to float32", "of a loss of"],
-        "gpu": ["benchmark/speed/gpu.sh, a tiny model on a CPU", "found"],
         "gradients": ["run", "optimiser steps", "of these clipped", "largest relative error", "where"],
         "sampling": [],  # these record {column: value}
         "generate": [],
@@ -287,7 +287,6 @@ def pytest_terminal_summary(terminalreporter):
         "gradients": "gradients of whole runs against float64 by hand",
         "parity": "breaks of ours beside the authors' code",
         "sampling": "sampling beside generate()",
-        "gpu": "correctness",
         "generate": "saved policies: our sampler at temperature 1e-6 beside generate()",
         "rewards": "saved reward models: our rewards beside plain transformers'",
     }

@@ -171,7 +171,6 @@ def wrong_models(world, made) -> dict[str, str]:
         ("ppo", {"reward_model_path": "{other reward}"}, ["--reward-model-path {other reward}", "another tokenizer"]),
         ("ppo", {"num_mini_batches": 3}, ["--batch-size 8: no multiple of 3"]),
         ("ppo", {"total_episodes": 7}, ["--batch-size 8", "--total-episodes"]),
-        ("dpo", {"loss_type": "ipo", "label_smoothing": 0.1}, ["--label-smoothing 0.1"]),
         ("sft", {"batch_size": 0}, ["--batch-size 0 must be above 0"]),
         ("sft", {"learning_rate": float("nan")}, ["--learning-rate nan must be a finite number"]),
         ("ppo", {"lam": -0.1}, ["--lam -0.1 must be a finite number that is not negative"]),

@@ -16,8 +16,7 @@ OURS = [
     *STAGES,
     "tldr_dataset.py",
     *(f"benchmark/{name}.py" for name in ("convert_released", "plan", "smollm2")),
-    *(f"benchmark/speed/{name}.py" for name in ("throughput", "trl_peer")),
-    "ablations/compile_speed.py",
+    *(f"benchmark/speed/{name}.py" for name in ("speed", "trl_peer")),
     *(f"ensembles/{name}.py" for name in ("alpaca_dataset", "average", "best_of_n", "figures", "gold_label", "study")),
     *(
         f"eval/{name}.py"
@@ -26,13 +25,15 @@ OURS = [
     *(f"eval/{name}.py" for name in ("samples", "visualize_tokens")),
     *(f"llama2/{name}.py" for name in ("margins", "preference_dataset")),
     *(f"quickstart/{name}.py" for name in ("curves", "metric", "nano", "posts", "pretrain", "report")),
-    *(f"quickstart/{name}.py" for name in ("score", "truth")),
+    *(f"quickstart/{name}.py" for name in ("paired", "score", "truth")),
 ]
 # tools may take from the stage scripts, and from each other what is named here; no stage script imports
 IMPORTS = {
     "ensembles/alpaca_dataset.py": "preference_dataset",
     "eval/gold.py": "judge",
     "quickstart/metric.py": "posts",
+    "quickstart/report.py": "metric",
+    "quickstart/score.py": "paired",
 }
 FOR_TOOLS = {"eval_helpers", "ppo", "reward", "tldr_dataset", "run_metrics", "truth"}
 MARK = "# ==== data"

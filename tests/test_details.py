@@ -256,7 +256,9 @@ def test_detail_01_columns_and_splits(hand_made):
     # the batch alone is enough: such a row is never taken for a TL;DR pair
     for batch in ("batch0_cnndm", "cnndm0", "cnndm2"):
         with pytest.raises(ValueError, match="article"):
-            tldr_dataset.process_preference_row(pair(1, batch=batch), hand_made.tokenizer, tldr_dataset.Args())
+            tldr_dataset.process_preference_row(
+                tldr_dataset.pair_fields(pair(1, batch=batch)), hand_made.tokenizer, tldr_dataset.Args()
+            )
 
 
 def test_detail_02_template_and_truncation(hand_made):
@@ -319,12 +321,20 @@ def test_detail_04_length_limits(hand_made):
         return {"summaries": [{"text": text(n), "policy": "a", "note": None} for n in (5, tokens)]}
 
     news = {"article": words(1, 40), "batch": "cnndm0"}
-    fits = tldr_dataset.process_sft_row(post(1, summary=text(53)), tokenizer, args)
+    fits = tldr_dataset.process_sft_row(tldr_dataset.post_fields(post(1, summary=text(53))), tokenizer, args)
     assert fits["reference_response_token_len"] == 53
     for tokens, row in ((169, pair(1, **summaries(169))), (155, pair(1, **summaries(155), **news))):
-        assert tldr_dataset.process_preference_row(row, tokenizer, args)["chosen_token_len"] == tokens
+        assert (
+            tldr_dataset.process_preference_row(tldr_dataset.pair_fields(row), tokenizer, args)["chosen_token_len"]
+            == tokens
+        )
     both = post(2, post=" a" * 600, summary=text(53))  # two texts at their limits are longer than the paper's together
-    excess = tldr_dataset.process_sft_row(both, tokenizer, args)["query_reference_response_token_len"] - 562
+    excess = (
+        tldr_dataset.process_sft_row(tldr_dataset.post_fields(both), tokenizer, args)[
+            "query_reference_response_token_len"
+        ]
+        - 562
+    )
     assert 0 < excess <= 3
     news = [pair(1), pair(2), pair(4, **summaries(156), **news)]
     assert refused(hand_made, "comparisons/validation.jsonl", news) == (
@@ -335,7 +345,7 @@ def test_detail_04_length_limits(hand_made):
         f"raise --max-sft-response-length by {excess}"
     )
     args.max_sft_response_length += excess
-    row = tldr_dataset.process_sft_row(both, tokenizer, args)
+    row = tldr_dataset.process_sft_row(tldr_dataset.post_fields(both), tokenizer, args)
     assert len(row["query_reference_response_token"]) > row["query_reference_response_token_len"]
 
 

@@ -206,7 +206,7 @@ def test_posts_are_those_of_tldr_dataset(prepare, tokenizer):
     assert len(found) == len(rows)
     limits = tldr_dataset.Args(max_query_length=32, max_rm_response_length=8)
     for i, row in enumerate(rows, 1):
-        expected = tldr_dataset.process_preference_row(row, tokenizer, limits)
+        expected = tldr_dataset.process_preference_row(tldr_dataset.pair_fields(row), tokenizer, limits)
         same = set(expected) - {"id", "info", "summaries", "worker", "batch", "split"}
         assert {x: found[f"posts_{i:07d}"][x] for x in same} == {x: expected[x] for x in same}
 
@@ -257,8 +257,9 @@ def test_the_base_gets_the_turns_that_it_lacks(prepare, capsys):
     bare = ROOT / "quickstart" / "bases" / "nano-xs"
     sources = {"n=pairs": [pair((x, "b", "c")) for x in WORDS[:10]], "p=tldr:train": [post()]}
     data, _, statistics = prepare(sources, base=str(bare))
-    check_data.main(check_data.Args(str(statistics.parent), tokenizer=str(statistics.parent / "base"), num_proc=1))
-    assert " ".join(capsys.readouterr().out.split()).count(": no damage; in 0 of ") == 4
+    for name in ("sft", "preference"):
+        check_data.main(check_data.Args(str(statistics.parent / name), str(statistics.parent / "base")))
+    assert capsys.readouterr().out.count("rows, no damage") == 4
     tokenizer = AutoTokenizer.from_pretrained(statistics.parent / "base")
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     row = data["train"][0]

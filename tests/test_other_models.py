@@ -207,7 +207,7 @@ def metaspace_tokenizer() -> PreTrainedTokenizerFast:
 
 def test_a_responses_tokens_are_those_behind_its_query():
     metaspace = metaspace_tokenizer()
-    row = tldr_dataset.process_sft_row(POST, metaspace, tldr_dataset.Args())
+    row = tldr_dataset.process_sft_row(tldr_dataset.post_fields(POST), metaspace, tldr_dataset.Args())
     lengths = [row[f"{name}_token_len"] for name in ("query", "reference_response", "query_reference_response")]
     query = row["query_token"][-lengths[0] :]
     response = row["reference_response_token"][: lengths[1]]
@@ -227,7 +227,7 @@ def test_a_bos_that_the_tokenizer_adds_is_left_out(world):
     template = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)])
     tokenizer.backend_tokenizer.post_processor = template
     assert tokenizer("my dog").input_ids[0] == tokenizer.bos_token_id
-    row = tldr_dataset.process_sft_row(POST, tokenizer, tldr_dataset.Args())
+    row = tldr_dataset.process_sft_row(tldr_dataset.post_fields(POST), tokenizer, tldr_dataset.Args())
     assert all(tokenizer.bos_token_id not in row[key] for key in row if key.endswith("_token"))
 
 

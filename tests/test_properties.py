@@ -115,7 +115,7 @@ sft_rows |= st.dictionaries(st.sampled_from(tldr_dataset.SFT_COLUMNS), anything)
 def test_an_sft_row_becomes_columns_or_a_message_that_names_the_field(row, limits):
     args = arguments(*limits)
     try:
-        columns = tldr_dataset.process_sft_row(row, TOKENIZER, args)
+        columns = tldr_dataset.process_sft_row(tldr_dataset.post_fields(row), TOKENIZER, args)
     except ValueError as error:
         assert str(error).startswith(tldr_dataset.SFT_COLUMNS), error
         event("refused")
@@ -152,7 +152,7 @@ pairs = good_pairs | st.fixed_dictionaries(
 def test_a_pair_becomes_columns_or_a_message_that_names_the_field(row, limits):
     args = arguments(*limits)
     try:
-        columns = tldr_dataset.process_preference_row(row, TOKENIZER, args)
+        columns = tldr_dataset.process_preference_row(tldr_dataset.pair_fields(row), TOKENIZER, args)
     except ValueError as error:
         fields = "info summaries choice extra batch split worker margin title post article".split()
         assert str(error).startswith(tuple(fields)), error

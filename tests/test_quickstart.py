@@ -379,7 +379,7 @@ def fast_work(tmp_path_factory):
     for path in ("quickstart", "eval", "variants", *(f"{stage}.py" for stage in ("tldr_dataset", *STAGES))):
         (work / path).symlink_to(ROOT / path)
     fewer = {"num_validation": 100, "num_test": 4, "num_validation_comparisons": 100, "num_cnndm_comparisons": 20}
-    less = {"quickstart/posts.py": fewer, "dpo.py": {"total_episodes": 64}}
+    less = {"quickstart/posts.py": fewer, "dpo.py": {"total_episodes": 64}, REPORT: {"posts": 100}}
     loaded = dict(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(work)
@@ -400,10 +400,10 @@ def test_fast_run_learns(fast_work):
     metrics = read_jsonl(work / "runs/quickstart/posts-1-fast/ppo/nano-xs/1/metrics.jsonl")
     assert metrics[-1]["loss/value"] < metrics[0]["loss/value"] / 2 and metrics[-1]["objective/kl"] > 0.1
     # seen: 0.55, 0.15 and 0.68; with facts at random the truth would be below 0
-    assert table["SFT", "truth"] > table["copied_title", "truth"] + 0.15 and table["SFT", "rougeL"] > 0.5
-    assert table["reward", "accuracy_clean"] > 0.7  # seen: 0.83 on 300 pairs; 0.5 would be chance
+    assert table["SFT", "truth"] > table["title", "truth"] + 0.15 and table["SFT", "rougeL"] > 0.5
+    assert table["SFT", "accuracy"] > 0.7  # seen: 0.83 on 300 pairs; 0.5 would be chance
     assert table["SFT", "eos_rate"] > 0.95 and table["PPO", "eos_rate"] > 0.95
-    assert table["near_perfect", "win_rate"] > 0.85 and table["reference", "win_rate"] == 0.5
+    assert table["nearly perfect", "win_rate"] > 0.85 and table["reference", "win_rate"] == 0.5
 
 
 def test_the_hunks_of_the_readme_are_those_of_its_diff():

@@ -4,6 +4,7 @@ a ledger that keeps what is there. The training itself is the stages' own and is
 import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "quickstart"))
 
 import metric  # noqa: E402
+import paired  # noqa: E402
 import score  # noqa: E402
 
 
@@ -82,41 +84,47 @@ def test_a_changed_upstream_model_is_noticed(tmp_path, monkeypatch):
 
 
 def test_differences_by_hand():
-    """One candidate alone has the paired t test; two whose spread is near the noise's share their variance."""
-    wide, narrow, other = [0.1, 0.5, -0.2, 0.3], [0.01, 0.02, 0.00, 0.03], [-0.03, -0.01, -0.02, -0.04]
-    noise = [0.01, -0.01, 0.012, -0.008]
-    found = score.summarise(pandas.DataFrame({"wide": wide, "narrow": narrow, "other": other}), noise)
-    expected = stats.ttest_1samp(wide, 0)
-    interval = expected.confidence_interval(0.95)
-    assert found["wide"]["p"] == pytest.approx(expected.pvalue)
-    assert (found["wide"]["low"], found["wide"]["high"]) == pytest.approx((interval.low, interval.high))
+    """One candidate alone has the paired t test; pooling with others can widen an interval and not narrow it."""
+    wide, narrow, other = [0.1, 0.5, -0.2, 0.3], [0.01, 0.02, 0.00, 0.01], [-0.03, -0.01, -0.02, -0.04]
+    noise, columns = [0.01, -0.01, 0.012, -0.008], {"wide": wide, "narrow": narrow, "other": other}
+    found = paired.summarise(pandas.DataFrame(columns), noise, 3)
+    for name, values in (("wide", wide), ("other", other)):
+        expected = stats.ttest_1samp(values, 0)
+        interval = expected.confidence_interval(0.95)
+        assert found[name]["p"] == pytest.approx(expected.pvalue)
+        assert (found[name]["low"], found[name]["high"]) == pytest.approx((interval.low, interval.high))
     spread = numpy.sqrt((numpy.var(narrow, ddof=1) + numpy.var(other, ddof=1)) / 2)  # three degrees of freedom each
     t = numpy.mean(narrow) / (spread / 2)
     assert found["narrow"]["p"] == pytest.approx(2 * stats.t.sf(t, 6))
     assert found["narrow"]["power"] == pytest.approx((stats.t.ppf(0.975, 6) + stats.t.ppf(0.8, 6)) * spread / 2)
     assert found["narrow"]["floor"] == pytest.approx(stats.t.ppf(0.975, 3) * numpy.std(noise, ddof=1) / 2)
-    columns = {"wide": wide, "narrow": narrow, "other": other, "copied": [0.0] * 4}
-    copied = score.summarise(pandas.DataFrame(columns), noise)
+    copied = paired.summarise(pandas.DataFrame(columns | {"copied": [0.0] * 4}), noise, 4)
     assert copied["narrow"]["p"] == found["narrow"]["p"] and copied["copied"]["p"] == 1  # a copy makes none look better
-    smallest, middle, largest = sorted(found, key=lambda name: found[name]["p"])  # Holm: x 3, x 2, x 1
-    assert found[smallest]["holm"] == pytest.approx(3 * found[smallest]["p"])
-    assert found[middle]["holm"] == pytest.approx(max(found[smallest]["holm"], 2 * found[middle]["p"]))
-    assert found[largest]["holm"] >= found[largest]["p"]
+    for tries in (3, 7):  # Holm: x 3, x 2, x 1, or more if more has been tried
+        found = paired.summarise(pandas.DataFrame(columns), noise, tries)
+        smallest, middle, largest = sorted(found, key=lambda name: found[name]["p"])
+        assert found[smallest]["holm"] == pytest.approx(min(1, tries * found[smallest]["p"]))
+        expected = max(found[smallest]["holm"], (tries - 1) * found[middle]["p"])
+        assert (
+            found[middle]["holm"] == pytest.approx(min(1, expected)) and found[largest]["holm"] >= found[largest]["p"]
+        )
 
 
 @pytest.mark.parametrize(
     ("numbers", "confirm", "words"),
     [
-        ({"mean": 0.02, "p": 0.001, "holm": 0.002, "floor": 0.03}, False, "below the noise floor"),
-        ({"mean": 0.2, "p": 0.001, "holm": 0.002, "floor": 0.03}, False, "promising"),
-        ({"mean": 0.2, "p": 0.03, "holm": 0.2, "floor": 0.03}, False, "cannot be told: an effect of 0.250"),
-        ({"mean": -0.2, "p": 0.001, "holm": 0.002, "floor": 0.03}, False, "worse"),
-        ({"mean": 0.2, "p": 0.03, "holm": 0.2, "floor": 0.03}, True, "cannot be told"),
-        ({"mean": 0.2, "p": 0.01, "holm": 0.02, "floor": 0.03}, True, "better"),
+        ({"mean": 0.02, "holm": 0.002}, 0, "below the noise floor"),
+        ({"mean": 0.2, "holm": 0.002}, 0, "promising"),
+        ({"mean": 0.2, "holm": 0.2}, 0, "cannot be told: an effect of 0.250"),
+        ({"mean": -0.2, "holm": 0.002}, 0, "worse"),
+        ({"mean": 0.2, "holm": 0.002, "floor": 0.0}, 0, "cannot be told: no A/A runs"),
+        ({"mean": 0.2, "holm": 0.2}, 8, "cannot be told: an effect"),
+        ({"mean": 0.2, "holm": 0.02}, 8, "better"),
+        ({"mean": 0.2, "holm": 0.02, "count": 5}, 8, "cannot be told: 5 of 8 seeds"),
     ],
 )
 def test_the_verdict(numbers, confirm, words):
-    assert words in score.verdict(numbers | {"power": 0.25}, confirm)
+    assert words in paired.verdict({"power": 0.25, "floor": 0.03, "p": 0.001, "count": 8} | numbers, confirm)
 
 
 @pytest.fixture
@@ -143,14 +151,14 @@ def test_a_row_that_is_there_is_not_made_again(rows, capsys):
     assert (
         len(rows.made) == 12 and rows.made.count(("ppo.py", 1, "A/A 16")) == rows.made.count(("sft.py", 1, "SFT")) == 1
     )
-    assert "ppo.py --kl-coef 0: promising: now --confirm" in capsys.readouterr().out
+    assert "ppo.py --kl-coef 0 beside ppo.py: promising: now --confirm" in capsys.readouterr().out
     rows.made.clear()
     score.main(score.Args(["ppo.py --kl-coef 0"], **rows.args))  # its baseline is ppo.py
     assert rows.made == []
     score.main(score.Args(["ppo.py", "ppo.py --lam 1"], **rows.args))
     assert {text for text, _, _ in rows.made} == {"ppo.py --lam 1"}
     out = capsys.readouterr().out
-    assert "ppo.py --lam 1: cannot be told: 1 of 3 seeds failed\n    seed 2: out of luck" in out
+    assert "ppo.py --lam 1 beside ppo.py: cannot be told: 1 of 3 seeds failed\n    seed 2: out of luck" in out
     assert rows.args["rows"].with_suffix(".png").exists()
     table = pandas.read_csv(rows.args["rows"])
     assert len(table) == 15 and table["key"].nunique() == 15
@@ -178,10 +186,19 @@ def test_an_edited_script_is_another_try(rows, tmp_path, monkeypatch, capsys):
 
 def test_confirmation_uses_seeds_of_its_own(rows, capsys):
     score.main(score.Args(["ppo.py --kl-coef 0"], confirm=True, **rows.args))
+    assert "cannot be told: no A/A runs" in capsys.readouterr().out
+    score.main(score.Args(["ppo.py"], **rows.args))
+    rows.made.clear()
+    table = pandas.read_csv(rows.args["rows"], dtype={"note": str})  # a call that was cut short
+    table[table["seed"] != 108].to_csv(rows.args["rows"], index=False)
+    score.main(score.Args(["ppo.py --kl-coef 0"], confirm=True, show=True, **rows.args))
+    assert "cannot be told: 7 of 8 seeds" in capsys.readouterr().out
+    table[table["seed"] < 100].to_csv(rows.args["rows"], index=False)
+    score.main(score.Args(["ppo.py --kl-coef 0"], confirm=True, **rows.args))
     assert {seed for _, seed, _ in rows.made} == set(range(101, 109))
     with pytest.raises(SystemExit, match="seeds 101 to 108 are kept for --confirm"):
         score.main(score.Args(["ppo.py"], **rows.args | {"seeds": [1, 104]}))
-    assert "ppo.py --kl-coef 0: better" in capsys.readouterr().out
+    assert "ppo.py --kl-coef 0 beside ppo.py: better" in capsys.readouterr().out
 
 
 def test_the_metrics_posts_are_its_own(world):
@@ -200,7 +217,8 @@ def test_the_metric_by_hand(world, tmp_path, monkeypatch):
     references = [f" {row['summary']}<|endoftext|>" for row in told]
     responses = tokenizer(references, padding=True, padding_side="right", return_tensors="pt").input_ids
     monkeypatch.setattr(ppo, "sample", lambda *_: (responses, None))
-    found = metric.measure(metric.Args(str(world.model), str(world.model), str(folder), posts=6))
+    found, rows, _ = metric.measure(metric.Args(str(world.model), str(world.model), str(folder), posts=6))
+    assert rows == told
     expected = {"rougeL": 1.0, "win_rate": 0.5, "eos_rate": 1.0, "kl": 0.0, "wrong_facts": 0.0}
     assert {key: found[key] for key in expected} == pytest.approx(expected)
     constant = ppo.load_reward_model(str(make_constant(folder, tmp_path / "constant")), tokenizer)
@@ -216,7 +234,7 @@ def test_the_noise_floor_is_that_of_all_beds(rows, capsys):
     table.loc[table["seed"].isin([4, 5]), "bed"] = "older"
     table.to_csv(rows.args["rows"], index=False)
     baseline = score.read_ledger(rows.args["rows"]).query("candidate == 'ppo.py' and size == 's'").iloc[0]
-    noise = score.noise_pairs(score.read_ledger(rows.args["rows"]), baseline, "truth")
+    noise = paired.noise_pairs(score.read_ledger(rows.args["rows"]), baseline, "truth")
     assert sorted(noise) == pytest.approx([-0.001, -0.001, -0.001, 0.001, 0.001])
     score.main(score.Args(["ppo.py --kl-coef 0"], **rows.args))
     floor = stats.t.ppf(0.975, 4) * numpy.std(noise, ddof=1) / numpy.sqrt(3)
@@ -246,3 +264,75 @@ def test_wrong_facts_by_hand():
     post = "My sister (24F) broke my laptop and I am angry."
     assert metric.wrong_facts(post, "sister broke laptop, 24, angry") == 0
     assert metric.wrong_facts(post, "sister broke laptop and bike, 25, sad, move out?") == 4
+
+
+def test_the_page_has_the_numbers_of_the_summaries_that_need_no_model():
+    rows, _ = metric.fresh_posts(500)
+    page = (ROOT / "quickstart/README.md").read_text()
+    for name, column in (
+        ("the reference", "summary"),
+        ("a nearly perfect summary", "near_perfect"),
+        ("the title", "copied_title"),
+    ):
+        found = metric.text_numbers(rows, [row[column] for row in rows])
+        line = "| {truth:.3f} | {win_rate:.3f} | {wrong_facts:.2f} | {words:.1f} | {rougeL:.3f} |".format(**found)
+        assert f"| {name} {line}" in page
+
+
+def test_one_version_has_one_row_whatever_it_is_called(rows, tmp_path, monkeypatch, capsys):
+    """Seeds on which it did badly stay, and a baseline by another name is the baseline."""
+    monkeypatch.chdir(tmp_path)
+    Path("ppo_mine.py").write_text((ROOT / "ppo.py").read_text())
+    Path("copy.py").write_text((ROOT / "ppo.py").read_text())
+    score.main(score.Args(["ppo.py", "ppo_mine.py --lam 1"], **rows.args))
+    made = len(rows.made)
+    score.main(score.Args(["copy.py", "./ppo_mine.py --lam 1"], **rows.args | {"seeds": [1, 3]}))
+    said = capsys.readouterr().out.rpartition("size s")[2]
+    assert (
+        len(rows.made) == made and "./ppo_mine.py --lam 1 beside copy.py: cannot be told: 1 of 3 seeds failed" in said
+    )
+    score.main(score.Args(["ppo.py", "copy.py"], **rows.args))
+    assert "copy.py beside ppo.py: the same code and flags" in capsys.readouterr().out
+
+
+def test_a_run_that_saved_a_model_and_failed_is_made_again(tmp_path, monkeypatch):
+    args, one = score.Args(rows=tmp_path / "rows.csv", data=tmp_path / "data"), score.original("sft")
+
+    def fails(command, log):
+        folder = Path(command[command.index("--output-dir") + 1])
+        assert not folder.exists()
+        (folder / "model").mkdir(parents=True)
+        raise RuntimeError("diverged")
+
+    for _ in range(2):
+        monkeypatch.setattr(score, "run", fails)
+        with pytest.raises(RuntimeError, match="diverged"):
+            score.trained(one, {}, 1, args)
+    made = []
+
+    def works(command, log):
+        folder = Path(command[command.index("--output-dir") + 1])
+        (folder / "model").mkdir(parents=True)
+        made.append(folder)
+
+    monkeypatch.setattr(score, "run", works)
+    for _ in range(2):
+        folder = score.trained(one, {}, 1, args)
+    assert made == [folder]
+    shutil.rmtree(folder)  # as is done with a model that a later run has changed
+    score.trained(one, {}, 1, args)
+    assert made == [folder] * 2
+
+
+def test_a_script_that_is_edited_meanwhile_has_no_row(tmp_path, monkeypatch):
+    mine = tmp_path / "sft_mine.py"
+    mine.write_text((ROOT / "sft.py").read_text())
+    one, args = score.candidate(str(mine)), score.Args(rows=tmp_path / "rows.csv", data=tmp_path / "data")
+    monkeypatch.setattr(score, "run", lambda *_: mine.write_text((ROOT / "sft.py").read_text() + "x = 1\n"))
+    with pytest.raises(RuntimeError, match="the script was edited"):
+        score.trained(one, {}, 1, args)
+
+
+def test_only_truth_has_a_verdict(rows, capsys):
+    score.main(score.Args(["ppo.py --kl-coef 0"], of="kl", **rows.args))
+    assert "promising" not in capsys.readouterr().out

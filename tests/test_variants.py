@@ -85,7 +85,7 @@ def test_where_online_dpo_ends(labels):
         kls.append((logprobs.exp() * (logprobs - reference)).sum().item())
         of_policy = [logprobs[chosen], logprobs[rejected], reference[chosen], reference[rejected]]
         probabilities = logprobs.detach().exp()[both].prod(1) * untied
-        losses = online_dpo.dpo_loss(*of_policy, beta, "sigmoid", flip)
+        losses = online_dpo.online_dpo_loss(*of_policy, beta, "sigmoid", flip)
         [gradient] = torch.autograd.grad((losses * probabilities).sum() / probabilities.sum(), logits)
         logits = (logits - 10 * gradient).detach().requires_grad_()
     optimum = [0.3, 0.15 * math.exp(4), 0.25 * math.exp(2), 0.2 * math.exp(1), 0.1 * math.exp(2)]

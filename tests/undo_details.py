@@ -1,34 +1,24 @@
 """Do the tests notice when a detail of the paper is undone? Two patches a detail, and some for other tests.
 
-    python tests/undo_details.py                    # all of them, some minutes on two free cores
+    python tests/undo_details.py                    # all of them, half an hour on two free cores
     python tests/undo_details.py 11 20 --jobs 4     # these two details, four at a time
 
-Each patch is applied to a fresh copy of the repository in a temporary folder, and the tests that it names are run
-there: those of a detail (its number) or others (file::test). They have to pass in the copy without a patch
-and to fail with it. Exit code 1 if a test still passes, cannot run, or a patch no longer fits the script: patches name
-short pieces of source text, which must occur exactly once in their file. Each patch's process is forked from the one
-that ran the tests without, and takes over what their fixtures made, unless the patched file has a part in it.
+Each patch is applied to a copy of the repository in a temporary folder, where the tests that it names are run: those
+of a detail (its number) or others (file::test). They have to pass without a patch and to fail with it. Exit code 1 if a
+test still passes, cannot run, or a patch no longer fits the script: patches name short pieces of source text, which
+must occur exactly once in their file.
 """
 
 import argparse
-import io
-import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
-import pytest
-from accelerate.state import AcceleratorState
-
 ROOT = Path(__file__).resolve().parents[1]
-# fixtures whose work is done once, and the script that does it
-MADE_BY = {"world": "tldr_dataset.py", "hand_made": "tldr_dataset.py", "short": "tldr_dataset.py", "talker": ""}
-MADE_BY |= {"reward_run": "reward.py", "dpo_run": "dpo.py", "ppo_run": "ppo.py"}
 
 # one block per patch: detail or test, files (one after the other), what is undone; "- " the text, "+ " what replaces it
 PATCHES = r"""
@@ -318,90 +308,28 @@ def read_patches(text: str) -> list[tuple[str, str, str, str, str]]:
     return patches
 
 
-def copy_repository(folder: Path) -> Path:
-    """A copy of what git knows of, or would, at folder/main, beside a link to the shared data."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-    for name in filter(None, names):
-        if (ROOT / name).is_file():
-            (folder / "main" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / "main" / name)
-    if (ROOT.parent / "shared").exists():
-        (folder / "shared").symlink_to(ROOT.parent / "shared")
-    return folder / "main"
-
-
-class Fixtures:
-    """A pytest plugin that keeps what the fixtures in MADE_BY make, or gives what was kept, but for what the patched
-    file has a part in."""
-
-    def __init__(self):
-        self.kept, self.patched = {}, None
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_fixture_setup(self, fixturedef, request):
-        name = fixturedef.argname
-        if name in self.kept and self.patched and self.patched != MADE_BY[name]:
-            original, fixturedef.func = fixturedef.func, lambda **_: self.kept[name]
-            try:
-                return (yield)
-            finally:
-                fixturedef.func = original
-        result = yield
-        if name in MADE_BY and not self.patched:
-            self.kept[name] = result
-        return result
-
-
-def run_test(copy: Path, test: str, plugin: Fixtures) -> tuple[int, str]:
-    """Exit code of pytest, run in this process, and the first line that says why."""
-    os.chdir(copy)
-    places = str(copy.parent.parent), f"{tempfile.gettempdir()}/ablations-"  # modules of an earlier copy go
-    sys.path[:] = [path for path in sys.path if not path.startswith(places)]
-    for name in [name for name, x in sys.modules.items() if str(getattr(x, "__file__", "")).startswith(places)]:
-        del sys.modules[name]
-    file, _, name = test.rpartition("::")
-    AcceleratorState._reset_state(True)  # of an earlier test, which this one would fail on for that reason alone
-    options = ["-q", "-x", f"tests/{file or 'test_details.py'}", "-k", name, "-p", "no:cacheprovider", "--tb=short"]
-    options += ["--show-capture=no", f"--basetemp={tempfile.mkdtemp(dir=copy.parent)}"]
-    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()):
-        code = pytest.main(options, plugins=[plugin])
-    lines = output.getvalue().splitlines()
-    told = [line for line in lines if line.startswith("E  ")] or lines or [""]
-    told = [line for line in told if "Error" in line or "assert " in line or "Failed" in line] or told
-    return int(code), told[0].removeprefix("E").strip()
-
-
-def undo(patch: tuple[str, str, str, str, str], folder: Path, plugin: Fixtures) -> tuple[bool, str]:
-    """(is it as it should be, a line of the table) of one patch."""
-    test, file, what, old, new = patch
-    row = f"{test.rpartition('::')[2]:>3}  {file:15}  {what:45}  "
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        copy = copy_repository(Path(own))
-        text = (copy / file).read_text()
-        if text.count(old) != 1:
-            return False, f"{row}PATCH DOES NOT APPLY, its text occurs {text.count(old)} times: {old}"
-        (copy / file).write_text(text.replace(old, new))
-        plugin.patched = file
-        code, why = run_test(copy, test if "::" in test else f"test_detail_{test}", plugin)
-    result = {0: "STILL PASSES", 1: "fails as it should"}.get(code, f"CANNOT RUN (pytest ends with {code})")
-    return code == 1, f"{row}{result}: {why:.160}"
-
-
-def in_child(call, *args) -> tuple[int, int]:
-    """Fork a process that makes the call and writes what it returns into a pipe: its id, and the pipe to read from."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            result = call(*args)
-        except BaseException as error:
-            result = False, f"{args[0]} {error!r}"
-        with os.fdopen(writing, "w") as file:
-            json.dump(result, file)
-        os._exit(0)
-    os.close(writing)
-    return child, reading
+def run_test(test: str, file: str = "", old: str = "", new: str = "") -> tuple[int, str]:
+    """Return pytest's exit code in a copy of the repository in which a file has new text for old, and why it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "main")
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for name in listed.split("\0")[:-1]:
+            if (ROOT / name).exists():
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, copy / name)
+        if (ROOT.parent / "shared").exists():
+            Path(folder, "shared").symlink_to(ROOT.parent / "shared")
+        if file:
+            text = (copy / file).read_text()
+            if text.count(old) != 1:
+                return -1, f"PATCH DOES NOT APPLY, its text occurs {text.count(old)} times"
+            (copy / file).write_text(text.replace(old, new))
+        where, _, name = test.rpartition("::") if "::" in test else ("test_details.py", "", f"test_detail_{test}")
+        command = [sys.executable, "-m", "pytest", "-qx", f"tests/{where}", "-k", name, "-p", "no:cacheprovider"]
+        command += ["--tb=short", "--show-capture=no", f"--basetemp={folder}/pytest"]
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("E  ")] or [done.stdout[-200:]]
+    return done.returncode, lines[0].removeprefix("E").strip()
 
 
 def main():
@@ -409,34 +337,27 @@ def main():
     parser.add_argument("tests", nargs="*", help="numbers of details or file::test; default: all of them")
     parser.add_argument("--jobs", type=int, default=2, help="tests that run at the same time")
     args = parser.parse_args()
-    patches, wanted = read_patches(PATCHES), [f"{int(x):02}" if x.isdigit() else x for x in args.tests]
-    known = sorted({test for test, *_ in patches})
-    if set(wanted) - set(known):
-        parser.error(f"there are patches for {known} only")
-    patches = [patch for patch in patches if not wanted or patch[0] in wanted]
-    tests = sorted({test for test, *_ in patches if "::" in test})
-    with tempfile.TemporaryDirectory() as folder:
-        plugin, copy = Fixtures(), copy_repository(Path(folder) / "whole")
-        for test in ["test_detail"] * any(test.isdigit() for test, *_ in patches) + tests:  # without a patch
-            code, why = run_test(copy, test, plugin)
-            print(f"{test}: {'passes as it should' if code == 0 else f'DOES NOT PASS: {why:.160}'}", flush=True)
-            if code:
-                sys.exit(1)
-        lines, running, wrong = {}, {}, 0
-        for i, patch in [*enumerate(patches), *[(None, None)] * args.jobs]:
-            if patch:
-                child, reading = in_child(undo, patch, Path(folder), plugin)
-                running[child] = i, reading
-            while running and (patch is None or len(running) == args.jobs):
-                child, _ = os.wait()
-                done, reading = running.pop(child)
-                with os.fdopen(reading) as file:
-                    good, lines[done] = json.load(file)
-                wrong += not good
-                while (shown := len([x for x in lines.values() if x is None])) in lines:
-                    print(lines[shown], flush=True)
-                    lines[shown] = None
-    print(f"{len(patches)} patches, {wrong} of them not noticed or not applied")
+    wanted = [f"{int(x):02}" if x.isdigit() else x for x in args.tests]
+    patches = [patch for patch in read_patches(PATCHES) if not wanted or patch[0] in wanted]
+    if not patches:
+        parser.error(f"there are patches for {sorted({test for test, *_ in read_patches(PATCHES)})} only")
+
+    def row(patch) -> tuple[bool, str]:
+        test, file, what, old, new = patch
+        code, why = run_test(test, file, old, new)
+        result = {0: "STILL PASSES", 1: "fails as it should"}.get(code, f"CANNOT RUN (pytest ends with {code})")
+        return code == 1, f"{test.rpartition('::')[2]:>3}  {file:15}  {what:45}  {result}: {why:.160}"
+
+    wrong = 0
+    with ThreadPool(args.jobs) as pool:
+        tests = sorted({test for test, *_ in patches})
+        for test, (code, why) in zip(tests, pool.imap(run_test, tests), strict=True):
+            wrong += code != 0
+            print(f"{test}: {f'DOES NOT PASS: {why:.160}' if code else 'passes as it should'}", flush=True)
+        for is_noticed, line in pool.imap(row, patches):
+            wrong += not is_noticed
+            print(line, flush=True)
+    print(f"{len(patches)} patches; {wrong} tests or patches are not as they should be")
     sys.exit(wrong > 0)
 
 

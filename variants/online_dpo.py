@@ -189,23 +189,24 @@ def flip_probability(scores: torch.Tensor, labels: str) -> torch.Tensor:
     return torch.sigmoid(rejected - chosen) if labels == "soft" else torch.zeros_like(chosen)
 
 
-def dpo_loss(
+def online_dpo_loss(
     policy_chosen: torch.Tensor,
     policy_rejected: torch.Tensor,
     ref_chosen: torch.Tensor,
     ref_rejected: torch.Tensor,
     beta: float,
-    loss_type: str = "sigmoid",
-    label_smoothing: float = 0.0,
+    loss_type: str,
+    flip: torch.Tensor,
 ) -> torch.Tensor:
     """Return the loss per pair (b,) from the summed log-probabilities (b,) of the responses under policy and reference.
+    h is the log-ratio of the chosen response minus that of the rejected one.
 
-    sigmoid: equation 4, -log sigmoid(beta h), where h is the log-ratio of chosen minus the log-ratio of rejected. With
-    label smoothing e, it is (1 - e) times that plus e times the loss of the flipped pair. ipo: (h - 1 / (2 beta))^2."""
+    sigmoid: DPO's -log sigmoid(beta h), in expectation over a label that is flipped with probability `flip` (b,).
+    ipo: (h - 1 / (2 beta))^2."""
     h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
     if loss_type == "ipo":
         return (h - 1 / (2 * beta)) ** 2
-    return -(1 - label_smoothing) * F.logsigmoid(beta * h) - label_smoothing * F.logsigmoid(-beta * h)
+    return -(1 - flip) * F.logsigmoid(beta * h) - flip * F.logsigmoid(-beta * h)
 
 
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
@@ -316,7 +317,7 @@ def main(args: Args):
                     chosen, rejected = logprobs.masked_fill(~mb["response_mask"], 0.0).sum(1).chunk(2)
                     ref = mb["ref_sums"].chunk(2)
                     flip = flip_probability(mb["scores"], args.labels)
-                    losses = dpo_loss(chosen, rejected, *ref, args.beta, args.loss_type, flip)
+                    losses = online_dpo_loss(chosen, rejected, *ref, args.beta, args.loss_type, flip)
                     loss = (losses * mb["weights"]).sum()
                     accelerator.backward(loss * accelerator.num_processes)  # DDP and DeepSpeed average over devices
                     logs["loss/policy"] += loss.detach()

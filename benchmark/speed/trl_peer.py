@@ -1,4 +1,6 @@
-"""One run of TRL's trainer for throughput.py, in an environment that has TRL:  trl_peer.py SETTINGS.json
+"""One run of TRL's trainer for speed.py, in an environment that has TRL:  trl_peer.py SETTINGS.json
+
+TRL removed PPO in September 2026 (trl#7020): 1.11 is the last version whose PPO can be compared.
 
 Settings that are not TRL's defaults are those of the work (batch, no clipping, the paper's PPO numbers) and those that
 make it fastest on these rows: no gradient checkpointing, rows of similar length together, no evaluation, no reports.

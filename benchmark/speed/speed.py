@@ -1,19 +1,25 @@
-"""Items per second of a stage script, and of TRL's trainer on the same rows: real lengths, a random model.
+"""Items per second of the stage scripts, and of TRL's trainers on the same rows: real lengths, a random model.
 
-    python benchmark/speed/throughput.py --stage sft                       # ours alone
-    bash benchmark/speed/peers.sh && python benchmark/speed/throughput.py --stage ppo --peer trl
-    python benchmark/speed/throughput.py --stage dpo --runs runs/pretrained/NAME --data data/pretrained/NAME/tldr
+    python benchmark/speed/speed.py sft reward dpo ppo                  # ours alone
+    python benchmark/speed/speed.py ppo --script ppo_compile.py         # a copy
+    python benchmark/speed/speed.py sft reward dpo --peer trl-1.16.0    # beside TRL; ppo: trl-1.11.0
+    python benchmark/speed/speed.py dpo --runs runs/pretrained/NAME --data data/pretrained/NAME/tldr
+    python benchmark/speed/speed.py ppo --batch-size 512 --micro-batch-size 16 --sample-batch-size 256    # one GPU
+
+A peer has an environment of its own. TRL removed PPO in September 2026 (trl#7020), so 1.11 is the last to compare with:
+
+    python3 -m venv .peers/trl-1.11.0 && .peers/trl-1.11.0/bin/pip install -r requirements.txt trl==1.11.0
 
 The rows have the lengths of the posts and comparisons in --raw (where there are none: of generated ones, stretched);
 the words are numbers and the model is random, of Pythia's shape: what it has learnt does not change its speed. With
---runs and --data, the models and rows of benchmark/pretrained.sh are used instead. On a CPU the model has Pythia 1B's
-16 layers, at width 256, and 6,100 words, so that body and head keep the 1B's ratio. EOS has a chance of 1 in 70 at each
-position, so that responses have about 37 of at most 53 tokens.
+--runs and --data, the models and rows of benchmark/pretrained.sh are used instead. On a GPU the model is Pythia 1B's;
+on a CPU it has its 16 layers, at width 256, and 6,100 words, so that body and head keep the 1B's ratio. EOS has a
+chance of 1 in 70 at each position, so that responses have about 37 of at most 53 tokens.
 
 Of the --updates updates of a run the first --warmup do not count. Seconds are wall time from the end of one update to
-that of the next. DPO is counted twice: with the reference's log-probabilities of a batch made on the way (ours: before
-training, its part of that time added), and with those that are there already. benchmark/results/throughput.csv gets the
-numbers of the stage.
+that of the next, and for ppo also of its phases. DPO is counted twice: with the reference's log-probabilities of a
+batch made on the way (ours: before training, its part of that time added), and with those that are there already.
+--output gets the table, a stage after the other.
 """
 
 import json
@@ -29,7 +35,7 @@ import time
 from dataclasses import dataclass, replace
 from math import isfinite, log
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pandas
 import torch
@@ -63,9 +69,12 @@ PASSES = {"sft": 3, "reward": 3, "dpo": 4, "dpo, reference kept": 3, "ppo": 3 * 
 
 @dataclass
 class Args:
-    stage: Literal["sft", "reward", "dpo", "ppo"]
-    peer: Literal["none", "trl"] = "none"
-    """trl: also a run of TRL's trainer"""
+    stages: Annotated[tuple[Literal["sft", "reward", "dpo", "ppo"], ...], tyro.conf.Positional]
+    """stages to measure, one after the other"""
+    script: str | None = None
+    """a copy of the stage's script that runs in its place; default: the stage's own"""
+    peer: Literal["none", "trl-1.16.0", "trl-1.11.0"] = "none"
+    """also a run of this version of TRL"""
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     updates: int = 2
     """updates of a run"""
@@ -74,23 +83,23 @@ class Args:
     batch_size: int = 64
     """rows, pairs or episodes of an update"""
     micro_batch_size: int = 8
-    """of a forward and backward pass, for both"""
+    """rows, pairs or episodes in a forward and backward pass, for both"""
     forward_batch_size: int = 8
-    """of a pass without gradient, for the peer"""
+    """rows, pairs or episodes in a pass without gradient, for the peer"""
     sample_batch_size: int = 32
     """episodes that ppo.py samples at a time"""
     raw: str = "../shared/data"
     """folder with tldr_posts/, tldr_comparisons/ and tokenizer/"""
     peers: str = ".peers"
-    """folder of the peers' environments, made by benchmark/speed/peers.sh"""
+    """folder of the peers' environments"""
     runs: str | None = None
     """folder with sft/ and reward/, whose models are used instead of random ones"""
     data: str | None = None
     """with --runs: folder of tldr_dataset.py that they were trained on"""
-    work: str = "data/throughput"
+    work: str = "data/speed"
     """folder for data and models, made where it is missing"""
-    output_dir: str = "benchmark/results"
-    """folder of throughput.csv"""
+    output: str = "runs/speed.csv"
+    """file of the table"""
 
 
 # ---- data and models ------------------------------------------------------------------------------------------------
@@ -191,20 +200,20 @@ print(f"peak of the GPU's memory: {torch.cuda.max_memory_allocated() / 2**30:.3f
 """
 
 
-def stage_command(args: Args, work: Path) -> list[str]:
+def stage_command(stage: str, args: Args, work: Path) -> list[str]:
     """Return the command of the stage script on the rows and models in `work`; on a GPU it ends with its peak memory
     there."""
-    command = [sys.executable, *["-c", WITH_PEAK] * (args.device == "cuda"), f"{args.stage}.py"]
-    command += ["--model", work / "model", "--output-dir", work / "runs" / args.stage]
+    command = [sys.executable, *["-c", WITH_PEAK] * (args.device == "cuda"), args.script or f"{stage}.py"]
+    command += ["--model", work / "model", "--output-dir", work / "runs" / stage]
     command += ["--batch-size", args.batch_size, "--micro-batch-size", args.micro_batch_size]
     command += ["--total-episodes", args.batch_size * args.updates]
-    if args.stage != "dpo":
-        command += ["--dataset", work / ("few" if args.stage == "reward" else "sft")]
-    if args.stage != "sft":
+    if stage != "dpo":
+        command += ["--dataset", work / ("few" if stage == "reward" else "sft")]
+    if stage != "sft":
         command += ["--sft-model-path", work / "model"]
-    if args.stage in ("reward", "dpo"):
+    if stage in ("reward", "dpo"):
         command += ["--preference-dataset", work / "preference"]
-    if args.stage == "ppo":
+    if stage == "ppo":
         command += ["--reward-model-path", work / "reward"]
         command += ["--sample-batch-size", args.sample_batch_size, "--eval-rows", 8]
     return [str(word) for word in command]
@@ -223,23 +232,23 @@ def run(command: list, log: Path) -> float:
     return float(on_gpu[1]) if on_gpu else usage.ru_maxrss / 2**20
 
 
-def ours(args: Args, work: Path, *flags) -> dict:
+def ours(stage: str, args: Args, work: Path, *flags) -> dict:
     """Run the stage script with further flags. Returns seconds per counted update, peak GiB, the last update's loss
     and, of ppo, seconds of its phases."""
-    folder = work / "runs" / args.stage
+    folder = work / "runs" / stage
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    peak = run([*stage_command(args, work), *flags], folder.with_suffix(".log"))
+    peak = run([*stage_command(stage, args, work), *flags], folder.with_suffix(".log"))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    check_finite(args.stage, lines)
+    check_finite(stage, lines)
     lines = {line["update"]: line for line in lines}
     counted = [lines[update] for update in range(args.warmup + 1, args.updates + 1)]
     before = lines[args.warmup]["time/total"] if args.warmup else 0.0
     seconds = (counted[-1]["time/total"] - before) / len(counted)
     found = {"seconds": seconds, "peak": peak, "loss": counted[-1].get("loss/train")}
-    if args.stage == "dpo":
+    if stage == "dpo":
         found["reference"] = lines[0]["time/reference"] / args.updates
-    if args.stage == "ppo":
+    if stage == "ppo":
         means = {key: statistics.fmean(line[key] for line in counted) for key in counted[0]}
         found |= {"sampling": means["time/sampling"], "scoring": means["time/rollout"] - means["time/sampling"]}
         found |= {"update": means["time/update"] - means["time/rollout"], "tokens": means["response/length"]}
@@ -255,18 +264,17 @@ def check_finite(name: str, lines: list[dict]):
                 fail(f"{name}: {key} of update {line['update']} is {value}")
 
 
-def peer(args: Args, work: Path, *flags, **others) -> dict:
+def peer(stage: str, args: Args, work: Path, *flags, **others) -> dict:
     """Run TRL's trainer in its own environment. Returns the same numbers, and the trainer's arguments. `others` are
     further settings of trl_peer.py."""
-    version = "1.11.0" if args.stage == "ppo" else "1.16.0"
-    python = Path(args.peers, f"trl-{version}", "bin", "python")
+    python = Path(args.peers, args.peer, "bin", "python")
     if not (ROOT / python).exists():
-        fail(f"{python} is missing; bash benchmark/speed/peers.sh makes it")
-    out = work / "runs" / f"{args.stage}_trl.json"
-    settings = {"stage": args.stage, "work": str(work), "batch": args.batch_size, "micro": args.micro_batch_size}
+        fail(f"{python} is missing; the top of benchmark/speed/speed.py has the command that makes it")
+    out = work / "runs" / f"{stage}_trl.json"
+    settings = {"stage": stage, "work": str(work), "batch": args.batch_size, "micro": args.micro_batch_size}
     settings |= {"forward": args.forward_batch_size, "updates": args.updates, "device": args.device, "flags": flags}
     settings |= {"output": str(out), "reward": str(work / "reward"), "learning_rate": 3e-6} | others
-    settings["rows"] = rows(args, work).tolist()
+    settings["rows"] = rows(stage, args, work).tolist()
     (work / "runs" / "peer.json").write_text(json.dumps(settings))
     peak = run([python, ROOT / "benchmark/speed/trl_peer.py", work / "runs" / "peer.json"], out.with_suffix(".log"))
     found = json.loads(out.read_text())
@@ -275,27 +283,27 @@ def peer(args: Args, work: Path, *flags, **others) -> dict:
     return {"seconds": seconds, "peak": peak} | {key: found[key] for key in ("loss", "arguments")}
 
 
-def same_loss(args: Args, work: Path) -> tuple[float, float]:
+def same_loss(stage: str, args: Args, work: Path) -> tuple[float, float]:
     """Return our loss and TRL's of the same small batch from the same weights: sft's first; reward's first under the
     head that ours drew; dpo's second after a long step, since its first is log 2 whatever the model says."""
-    rate = {"sft": 3e-6, "reward": 0.0, "dpo": 1e-3}[args.stage]
-    changed = {"updates": 2 if args.stage == "dpo" else 1, "warmup": 0, "batch_size": 2 * args.micro_batch_size}
+    rate = {"sft": 3e-6, "reward": 0.0, "dpo": 1e-3}[stage]
+    changed = {"updates": 2 if stage == "dpo" else 1, "warmup": 0, "batch_size": 2 * args.micro_batch_size}
     small = replace(args, **changed)
-    own = ours(small, work, "--learning-rate", rate)
-    others = {"reward": str(work / "runs" / "reward" / "model")} if args.stage == "reward" else {}
-    return own["loss"], peer(small, work, "sequential", learning_rate=rate, **others)["loss"]
+    own = ours(stage, small, work, "--learning-rate", rate)
+    others = {"reward": str(work / "runs" / "reward" / "model")} if stage == "reward" else {}
+    return own["loss"], peer(stage, small, work, "sequential", learning_rate=rate, **others)["loss"]
 
 
-def rows(args: Args, work: Path) -> torch.Tensor:
+def rows(stage: str, args: Args, work: Path) -> torch.Tensor:
     """Return the indices of the rows that the stage script sees, in order, at its default seed."""
-    data = load_from_disk(str(work / ("preference" if args.stage in ("reward", "dpo") else "sft")))["train"]
+    data = load_from_disk(str(work / ("preference" if stage in ("reward", "dpo") else "sft")))["train"]
     return data_order(len(data), 44413, 0, args.batch_size * args.updates)
 
 
 # ---- arithmetic -----------------------------------------------------------------------------------------------------
 
 
-def work_done(args: Args, work: Path, response: float) -> tuple[float, float]:
+def work_done(stage: str, args: Args, work: Path, response: float) -> tuple[float, float]:
     """Return the mean real tokens of an item, and the floating-point operations of one pass forward over them: 2 x
     parameters x tokens, the head where a loss reads it, and attention (4 x width x keys for each token). `response`: of
     PPO's."""
@@ -310,8 +318,8 @@ def work_done(args: Args, work: Path, response: float) -> tuple[float, float]:
         tokens, keys = query + sum(responses), query**2 / 2 + sum(r * (query + r / 2) for r in responses)
         return 2 * body * tokens + 4 * layers * width * keys
 
-    index = rows(args, work).tolist()
-    if args.stage in ("sft", "ppo"):
+    index = rows(stage, args, work).tolist()
+    if stage in ("sft", "ppo"):
         data = load_from_disk(str(work / "sft"))["train"].select(index)
         query, own = (data[f"{x}_token"] for x in ("query", "reference_response"))
         lengths = [(real_length(q, pad_id), (real_length(r, pad_id),)) for q, r in zip(query, own, strict=True)]
@@ -322,12 +330,12 @@ def work_done(args: Args, work: Path, response: float) -> tuple[float, float]:
         lengths = [(query, (chosen, rejected)) for query, chosen, rejected in zip(*found, strict=True)]
     total = 0.0
     for query, responses in lengths:
-        if args.stage == "ppo":  # policy and value
+        if stage == "ppo":  # policy and value
             total += 2 * forward(query, response) + 2 * head * response
         else:
-            read = {"sft": query + sum(responses), "reward": 0, "dpo": sum(responses)}[args.stage]
+            read = {"sft": query + sum(responses), "reward": 0, "dpo": sum(responses)}[stage]
             total += forward(query, *responses) + 2 * head * read
-    tokens = sum(q + (response if args.stage == "ppo" else sum(r)) for q, r in lengths)
+    tokens = sum(q + (response if stage == "ppo" else sum(r)) for q, r in lengths)
     return tokens / len(lengths), total / len(lengths)
 
 
@@ -343,19 +351,14 @@ def matmul_rate(args: Args, work: Path, tokens: float) -> float:
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     n = int(tokens * args.micro_batch_size)
     a, b = torch.randn(n, width, device=device, dtype=dtype), torch.randn(width, inner, device=device, dtype=dtype)
-    return 2 * n * width * inner / seconds_of(lambda: a @ b, args.device, 30)
-
-
-def seconds_of(function, device: str, repeats: int) -> float:
-    """Return the median seconds of a call, after three that do not count."""
     taken = []
-    for _ in range(repeats + 3):
+    for _ in range(33):  # the first three do not count
         start = time.perf_counter()
-        function()
-        if device == "cuda":
+        a @ b
+        if args.device == "cuda":
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken[3:])
+    return 2 * n * width * inner / statistics.median(taken[3:])
 
 
 # ---- report ---------------------------------------------------------------------------------------------------------
@@ -369,56 +372,59 @@ def machine(device: str) -> str:
     return f"{(names or [platform.machine()])[0]}, {os.cpu_count()} cores, torch {torch.__version__}"
 
 
-def write(args: Args, table: list[dict]):
-    """Replace the stage's rows in throughput.csv."""
-    path = Path(args.output_dir, "throughput.csv")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = pandas.read_csv(path, dtype=str, keep_default_na=False).to_dict("records") if path.exists() else []
-    rows = [row for row in rows if row["stage"] != args.stage] + table
-    rows.sort(key=lambda row: list(ITEMS).index(row["stage"]))
-    pandas.DataFrame(rows).to_csv(path, index=False)
+def measure(stage: str, args: Args, work: Path) -> list[dict]:
+    """Return the rows of a stage, ours and the peer's, and print them."""
+    kinds = [", reference kept", ""] if stage == "dpo" else [""]
+    flags = {f"trl{kind}": ["precompute"] if kind else [] for kind in kinds if args.peer != "none"}
+    own = ours(stage, args, work)
+    tokens, operations = work_done(stage, args, work, own.get("tokens", 0))
+    rate = matmul_rate(args, work, tokens)
+    runs = {f"ours{kind}": own for kind in kinds}
+    if stage == "dpo":
+        runs["ours"] = own | {"seconds": own["seconds"] + own["reference"]}
+    runs |= {name: peer(stage, args, work, *flags[name]) for name in flags}
+    table, command = [], shlex.join(["python", "benchmark/speed/speed.py", *sys.argv[1:]])
+    for name, found in runs.items():
+        seconds = found["seconds"]
+        row = {"stage": stage, "who": name, "items/s": f"{args.batch_size / seconds:.3f} {ITEMS[stage]}"}
+        row["real tokens/s"] = f"{args.batch_size * tokens / seconds:.0f}"
+        row |= {"ours is faster by": "", "of a matrix product": ""}
+        if name in flags:
+            row["ours is faster by"] = f"{seconds / runs[name.replace('trl', 'ours')]['seconds']:.2f}"
+        else:
+            done = PASSES[stage + name.removeprefix("ours")] * operations * args.batch_size
+            row["of a matrix product"] = f"{done / found.get('update', seconds) / rate:.2f}"
+        row["peak GiB"] = f"{found['peak']:.2f}"
+        phases = [f"{phase} {found[phase]:.2f} s" for phase in PHASES if phase in found]
+        row["seconds of an update"] = ", ".join(phases) or f"{seconds:.2f} s"
+        table.append(row | {"command": f"`{command}`", "machine": machine(args.device)})
+    print(f"{stage}: {tokens:.0f} real tokens an item, a matrix product: {rate / 1e9:.0f} GFLOP/s")
+    if stage == "ppo":
+        print(f"largest abs(ratio - 1) before a first step: {own['ratio']:g}")
+    print(pandas.DataFrame(table).drop(columns=["command", "machine"]).to_string(index=False), flush=True)
+    if flags and stage != "ppo":  # which samples
+        print("loss of the same batch: ours {:.6f}, TRL {:.6f}".format(*same_loss(stage, args, work)))
+    return table
 
 
 def main(args: Args):
     os.chdir(ROOT)
     disable_progress_bars()
+    if args.script and len(args.stages) > 1:
+        fail("--script is a copy of one stage's script: name one stage")
+    if args.peer != "none" and ("ppo" in args.stages) != (args.peer == "trl-1.11.0"):
+        fail("ppo is compared with trl-1.11.0, the last version that has it, and the other stages with trl-1.16.0")
     settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(os.cpu_count())}
     for key, value in (settings | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}).items():
         os.environ.setdefault(key, value)  # for ours and the peer's
     work = Path(args.work, Path(args.runs).name if args.runs else args.device)
     if not (work / "reward" / "config.json").exists():
         make_work(args, work)
-    kinds = [", reference kept", ""] if args.stage == "dpo" else [""]
-    flags = {f"trl{kind}": ["precompute"] if kind else [] for kind in kinds if args.peer == "trl"}
-    own = ours(args, work)
-    tokens, operations = work_done(args, work, own.get("tokens", 0))
-    rate = matmul_rate(args, work, tokens)
-    runs = {f"ours{kind}": own for kind in kinds}
-    if args.stage == "dpo":
-        runs["ours"] = own | {"seconds": own["seconds"] + own["reference"]}
-    runs |= {name: peer(args, work, *flags[name]) for name in flags}
-    table, command = [], shlex.join(["python", "benchmark/speed/throughput.py", *sys.argv[1:]])
-    for name, found in runs.items():
-        seconds = found["seconds"]
-        row = {"stage": args.stage, "who": name, "items/s": f"{args.batch_size / seconds:.3f} {ITEMS[args.stage]}"}
-        row["real tokens/s"] = f"{args.batch_size * tokens / seconds:.0f}"
-        row |= {"ours is faster by": "", "of a matrix product": ""}
-        if name in flags:
-            row["ours is faster by"] = f"{seconds / runs[name.replace('trl', 'ours')]['seconds']:.2f}"
-        else:
-            done = PASSES[args.stage + name.removeprefix("ours")] * operations * args.batch_size
-            row["of a matrix product"] = f"{done / found.get('update', seconds) / rate:.2f}"
-        row["peak GiB"] = f"{found['peak']:.2f}"
-        phases = [f"{phase} {found[phase]:.2f} s" for phase in PHASES if phase in found]
-        row["seconds of an update"] = ", ".join(phases) or f"{seconds:.2f} s"
-        table.append(row | {"command": f"`{command}`", "machine": machine(args.device)})
-    print(f"{args.stage}: {tokens:.0f} real tokens an item, a matrix product: {rate / 1e9:.0f} GFLOP/s")
-    if args.stage == "ppo":
-        print(f"largest abs(ratio - 1) before a first step: {own['ratio']:g}")
-    print(pandas.DataFrame(table).drop(columns=["command", "machine"]).to_string(index=False))
-    if flags and args.stage != "ppo":  # which samples
-        print("loss of the same batch: ours {:.6f}, TRL {:.6f}".format(*same_loss(args, work)))
-    write(args, table)
+    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+    table = []
+    for stage in args.stages:
+        table += measure(stage, args, work)
+        pandas.DataFrame(table).to_csv(args.output, index=False)
 
 
 if __name__ == "__main__":

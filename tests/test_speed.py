@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import throughput
+import speed
 import tyro
 from accelerate.state import AcceleratorState
 from conftest import read_csv
@@ -17,8 +17,8 @@ from transformers import GPTNeoXConfig
 WORDS = 40
 
 
-def args(**changes) -> throughput.Args:
-    return throughput.Args(**{"stage": "sft", "device": "cpu", "batch_size": 2, "updates": 1} | changes)
+def args(**changes) -> speed.Args:
+    return speed.Args(**{"stages": ("sft",), "device": "cpu", "batch_size": 2, "updates": 1} | changes)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def work(tmp_path) -> Path:
     """Two posts and two pairs in numbered words, and a model of width 4 with 1 layer: 192 weights and a head of 160."""
     shape = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
     GPTNeoXConfig(**shape, vocab_size=WORDS).save_pretrained(tmp_path / "model")
-    throughput.word_tokenizer(WORDS).save_pretrained(tmp_path / "model")
+    speed.word_tokenizer(WORDS).save_pretrained(tmp_path / "model")
     pad = WORDS - 1
     posts = {"query_token": [[pad, 1, 2, 3], [1, 2, 3, 4]], "reference_response_token": [[5, 0, pad], [5, 6, 0]]}
     pairs = {"query_token": posts["query_token"]}
@@ -42,32 +42,32 @@ def test_work_done_by_hand(work):
     # forward: 2 x weights x tokens, attention 4 x width x (token, key) pairs, half of a square of own keys
     one = 2 * 192 * 5 + 16 * (9 / 2 + 2 * (3 + 1))  # 3 and 2 tokens
     two = 2 * 192 * 7 + 16 * (16 / 2 + 3 * (4 + 1.5))  # 4 and 3
-    assert throughput.work_done(args(), work, 0) == (6, (one + two + 2 * 160 * 12) / 2)
+    assert speed.work_done("sft", args(), work, 0) == (6, (one + two + 2 * 160 * 12) / 2)
     one = 2 * 192 * 6 + 16 * (9 / 2 + 2 * (3 + 1) + 1 * (3 + 0.5))  # 3, 2 and 1
     two = 2 * 192 * 8 + 16 * (16 / 2 + 1 * (4 + 0.5) + 3 * (4 + 1.5))  # 4, 1 and 3
-    assert throughput.work_done(args(stage="reward"), work, 0) == (7, (one + two) / 2)
-    assert throughput.work_done(args(stage="dpo"), work, 0) == (7, (one + two + 2 * 160 * 7) / 2)
+    assert speed.work_done("reward", args(), work, 0) == (7, (one + two) / 2)
+    assert speed.work_done("dpo", args(), work, 0) == (7, (one + two + 2 * 160 * 7) / 2)
     one, two = 2 * 192 * 5 + 16 * (9 / 2 + 2 * (3 + 1)), 2 * 192 * 6 + 16 * (16 / 2 + 2 * (4 + 1))  # responses of 2
-    assert throughput.work_done(args(stage="ppo"), work, 2) == (5.5, (2 * (one + two) + 2 * 160 * 4) / 2)
+    assert speed.work_done("ppo", args(), work, 2) == (5.5, (2 * (one + two) + 2 * 160 * 4) / 2)
 
 
 def test_matmul_rate_counts_two_operations_per_multiplication(work, monkeypatch):
     """(micro-batch of 8 x 5 tokens, width 4) x (4, 16) in one second of a clock that goes by seconds."""
-    monkeypatch.setattr(throughput.time, "perf_counter", count().__next__)
-    assert throughput.matmul_rate(args(micro_batch_size=8), work, 5) == 2 * 40 * 4 * 16
+    monkeypatch.setattr(speed.time, "perf_counter", count().__next__)
+    assert speed.matmul_rate(args(micro_batch_size=8), work, 5) == 2 * 40 * 4 * 16
 
 
 def test_in_words_keeps_lengths_pads_and_ends(world):
-    tokenizer = throughput.with_pad(world.model)
+    tokenizer = speed.with_pad(world.model)
     data = load_from_disk(str(world.dataset))
     for stretch in (1, 3):
-        found = throughput.in_words(data, tokenizer, WORDS, stretch)
+        found = speed.in_words(data, tokenizer, WORDS, stretch)
         for old, new in zip(data["train"], found["train"], strict=True):
             for column in ("query_token", "reference_response_token", "query_reference_response_token"):
                 pads = [token == tokenizer.pad_token_id for token in old[column] for _ in range(stretch)]
                 assert [token == WORDS - 1 for token in new[column]] == pads
                 assert new[column].count(0) == old[column].count(tokenizer.eos_token_id)
-            assert throughput.word_tokenizer(WORDS)(new["query"]).input_ids == [
+            assert speed.word_tokenizer(WORDS)(new["query"]).input_ids == [
                 token for token in new["query_token"] if token != WORDS - 1
             ]
 
@@ -84,21 +84,21 @@ settings = json.load(open(sys.argv[2]))
 json.dump({found!r} | {{"arguments": settings}}, open(settings["output"], "w"))
 """)
     python.chmod(0o755)
-    changed = args(updates=3, warmup=1, peers=str(tmp_path / "peers"))
-    answer = throughput.peer(changed, work, "sequential", learning_rate=1e-3)
+    changed = args(updates=3, warmup=1, peer="trl-1.16.0", peers=str(tmp_path / "peers"))
+    answer = speed.peer("sft", changed, work, "sequential", learning_rate=1e-3)
     assert answer["seconds"] == (18 - 15) / 2 and answer["loss"] == 1.0
-    settings = {"rows": throughput.rows(changed, work).tolist(), "flags": ["sequential"], "learning_rate": 1e-3}
+    settings = {"rows": speed.rows("sft", changed, work).tolist(), "flags": ["sequential"], "learning_rate": 1e-3}
     assert settings.items() <= answer["arguments"].items()
 
 
 def test_a_run_s_peak_and_its_failure(tmp_path):
     """A peak of the process in KiB, as Linux has it, or of the GPU, as the run printed it."""
     printed = [sys.executable, "-c", 'print("peak of the GPU\'s memory: 1.250 GiB")']
-    assert throughput.run(printed, tmp_path / "log") == 1.25
-    grown = throughput.run([sys.executable, "-c", "x = bytearray(3 * 2**30)"], tmp_path / "log")
+    assert speed.run(printed, tmp_path / "log") == 1.25
+    grown = speed.run([sys.executable, "-c", "x = bytearray(3 * 2**30)"], tmp_path / "log")
     assert 3 < grown < 3.1  # more than the tests' own process, whose memory a child starts with
     with pytest.raises(SystemExit, match=r"(?s)^error: .*No module named 'nothing'"):
-        throughput.run([sys.executable, "-c", "import nothing"], tmp_path / "log")
+        speed.run([sys.executable, "-c", "import nothing"], tmp_path / "log")
 
 
 def in_process(command: list, log=None) -> float:
@@ -112,36 +112,33 @@ def in_process(command: list, log=None) -> float:
 def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch):
     """Ours alone on generated posts, each stage: the table's numbers again from the run's own metrics."""
     monkeypatch.chdir(tmp_path)  # main goes elsewhere
-    monkeypatch.setattr(throughput, "run", in_process)
+    monkeypatch.setattr(speed, "run", in_process)
     few = {512: 32}  # posts and comparisons
-    monkeypatch.setattr(
-        throughput, "call", lambda script, *flags: in_process(["", script, *(few.get(x, x) for x in flags)])
-    )
-    monkeypatch.setitem(throughput.SHAPES, "cpu", (16, 1, 2, 300))
-    monkeypatch.setattr(sys, "argv", ["throughput.py"])
+    monkeypatch.setattr(speed, "call", lambda script, *flags: in_process(["", script, *(few.get(x, x) for x in flags)]))
+    monkeypatch.setitem(speed.SHAPES, "cpu", (16, 1, 2, 300))
+    monkeypatch.setattr(sys, "argv", ["speed.py"])
     common = {"updates": 2, "batch_size": 4, "micro_batch_size": 2, "raw": "", "work": str(tmp_path / "work")}
-    monkeypatch.setattr(throughput, "matmul_rate", lambda args, work, tokens: 1e6)
-    for stage in ("sft", "dpo", "ppo"):
-        throughput.main(args(stage=stage, **common, output_dir=str(tmp_path / "out")))
-    table = {row["who"] + " " + row["stage"]: row for row in read_csv(tmp_path / "out/throughput.csv")}
+    monkeypatch.setattr(speed, "matmul_rate", lambda args, work, tokens: 1e6)
+    speed.main(args(stages=("sft", "dpo", "ppo"), **common, output=str(tmp_path / "speed.csv")))
+    table = {row["who"] + " " + row["stage"]: row for row in read_csv(tmp_path / "speed.csv")}
     assert list(table) == ["ours sft", "ours, reference kept dpo", "ours dpo", "ours ppo"]
     passes = {"sft": 3, "dpo": 3, "ppo": 4 * 3}  # backward as two forward, four epochs
     for stage, name in (("sft", "ours sft"), ("dpo", "ours, reference kept dpo"), ("ppo", "ours ppo")):
         metrics = (tmp_path / "work/cpu/runs" / stage / "metrics.jsonl").read_text().splitlines()
         first, second = [line for line in map(json.loads, metrics) if line["update"]]
         seconds = second["time/total"] - first["time/total"]
-        assert table[name]["items/s"] == f"{4 / seconds:.3f} {throughput.ITEMS[stage]}"
-        small, length = args(stage=stage, updates=2, batch_size=4), second.get("response/length", 0)
-        operations = passes[stage] * 4 * throughput.work_done(small, tmp_path / "work/cpu", length)[1]
+        assert table[name]["items/s"] == f"{4 / seconds:.3f} {speed.ITEMS[stage]}"
+        small, length = args(updates=2, batch_size=4), second.get("response/length", 0)
+        operations = passes[stage] * 4 * speed.work_done(stage, small, tmp_path / "work/cpu", length)[1]
         assert table[name]["peak GiB"] == "1.50"
         if stage == "ppo":
             seconds = second["time/update"] - second["time/rollout"]
         assert table[name]["of a matrix product"] == f"{operations / seconds / 1e6:.2f}"
     queries = load_from_disk(tmp_path / "work/cpu/sft")["train"]["query_token"]
-    lengths = [throughput.real_length(ids, 299) for ids in queries]
+    lengths = [speed.real_length(ids, 299) for ids in queries]
     assert 200 < sum(lengths) / len(lengths) < 512  # stretched to the length of real posts
 
     with pytest.raises(SystemExit, match="sft: grad_norm of update 2 is nan"):
-        throughput.check_finite("sft", [{"update": 1, "grad_norm": 1.0}, {"update": 2, "grad_norm": float("nan")}])
+        speed.check_finite("sft", [{"update": 1, "grad_norm": 1.0}, {"update": 2, "grad_norm": float("nan")}])
     with pytest.raises(SystemExit, match="trl-1.16.0/bin/python is missing"):
-        throughput.main(args(**common, peer="trl", peers=str(tmp_path), output_dir=str(tmp_path / "out")))
+        speed.main(args(**common, peer="trl-1.16.0", peers=str(tmp_path), output=str(tmp_path / "speed.csv")))
