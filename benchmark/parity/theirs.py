@@ -1,11 +1,12 @@
-"""The authors' side of parity.py: their functions and training loops, executed as they stand in a checkout of
-vwxyzjn/summarize_from_feedback_details, on the libraries that they pinned. parity.py starts it in a process of its own:
+"""The authors' side of parity.py: executes their functions and training loops as they stand in their files. parity.py
+starts it in a process of its own, on the libraries that they pinned:
 
-    PYTHONPATH=OLD_LIBRARIES python benchmark/parity/theirs.py FOLDER NAME    # NAME.job.pt there -> NAME.theirs.pt
+    PYTHONPATH=OLD_LIBRARIES python benchmark/parity/theirs.py FOLDER    # reads FOLDER/job.pt, writes FOLDER/theirs.pt
 
-Nothing of theirs is copied here. Definitions and loops are cut out of their files by the syntax tree. What is replaced:
-accelerate and DeepSpeed (one process, plain torch, batch = micro-batch), logging, and what generate() samples, which
-the job gives. A job is a list of runs; a run's quantities are tensors by the names of ours.py.
+Nothing of theirs is copied here: definitions and loops are cut out of their files by the syntax tree. Three things are
+replaced: accelerate and DeepSpeed (one process, plain torch, one micro-batch per mini-batch), logging, and the
+responses that generate() samples, which the job gives. A job is run once for each order of the rows that it holds. The
+quantities of a run are tensors with the same names as in ours.py.
 """
 
 import ast
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Dict, Literal, Optional  # noqa: UP035 (their code uses them)
+from unittest import mock
 
 import numpy as np
 import torch
@@ -35,50 +37,44 @@ from transformers import (
     get_scheduler,
 )
 
-THEIR_GLOBALS = dict(
-    copy=copy, defaultdict=defaultdict, dataclass=dataclass, field=field, nullcontext=nullcontext, Dict=Dict,  # noqa: UP006
-    np=np,
-    SimpleNamespace=SimpleNamespace, Literal=Literal, Optional=Optional, torch=torch, nn=nn, F=F, optim=optim,
-    AutoModel=AutoModel, AutoConfig=AutoConfig, PretrainedConfig=PretrainedConfig, PreTrainedModel=PreTrainedModel,
-    GenerationConfig=GenerationConfig,
+IMPORTS = dict(  # what their files import, as far as the definitions below need it
+    copy=copy, defaultdict=defaultdict, dataclass=dataclass, field=field, nullcontext=nullcontext, np=np,
+    SimpleNamespace=SimpleNamespace, Dict=Dict, Literal=Literal, Optional=Optional, torch=torch, nn=nn, F=F,  # noqa: UP006
+    optim=optim, AutoConfig=AutoConfig, AutoModel=AutoModel, PretrainedConfig=PretrainedConfig,
+    PreTrainedModel=PreTrainedModel, GenerationConfig=GenerationConfig,
 )  # fmt: skip
+SCALAR_MODEL = ["layer_init", "ScalarModelConfig", "ScalarModel", "first_true_indices", "get_reward", "disable_dropout"]
 ADAM_EPS = 1e-5
 
 
 # ---- their files --------------------------------------------------------------------------------------------------
 
 
-def tree(authors: str, name: str) -> ast.Module:
-    """The syntax tree of a file of theirs; the one default argument that asks the Hub is None."""
-    text = Path(authors, "summarize_from_feedback_details", f"{name}.py").read_text()
+def tree(job: dict, name: str) -> ast.Module:
+    """Return the syntax tree of a file of theirs. The one default argument that asks the Hub becomes None."""
+    text = Path(job["authors"], "summarize_from_feedback_details", f"{name}.py").read_text()
     return ast.parse(text.replace('AutoConfig.from_pretrained("EleutherAI/pythia-160m")', "None"))
 
 
-def cut(authors: str, name: str, wanted: list[str], namespace: dict) -> dict:
-    """Execute these definitions of a file of theirs, in this order, in the namespace."""
-    return definitions(tree(authors, name), name, wanted, namespace)
-
-
-def definitions(module: ast.Module, name: str, wanted: list[str], namespace: dict) -> dict:
-    """Execute these definitions of a syntax tree, in this order, in the namespace."""
-    found = {}
-    for node in ast.walk(module):  # breadth first: a function before a method of its name
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found.setdefault(node.name, node)
-    for definition in wanted:
-        execute([found[definition]], name, namespace)
-    return namespace
-
-
 def execute(nodes: list, name: str, namespace: dict):
-    """Execute nodes of a file of theirs."""
+    """Execute nodes of a file of theirs in a namespace."""
     module = ast.fix_missing_locations(ast.Module(nodes, []))
     exec(compile(module, f"their {name}.py", "exec"), namespace)
 
 
-def training_loop(authors: str, name: str, target: str) -> ast.For:
-    """Their `for target in …` that trains."""
-    for node in ast.walk(tree(authors, name)):
+def definitions(job: dict, name: str, wanted: list[str]) -> dict:
+    """Return a namespace in which these definitions of a file of theirs have been executed, in this order."""
+    namespace, found = dict(IMPORTS), {}
+    for node in ast.walk(tree(job, name)):  # breadth first: a function before a method of the same name
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.setdefault(node.name, node)
+    execute([found[definition] for definition in wanted], name, namespace)
+    return namespace
+
+
+def training_loop(job: dict, name: str, target: str) -> ast.For:
+    """Return their loop `for target in …` that trains."""
+    for node in ast.walk(tree(job, name)):
         if isinstance(node, ast.For) and ast.unparse(node.target) == target:
             if "accelerator.backward" in ast.unparse(node):
                 return node
@@ -86,7 +82,7 @@ def training_loop(authors: str, name: str, target: str) -> ast.For:
 
 
 class Accelerator:
-    """As much of an Accelerator as their loops need in one process; backward keeps the first gradient of `model`."""
+    """As much of an Accelerator as their loops need in one process. backward keeps the first gradient of `model`."""
 
     is_main_process = False
     device = torch.device("cpu")
@@ -101,9 +97,9 @@ class Accelerator:
         return nullcontext()
 
     def backward(self, loss):
-        loss.mean().backward()  # their DPO has a loss a pair, and one pair a micro-batch
+        loss.mean().backward()  # DPO's loss has one number per pair, because theirs has one pair per micro-batch
         if self.first_gradient is None and self.model is not None:
-            self.first_gradient = flat({key: x.grad for key, x in self.model.named_parameters()})
+            self.first_gradient = vector({key: x.grad for key, x in self.model.named_parameters()})
 
     def gather(self, x):
         return x
@@ -115,16 +111,16 @@ class Accelerator:
         pass
 
 
-# ---- tensors ------------------------------------------------------------------------------------------------------
+# ---- models and data ----------------------------------------------------------------------------------------------
 
 
-def flat(state: dict) -> torch.Tensor:
-    """One vector of a state in the order of our names, without buffers and without the bias of a reward's head, whose
-    gradient is 0 but for rounding."""
+def vector(state: dict) -> torch.Tensor:
+    """Return a state as one vector, in the order of our names. Left out are buffers and the bias of a reward model's
+    head, whose gradient is 0 except for rounding."""
     ours = {}
     for key, value in state.items():
         is_buffer = "rotary_emb" in key or key.endswith((".attention.bias", ".attention.masked_bias"))
-        if is_buffer or key == "scalar_head.bias" or key.endswith(".scalar_head.bias"):
+        if is_buffer or key.endswith("scalar_head.bias"):
             continue
         for theirs, our in (("embed_out.", "lm_head."), ("lm_backbone.", "gpt_neox."), ("scalar_head.", "score.")):
             key = key.replace(theirs, our)
@@ -132,183 +128,135 @@ def flat(state: dict) -> torch.Tensor:
     return torch.cat([ours[key].detach().double().flatten() for key in sorted(ours)])
 
 
-def tokenizer_of(path: str):
+def load_tokenizer(path: str):
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
 
 
-# ---- models and tokens --------------------------------------------------------------------------------------------
-
-
-def make_models(job: dict) -> dict:
-    """Two small random GPT-NeoX models with the tokenizer, in job["folder"]/{policy,other}. [PAD] and ids beyond the
-    tokenizer have a logit of -30, as training would give them."""
-    tokenizer = tokenizer_of(job["tokenizer"])
+def make_model(job: dict) -> dict:
+    """Save a small random GPT-NeoX model with the tokenizer as the folder `policy`. [PAD] and the ids beyond the
+    tokenizer get a logit of -30, as training would give them."""
+    tokenizer = load_tokenizer(job["tokenizer"])
     torch.manual_seed(7)
     config = GPTNeoXConfig(
         vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=64, rotary_pct=0.25, max_position_embeddings=2048, initializer_range=0.15,
         bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
-    for name in ("policy", "other"):
-        model = AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for key, parameter in model.named_parameters():
-                if key.endswith("bias"):
-                    parameter.normal_(std=0.1)
-                elif "layer" in key and "norm" in key:
-                    parameter.normal_(1, 0.2)
-            norm = model.gpt_neox.final_layer_norm
-            norm.weight[0] = 0  # the first number of every last hidden state is 1
-            norm.bias[0] = 1
-            model.embed_out.weight.normal_(std=0.35)
-            model.embed_out.weight[tokenizer.pad_token_id :] = 0
-            model.embed_out.weight[tokenizer.pad_token_id :, 0] = -30
-        model.save_pretrained(Path(job["folder"], name))
-        AutoTokenizer.from_pretrained(job["tokenizer"]).save_pretrained(Path(job["folder"], name))
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("bias"):
+                parameter.normal_(std=0.1)
+            elif "layer" in key and "norm" in key:
+                parameter.normal_(1, 0.2)
+        norm = model.gpt_neox.final_layer_norm
+        norm.weight[0] = 0  # the first number of every last hidden state is 1
+        norm.bias[0] = 1
+        model.embed_out.weight.normal_(std=0.35)
+        model.embed_out.weight[tokenizer.pad_token_id :] = 0
+        model.embed_out.weight[tokenizer.pad_token_id :, 0] = -30
+    model.save_pretrained(Path(job["work"], "policy"))
+    AutoTokenizer.from_pretrained(job["tokenizer"]).save_pretrained(Path(job["work"], "policy"))
     return {}
 
 
-def tokenise(job: dict) -> dict:
-    """Their columns of raw posts and pairs: {"sft": rows, "preference": rows}; None where their code ends in an error,
-    as it does where a policy is null."""
-    namespace = dict(THEIR_GLOBALS)
-    namespace["tokenizer"] = tokenizer = tokenizer_of(job["tokenizer"])
-    definitions = ["TaskQueryHParams", "Args", "_ensure_length", "_get_query_padding_for_task", "process_query"]
-    cut(job["authors"], "tldr_dataset", [*definitions, "process_query_data", "process_response_data"], namespace)
-    namespace["args"] = args = namespace["Args"]()
-    namespace["cnndm_batches"] = ["batch0_cnndm", "cnndm0", "cnndm2"]
+def tokens(job: dict) -> dict:
+    """Return the token columns of raw posts, pairs, and pairs about news."""
+    wanted = ["TaskQueryHParams", "Args", "_ensure_length", "_get_query_padding_for_task", "process_query"]
+    names = definitions(job, "tldr_dataset", [*wanted, "process_query_data", "process_response_data"])
+    names["tokenizer"] = load_tokenizer(job["tokenizer"])
+    names["args"] = args = names["Args"]()
+    names["cnndm_batches"] = ["batch0_cnndm", "cnndm0", "cnndm2"]
     for settings in (args.tldr_params, args.cnndm_params):
-        settings.pad_token = [tokenizer.pad_token_id]
-    rows = {"sft": [namespace["process_query_data"](row) for row in job["posts"]], "preference": []}
-    for row in job["pairs"]:
-        try:
-            rows["preference"].append(namespace["process_response_data"](row))
-        except TypeError:
-            rows["preference"].append(None)
-    return rows
+        settings.pad_token = [names["tokenizer"].pad_token_id]
+    rows = {"posts": [names["process_query_data"](row) for row in job["posts"]]}
+    rows["pairs"] = [names["process_response_data"](row) for row in job["pairs"]]
+    rows["CNN/DM pairs"] = [names["process_response_data"](row) for row in job["news"]]
+    return {
+        f"{column} of {len(part)} {name}": torch.tensor([row[column] for row in part])
+        for name, part in rows.items()
+        for column in part[0]
+        if column.endswith(("_token", "_label"))
+    }
 
 
 # ---- SFT, reward model, DPO ---------------------------------------------------------------------------------------
 
 
-def train(job: dict, name: str, model, namespace: dict, code: list, logged, batches: list) -> dict:
-    """Execute their step `code` on every batch, with AdamW and their cosine schedule; quantities of ours.py.
-    logged(namespace) -> {name: number or tensor} after each step."""
+def train(job: dict, orders: list, name: str, model, names: dict, starts: tuple[str, ...], logged) -> dict:
+    """Train on the job's batches, their rows in these orders, with AdamW and a cosine schedule. A step is what their
+    loop over `data` holds from the statements that begin with `starts`. After each step, logged(names) returns what to
+    record of their variables."""
     optimizer = optim.AdamW(model.parameters(), lr=job["learning_rate"], eps=ADAM_EPS)
-    scheduler = get_scheduler("cosine", optimizer=optimizer, num_warmup_steps=0, num_training_steps=len(batches))
+    scheduler = get_scheduler("cosine", optimizer=optimizer, num_warmup_steps=0, num_training_steps=len(orders))
     accelerator = Accelerator(model)
-    namespace |= {"model": model, "optimizer": optimizer, "accelerator": accelerator}
+    names |= {"model": model, "optimizer": optimizer, "accelerator": accelerator}
+    step = [node for node in training_loop(job, name, "data").body if ast.unparse(node).startswith(starts)]
     found = defaultdict(list)
+    names["disable_dropout"](model)
     model.train()
-    for batch in batches:
-        namespace["data"] = batch
+    for batch, order in zip(job["batches"], orders, strict=True):
+        names["data"] = {key: rows[order] for key, rows in batch.items()}
         found["learning rate"].append(optimizer.param_groups[0]["lr"])
-        execute(code, name, namespace)
-        for key, value in logged(namespace).items():
+        execute(step, name, names)
+        for key, value in logged(names).items():
             found[key].append(float(value))
         scheduler.step()
     quantities = {key: torch.tensor(values, dtype=torch.float64) for key, values in found.items()}
     quantities["gradient of the first update"] = accelerator.first_gradient
-    quantities["weights after the last update"] = flat(model.state_dict())
+    quantities["weights after the last update"] = vector(model.state_dict())
     return quantities
 
 
-def sft(job: dict, batches: list) -> dict:
-    namespace = cut(job["authors"], "sft", ["forward", "disable_dropout"], dict(THEIR_GLOBALS))
-    namespace["tokenizer"] = tokenizer_of(job["model"])
+STEP = ("query_responses", "labels", "with torch.no_grad():\n    ref_", "with accelerator.accumulate")
+
+
+def sft(job: dict, orders: list) -> dict:
+    names = definitions(job, "sft", ["forward", "disable_dropout"])
+    names["tokenizer"] = load_tokenizer(job["model"])
     model = AutoModelForCausalLM.from_pretrained(job["model"])
-    namespace["disable_dropout"](model)
-    loop = training_loop(job["authors"], "sft", "data")
-    code = [node for node in loop.body if ast.unparse(node).startswith("query_responses")]
-    code += [node for node in ast.walk(loop) if isinstance(node, ast.With)][0].body
-    return train(job, "sft", model, namespace, code, lambda names: {"loss": names["loss"]}, batches)
+    return train(job, orders, "sft", model, names, STEP, lambda names: {"loss": names["loss"]})
 
 
-def scalar_model(authors: str, name: str, path: str, namespace: dict):
-    """Their reward model's class in the namespace, and its configuration for the model in this folder."""
-    definitions = [
-        "layer_init",
-        "ScalarModelConfig",
-        "ScalarModel",
-        "first_true_indices",
-        "get_reward",
-        "disable_dropout",
-    ]
-    cut(authors, name, definitions, namespace)
-    config = AutoConfig.from_pretrained(path)
-    return namespace["ScalarModelConfig"](base_model=path, base_config=config, hidden_size=config.hidden_size)
-
-
-def reward(job: dict, batches: list, save: str | None) -> dict:
-    namespace = dict(THEIR_GLOBALS)
-    config = scalar_model(job["authors"], "reward", job["model"], namespace)
-    namespace["tokenizer"] = tokenizer = tokenizer_of(job["model"])
-    torch.manual_seed(3)
-    model = namespace["ScalarModel"](config)
-    namespace["disable_dropout"](model)
-    with torch.no_grad():
-        model.scalar_head.weight.copy_(job["head"])
-    loop = training_loop(job["authors"], "reward", "data")
-    code = [node for node in loop.body if ast.unparse(node).startswith("query_responses")]
-    code += [node for node in ast.walk(loop) if isinstance(node, ast.With)][0].body
+def reward(job: dict, orders: list) -> dict:
+    """Train a reward model whose new head gets the weights job["head"] once it has been drawn. The first one is saved,
+    in the format of their released models, as the folder `their_reward`."""
+    names = definitions(job, "reward", SCALAR_MODEL)
+    names["tokenizer"] = tokenizer = load_tokenizer(job["model"])
+    config = AutoConfig.from_pretrained(job["model"])
+    config = names["ScalarModelConfig"](base_model=job["model"], base_config=config, hidden_size=config.hidden_size)
+    with mock.patch.object(nn.init, "normal_", wraps=nn.init.normal_) as normal:
+        model = names["ScalarModel"](config)
+    model.scalar_head.weight.data.copy_(job["head"])
 
     def logged(names: dict) -> dict:
         margin = names["chosen_rewards"] - names["rejected_rewards"]
         return {"loss": names["loss"], "accuracy": names["accuracy"], "margin of the rewards": margin.mean()}
 
-    quantities = train(job, "reward", model, namespace, code, logged, batches)
+    def rewards() -> torch.Tensor:
+        with torch.no_grad():
+            found = [names["get_reward"](model, row[None], tokenizer).item() for row in job["references"]]
+        return torch.tensor(found, dtype=torch.float64)
+
+    quantities = train(job, orders, "reward", model, names, STEP, logged)
     model.eval()
-    with torch.no_grad():  # centring, as at the end of their file
-        rewards = [namespace["get_reward"](model, row[None], tokenizer).item() for row in job["references"]]
-    model.config.bias = float(np.mean(rewards))
-    with torch.no_grad():
-        centred = [namespace["get_reward"](model, row[None], tokenizer).item() for row in job["references"]]
-    quantities["centred rewards of the references"] = torch.tensor(centred, dtype=torch.float64)
-    if save:  # in the format of their released models
-        model.save_pretrained(save, safe_serialization=False)
-        tokenizer.save_pretrained(save)
+    model.config.bias = rewards().mean().item()  # centring, as at the end of their file
+    quantities["standard deviation of a new head"] = torch.tensor(float(normal.call_args.kwargs["std"])).double()
+    quantities["centred rewards of the references"] = rewards()
+    quantities["rewards of their released format, converted"] = quantities["centred rewards of the references"]
+    if orders is job["orders"][0]:
+        model.save_pretrained(Path(job["work"], "their_reward"), safe_serialization=False)
+        tokenizer.save_pretrained(Path(job["work"], "their_reward"))
     return quantities
 
 
-def head_initialisation(job: dict) -> dict:
-    """The standard deviation that their head is drawn with."""
-    namespace = dict(THEIR_GLOBALS)
-    config = scalar_model(job["authors"], "reward", job["model"], namespace)
-    found, normal = [], nn.init.normal_
-    nn.init.normal_ = lambda tensor, mean=0.0, std=1.0, **more: found.append(std) or normal(tensor, mean, std, **more)
-    namespace["ScalarModel"](config)
-    nn.init.normal_ = normal
-    return {"standard deviation of a new head": torch.tensor([found[-1]], dtype=torch.float64)}
-
-
-def rewards_of_ours(job: dict) -> dict:
-    """Rewards of the references by a reward model of ours, its weights under their names, by their class."""
-    namespace = dict(THEIR_GLOBALS)
-    config = scalar_model(job["authors"], "reward", job["model"], namespace)
-    model = namespace["ScalarModel"](config).eval()
-    state = {}
-    for key, value in job["weights"].items():
-        state[key.replace("gpt_neox.", "lm_backbone.").replace("score.", "scalar_head.")] = value
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected and not [key for key in missing if "rotary" not in key and "attention" not in key], missing
-    tokenizer = tokenizer_of(job["model"])
-    with torch.no_grad():
-        rewards = [namespace["get_reward"](model, row[None], tokenizer).item() for row in job["references"]]
-    return {"rewards of a model of ours in their format": torch.tensor(rewards, dtype=torch.float64)}
-
-
-def dpo(job: dict, batches: list) -> dict:
-    namespace = cut(job["authors"], "dpo", ["forward", "disable_dropout"], dict(THEIR_GLOBALS))
-    namespace["tokenizer"] = tokenizer_of(job["model"])
-    model = AutoModelForCausalLM.from_pretrained(job["model"])
-    namespace["disable_dropout"](model)
-    namespace["ref_model"] = AutoModelForCausalLM.from_pretrained(job["model"])
-    namespace["args"] = SimpleNamespace(ipo=job["ipo"], beta=0.05, label_smoothing=job["label_smoothing"])
-    loop = training_loop(job["authors"], "dpo", "data")
-    starts = ("query_responses", "labels", "with torch.no_grad():\n    ref_", "with accelerator.accumulate")
-    code = [node for node in loop.body if ast.unparse(node).startswith(starts)]
+def dpo(job: dict, orders: list) -> dict:
+    names = definitions(job, "dpo", ["forward", "disable_dropout"])
+    names["tokenizer"] = load_tokenizer(job["model"])
+    names["ref_model"] = AutoModelForCausalLM.from_pretrained(job["model"])
+    names["args"] = SimpleNamespace(ipo=False, beta=0.05, label_smoothing=0.0)
 
     def logged(names: dict) -> dict:
         return {
@@ -318,109 +266,104 @@ def dpo(job: dict, batches: list) -> dict:
             "implicit reward of chosen": 0.05 * (names["chosen_logps"] - names["ref_chosen_logps"]).mean(),
         }
 
-    return train(job, "dpo", model, namespace, code, logged, batches)
+    model = AutoModelForCausalLM.from_pretrained(job["model"])
+    return train(job, orders, "dpo", model, names, STEP, logged)
 
 
 # ---- PPO ----------------------------------------------------------------------------------------------------------
 
+LOGGED = {
+    "objective/kl": "objective/kl",
+    "objective/scores": "objective/score",
+    "objective/score_total": "RLHF reward",
+    "ppo/loss/policy_avg": "policy loss",
+    "ppo/loss/value_avg": "value loss",
+    "ppo/policy/clipfrac_avg": "policy clip fraction",
+    "ppo/val/clipfrac_avg": "value clip fraction",
+    "ppo/policy/approxkl_avg": "approximate KL to the old policy",
+    "ppo/lr": "learning rate",
+}
+ROLLOUT = {  # quantity: their variable, and the mask outside of which it is not compared
+    "log-probabilities": ("logprobs", "padding_mask"),
+    "log-probabilities of the reference": ("ref_logprobs", "padding_mask"),
+    "advantages": ("advantages", "padding_mask"),
+    "values": ("values", "padding_mask_p1"),
+    "returns": ("returns", "padding_mask_p1"),
+    "token rewards": ("rewards", "padding_mask_p1"),
+}
 
-def ppo(job: dict, run: dict) -> dict:
-    """Their whole loop over updates. run: queries and responses of each update, and the permutations of each pass."""
-    namespace = dict(THEIR_GLOBALS)
-    scalar_model(job["authors"], "ppo", job["model"], namespace)
-    definitions = ["truncate_response", "forward", "masked_mean", "masked_var", "masked_whiten", "exact_div"]
-    cut(job["authors"], "ppo", [*definitions, "PolicyAndValueWrapper", "PpoHParams"], namespace)
-    tokenizer = tokenizer_of(job["model"])
-    policy = AutoModelForCausalLM.from_pretrained(job["model"])
-    ref_policy = AutoModelForCausalLM.from_pretrained(job["model"])
-    critic = namespace["ScalarModel"].from_pretrained(job["reward_model"])
-    reward_model = namespace["ScalarModel"].from_pretrained(job["reward_model"])
+
+def ppo(job: dict, orders: list) -> dict:
+    """Execute their whole loop over updates, on the job's queries and responses and with these orders of the rows, one
+    per epoch of an update."""
+    wanted = ["truncate_response", "forward", "masked_mean", "masked_var", "masked_whiten", "exact_div"]
+    names = definitions(job, "ppo", [*SCALAR_MODEL, *wanted, "PolicyAndValueWrapper", "PpoHParams"])
+    tokenizer = load_tokenizer(job["model"])
+    policy, ref_policy = (AutoModelForCausalLM.from_pretrained(job["model"]) for _ in range(2))
+    critic, reward_model = (names["ScalarModel"].from_pretrained(Path(job["work"], "their_reward")) for _ in range(2))
     for model in (policy, ref_policy, critic, reward_model):
-        namespace["disable_dropout"](model)
-    model = namespace["PolicyAndValueWrapper"](policy, critic)
-    batch_size, length = run["responses"][0].shape
-    mini_batches = job["num_mini_batches"]
+        names["disable_dropout"](model)
+    model = names["PolicyAndValueWrapper"](policy, critic)
+    size, mini_batches = len(job["queries"][0]), job["num_mini_batches"]
     args = SimpleNamespace(
-        num_updates=len(run["queries"]), batch_size=batch_size, local_batch_size=batch_size, nminibatches=mini_batches,
-        local_mini_batch_size=batch_size // mini_batches, local_micro_batch_size=batch_size // mini_batches,
+        num_updates=len(job["queries"]), batch_size=size, local_batch_size=size, nminibatches=mini_batches,
+        local_mini_batch_size=size // mini_batches, local_micro_batch_size=size // mini_batches,
         gradient_accumulation_steps=1, lr=job["learning_rate"], temperature=0.7, non_eos_penalty=True,
         truncate_token_id=tokenizer.eos_token_id, penalty_reward_value=-1, print_sample_output_freq=0,
-        local_rollout_forward_batch_size=batch_size, ppo=namespace["PpoHParams"](whiten_rewards=job["whiten_rewards"]),
+        local_rollout_forward_batch_size=size, ppo=names["PpoHParams"](whiten_rewards=job["whiten_rewards"]),
     )  # fmt: skip
-    quantities, scalars = {}, {}
+    quantities = {}
 
     def generate(lm_backbone, queries, tokenizer, generation_config):
-        """What sampling would give: the job's responses, and the logits that their generate() has for them."""
-        query_responses = torch.cat((queries, run["responses"][namespace["update"] - 1]), 1)
-        logits = namespace["forward"](lm_backbone, query_responses, tokenizer).logits
+        """Return what sampling would: the job's responses, and the logits that their generate() has for them."""
+        query_responses = torch.cat((queries, job["responses"][names["update"] - 1]), 1)
+        logits = names["forward"](lm_backbone, query_responses, tokenizer).logits
         return query_responses, logits[:, queries.shape[1] - 1 : -1] / (args.temperature + 1e-7)
 
     class Watching(Accelerator):
-        def print(self, *args):
-            if args and args[0] == "values====":  # the rollout is done
-                update = namespace["update"]
-                response, value = ~namespace["padding_mask"], ~namespace["padding_mask_p1"]
-                names = {"log-probabilities": "logprobs", "log-probabilities of the reference": "ref_logprobs"}
-                names |= {key: key for key in ("values", "returns", "advantages")} | {"token rewards": "rewards"}
-                for key, name in names.items():
-                    mask = response if name in ("logprobs", "ref_logprobs", "advantages") else value
-                    quantities[f"update {update}: {key}"] = (namespace[name] * mask)[run["back"]].double()
-                quantities[f"update {update}: scores"] = namespace["scores"][run["back"]].double()
-                truncated = namespace["postprocessed_responses"]
-                quantities[f"update {update}: responses after truncation"] = truncated[run["back"]].double()
+        def print(self, *printed):
+            if printed[0] == "values====":  # they print this at the end of the rollout
+                prefix = f"update {names['update']}: "
+                for key, (name, mask) in ROLLOUT.items():
+                    quantities[prefix + key] = (names[name] * ~names[mask]).double()
+                quantities[prefix + "scores"] = names["scores"].double()
+                quantities[prefix + "responses after truncation"] = names["postprocessed_responses"]
 
-    permutations = iter(run["permutations"])
-    numbers = SimpleNamespace(random=SimpleNamespace(permutation=lambda n: next(permutations).numpy()))
+    def add_scalar(key, value, update):
+        if key in LOGGED:
+            quantities[f"update {update}: {LOGGED[key]}"] = torch.tensor(value, dtype=torch.float64)
+
+    epochs = iter(orders)
     shape = (args.ppo.noptepochs, mini_batches, 1)
-    stats = "approxkl pg_clipfrac pg_loss vf_loss vf_clipfrac entropy ratio".split()
-    namespace |= {f"{name}_stats": torch.zeros(shape) for name in stats}
-    namespace |= {
+    names |= {f"{name}_stats": torch.zeros(shape) for name in ("approxkl", "entropy", "ratio")}
+    names |= {f"{name}_stats": torch.zeros(shape) for name in ("pg_clipfrac", "pg_loss", "vf_loss", "vf_clipfrac")}
+    names |= {
         "args": args, "accelerator": Watching(), "tokenizer": tokenizer, "model": model, "policy": policy,
-        "np": numbers, "ref_policy": ref_policy, "reward_model": reward_model,
-        "device": torch.device("cpu"), "generate": generate,
+        "ref_policy": ref_policy, "reward_model": reward_model, "device": torch.device("cpu"), "generate": generate,
+        "np": SimpleNamespace(random=SimpleNamespace(permutation=lambda n: next(epochs).numpy())),
         "optimizer": optim.AdamW(model.parameters(), lr=job["learning_rate"], eps=ADAM_EPS), "generation_config": None,
         "INVALID_LOGPROB": 1.0, "global_step": 0, "start_time": 0.0, "validation_score": torch.zeros(1),
-        "iter_dataloader": iter([{"query_token": queries} for queries in run["queries"]]),
-        "time": SimpleNamespace(time=lambda: 1.0), "console": SimpleNamespace(print=lambda *args: None),
-        "writer": SimpleNamespace(add_scalar=lambda key, value, update: scalars.update({(update, key): value})),
+        "iter_dataloader": iter([{"query_token": queries} for queries in job["queries"]]),
+        "time": SimpleNamespace(time=lambda: 1.0), "console": SimpleNamespace(print=lambda *printed: None),
+        "writer": SimpleNamespace(add_scalar=add_scalar),
     }  # fmt: skip
-    loop = training_loop(job["authors"], "ppo", "update")
-    for node in loop.body:  # the validation batch at the head of the rollout goes
+    loop = training_loop(job, "ppo", "update")
+    for node in loop.body:  # their rollout begins with a validation batch, which is left out
         if isinstance(node, ast.With) and "queries = data" in ast.unparse(node):
             starts = [ast.unparse(inner).startswith("queries = data") for inner in node.body]
             node.body = node.body[starts.index(True) :]
     model.train()
-    execute([loop], "ppo", namespace)
-    logged = {
-        "objective/kl": "objective/kl", "objective/scores": "objective/score", "objective/score_total": "RLHF reward",
-        "ppo/loss/policy_avg": "policy loss", "ppo/loss/value_avg": "value loss", "ppo/lr": "learning rate",
-        "ppo/policy/clipfrac_avg": "policy clip fraction", "ppo/val/clipfrac_avg": "value clip fraction",
-        "ppo/policy/approxkl_avg": "approximate KL to the old policy",
-    }  # fmt: skip
-    for update in range(1, args.num_updates + 1):
-        for theirs, name in logged.items():
-            quantities[f"update {update}: {name}"] = torch.tensor([scalars[update, theirs]], dtype=torch.float64)
-    quantities["weights of the policy after the last update"] = flat(policy.state_dict())
-    quantities["weights of the value model after the last update"] = flat(critic.state_dict())
+    execute([loop], "ppo", names)
+    quantities["weights of the policy after the last update"] = vector(policy.state_dict())
+    quantities["weights of the value model after the last update"] = vector(critic.state_dict())
     bias = critic.scalar_head.bias.detach().double() - critic.config.bias
-    quantities["bias of the value model after the last update"] = bias
+    quantities["bias of the value model after the last update"] = bias.squeeze()
     return quantities
 
 
-# ---- jobs ---------------------------------------------------------------------------------------------------------
-
-
-def do(job: dict) -> list[dict]:
-    """The quantities of each run of a job."""
-    kind = job["kind"]
-    if kind in ("make_models", "tokenise", "head_initialisation", "rewards_of_ours"):
-        return [globals()[kind](job)]
-    if kind == "reward":
-        return [reward(job, run, job["save"] if i == 0 else None) for i, run in enumerate(job["runs"])]
-    return [{"sft": sft, "dpo": dpo, "ppo": ppo}[kind](job, run) for run in job["runs"]]
-
-
 if __name__ == "__main__":
-    folder, name = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
-    torch.save(do(torch.load(folder / f"{name}.job.pt", weights_only=False)), folder / f"{name}.theirs.pt")
+    job = torch.load(Path(sys.argv[1], "job.pt"), weights_only=False)
+    function = globals()[job["kind"]]
+    runs = [function(job, orders) for orders in job["orders"]] if "orders" in job else [function(job)]
+    torch.save(runs, Path(sys.argv[1], "theirs.pt"))
