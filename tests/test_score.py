@@ -266,6 +266,26 @@ def test_wrong_facts_by_hand():
     assert metric.wrong_facts(post, "sister broke laptop and bike, 25, sad, move out?") == 4
 
 
+def noise_table() -> str:
+    """Return the page's table of the A/A runs of PPO at commit 6e96385: mean differences in truth, with p of the paired
+    t test."""
+    rows = score.read_ledger(ROOT / "quickstart/results/rows.csv").query("commit == '6e96385'")
+    truth = rows.pivot(index="seed", columns="note", values="truth")
+    lines = ["| seeds | 16 less 64 | 32 less 64 | 16 less 32 |", "|---|---|---|---|"]
+    for seeds in ([1, 2, 3, 4], [5, 6, 7, 8]):
+        cells = []
+        for one, other in (("A/A 16", ""), ("A/A 32", ""), ("A/A 16", "A/A 32")):
+            difference = (truth[one] - truth[other]).loc[seeds]
+            cells.append(f"{difference.mean():+.4f}, p {stats.ttest_1samp(difference, 0).pvalue:.2f}")
+        lines.append(f"| {seeds[0]} to {seeds[-1]} | {' | '.join(cells)} |")
+    gains = truth[""] - truth["SFT"]
+    return "\n".join([*lines, "", f"PPO gains {gains.min():.3f} to {gains.max():.3f} of truth over its SFT model."])
+
+
+def test_the_page_has_the_noise_that_was_measured():
+    assert noise_table() in (ROOT / "quickstart/README.md").read_text()
+
+
 def test_the_page_has_the_numbers_of_the_summaries_that_need_no_model():
     rows, _ = metric.fresh_posts(500)
     page = (ROOT / "quickstart/README.md").read_text()
@@ -336,3 +356,7 @@ def test_a_script_that_is_edited_meanwhile_has_no_row(tmp_path, monkeypatch):
 def test_only_truth_has_a_verdict(rows, capsys):
     score.main(score.Args(["ppo.py --kl-coef 0"], of="kl", **rows.args))
     assert "promising" not in capsys.readouterr().out
+
+
+if __name__ == "__main__":
+    print(noise_table())
