@@ -69,7 +69,7 @@ def test_links_and_pictures_exist(name):
 def test_a_folder_names_its_scripts(folder):
     text = (ROOT / folder / "README.md").read_text()
     scripts = [script.removeprefix(f"{folder}/") for script in OURS if script.startswith(f"{folder}/")]
-    assert scripts and not [script for script in scripts if f"]({script})" not in text]
+    assert (scripts or folder == "ablations") and not [script for script in scripts if f"]({script})" not in text]
 
 
 @cache
