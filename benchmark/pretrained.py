@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 import pandas
+import torch
 import tyro
 from accelerate import Accelerator
 from datasets import load_from_disk
@@ -27,10 +28,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT), str(ROOT / "eval"), str(ROOT / "quickstart"), str(ROOT / "variants")]
+sys.path += [str(ROOT), str(ROOT / "eval"), str(ROOT / "quickstart")]
 
-from compare import kl_to_sft  # noqa: E402
 from eval_helpers import markdown  # noqa: E402
+from metric import log_ratios  # noqa: E402
 from report import bootstrap_interval  # noqa: E402
 from rm_report import calibration  # noqa: E402
 from run_metrics import read_metrics  # noqa: E402
@@ -89,6 +90,16 @@ def source_of(query: str) -> str:
 
 
 # ---- from the runs ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def kl_to_sft(accelerator, policy, sft, tokenizer, queries: torch.Tensor) -> torch.Tensor:
+    """Return log pi - log pi_sft (n,), summed over the tokens of a response that the policy samples to each query (n,
+    Q)."""
+    args = ppo.Args(sample_batch_size=32, response_length=53)
+    keys = ppo.noise_keys(1, -2, range(len(queries)), args.response_length)  # training never has an update -2
+    responses, _ = ppo.sample(accelerator, policy, queries, keys, tokenizer, args, args.temperature)
+    return log_ratios(policy, sft, ppo.make_batch(queries, responses, tokenizer.pad_token_id))
 
 
 def policy_row(args: Args, stage: str, accelerator, sft, tokenizer, posts) -> dict:
