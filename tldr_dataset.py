@@ -37,6 +37,7 @@ import shlex
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
@@ -62,7 +63,13 @@ MAX_QUERY_LENGTH_CNNDM = 1919  # 2047 - 128, as in OpenAI's code
 MEASURED_WIDTHS = {(512, 53): 562, (512, 169): 638, (MAX_QUERY_LENGTH_CNNDM, 155): 2021}
 RESPONSES = {"sft": ("reference_response",), "preference": ("chosen", "rejected")}
 SFT_SPLITS = ("train", "validation", "test")
-PREFERENCE_SPLITS = (*SFT_SPLITS, "validation_cnndm")
+# where the rows of a raw split go (TL;DR, CNN/DM); None: no such row may be there (Detail 1)
+PREFERENCE_TARGETS = {
+    "train": ("train", None),
+    "validation": ("validation", "validation_cnndm"),
+    "test": ("test", None),
+    "validation_cnndm": (None, "validation_cnndm"),
+}
 RawRows = list[tuple[str, dict]]  # [(where, row), …]
 
 
@@ -246,7 +253,7 @@ def main(args: Args):
     if args.push_to_hub and not (args.hub_id_sft and args.hub_id_preference):
         fail("--push-to-hub needs --hub-id-sft and --hub-id-preference")
     posts = read_raw(args.sft_dataset, SFT_SPLITS, SFT_COLUMNS)
-    pairs = read_raw(args.preference_dataset, PREFERENCE_SPLITS, PREFERENCE_COLUMNS)
+    pairs = read_raw(args.preference_dataset, PREFERENCE_TARGETS, PREFERENCE_COLUMNS)
     raw = {"sft": posts, "preference": split_off_cnndm(pairs)}
 
     with unfinished_folder(output_dir) as folder:
@@ -272,7 +279,7 @@ def main(args: Args):
 # ==== raw rows ====================================================================================
 
 
-def read_raw(source: str, splits: tuple[str, ...], required: tuple[str, ...]) -> dict[str, RawRows]:
+def read_raw(source: str, splits: Iterable[str], required: tuple[str, ...]) -> dict[str, RawRows]:
     """Return {split: rows} of a folder or a Hub id. Ends with an error if a split is empty or a column is missing."""
     folder = Path(source).expanduser()
     raw = {} if folder.is_dir() else read_hub(source, splits)
@@ -311,7 +318,7 @@ def read_file(path: Path) -> RawRows:
     return rows
 
 
-def read_hub(source: str, splits: tuple[str, ...]) -> dict[str, RawRows]:
+def read_hub(source: str, splits: Iterable[str]) -> dict[str, RawRows]:
     """Return {split: rows} for those of the splits that a Hub id[@revision] has."""
     repository, _, revision = source.partition("@")
     with or_fail(f"{source} is not a folder, and cannot be loaded from the Hub"):
@@ -327,14 +334,13 @@ def read_hub(source: str, splits: tuple[str, ...]) -> dict[str, RawRows]:
 
 def split_off_cnndm(raw: dict[str, RawRows]) -> dict[str, RawRows]:
     """Move the CNN/DM rows of `validation` to `validation_cnndm`, before the rows already there (Detail 1)."""
-    splits = {split: [] for split in PREFERENCE_SPLITS}
+    splits = {split: [] for split in PREFERENCE_TARGETS}
     for split, rows in raw.items():
         for where, row in rows:
-            if not is_cnndm(row) and split == "validation_cnndm":
-                fail(f"{where}: not a CNN/DM row, but validation_cnndm holds nothing else")
-            if is_cnndm(row) and split not in ("validation", "validation_cnndm"):
-                fail(f"{where}: a CNN/DM row, which belongs in validation or validation_cnndm")
-            target = "validation_cnndm" if is_cnndm(row) else split
+            target = PREFERENCE_TARGETS[split][is_cnndm(row)]
+            if target is None:
+                kind = "a CNN/DM row" if is_cnndm(row) else "not a CNN/DM row"
+                fail(f"{where}: {kind}. CNN/DM rows belong in validation or validation_cnndm, and all others elsewhere")
             splits[target].append((where, row))
     return {split: rows for split, rows in splits.items() if rows}
 

@@ -97,11 +97,11 @@ def trained_size(args: Args) -> int:
 def frozen_models(args: Args) -> list[float]:
     """Return the bytes of PPO's reference and of each reward model. Linear layers are in bfloat16. Under DeepSpeed, the
     rest is, too, but for the scalar head."""
-    found = []
+    bytes_of = []
     for head in (True, False):
         linear, other, score = parameters(args.model, head)
-        found.append(2.0 * linear + (2 if args.zero else 4) * other + 4 * score)
-    return found[:1] + found[1:] * args.reward_models
+        bytes_of.append(2.0 * linear + (2 if args.zero else 4) * other + 4 * score)
+    return bytes_of[:1] + bytes_of[1:] * args.reward_models
 
 
 def state_bytes(trained: int, args: Args) -> dict[str, float]:
@@ -223,11 +223,11 @@ def table() -> str:
     rows, lora = [], []
     for stage, model in product(STAGES, PAPER):
         args = Args(stage, model)
-        found = plan(args)
-        row = {"stage": stage, "model": model, "micro-batch": found["micro_batch_size"]}
-        row["GB per GPU, 8 with ZeRO-2"] = f"{found['peak'] / 1e9:.0f}"
+        fit = plan(args)
+        row = {"stage": stage, "model": model, "micro-batch": fit["micro_batch_size"]}
+        row["GB per GPU, 8 with ZeRO-2"] = f"{fit['peak'] / 1e9:.0f}"
         row["largest micro-batch in 80 GB"] = largest_micro_batch(args) or "none"
-        row |= {"hours": f"{found['hours']:.2f}", "GB of the machine": f"{found['host'] / 1e9:.0f}"}
+        row |= {"hours": f"{fit['hours']:.2f}", "GB of the machine": f"{fit['host'] / 1e9:.0f}"}
         for memory, title in ((80, "one GPU of 80 GB: micro-batch"), (24, "one of 24 GB")):
             row[title] = first_that_fits(replace(args, gpus=1, gpu_memory=memory))
         rows.append(row)
@@ -242,18 +242,18 @@ def main(args: Args):
     if args.stage is None:
         print("# Memory and time by the arithmetic of benchmark/plan.py\n\nNo run in this table was measured.", end=" ")
         return print(f"The hours are those of 1b on one H100, in proportion to the parameters.\n\n{table()}", end="")
-    found = plan(args)
-    terms = pandas.DataFrame(found["terms"]) / 1e9
+    fit = plan(args)
+    terms = pandas.DataFrame(fit["terms"]) / 1e9
     terms.loc["reserve"] = args.reserve
     terms.loc["sum"] = terms.sum()
     print(f"{args.stage} {args.model}, {args.gpus} GPU(s), ZeRO-{args.zero}: GB per GPU")
     print(terms.to_string(na_rep="", float_format="%.2f"))
-    print(f"micro-batches of a device: {found['micro_batches']} of up to {found['micro_batch_size']}")
-    fits = "fits" if found["peak"] <= args.gpu_memory * 1e9 else "does NOT fit"
-    print(f"{found['peak'] / 1e9:.1f} GB {fits} {args.gpu_memory:g} GB; largest: {largest_micro_batch(args) or 'none'}")
-    print(f"a machine's memory: {found['host'] / 1e9:.0f} GB (to load the models and to save the trained ones)")
-    if found["hours"]:
-        print(f"{found['hours']:.2f} h for {STAGES[args.stage][1]:,} items, in proportion to 1b on one H100")
+    print(f"micro-batches of a device: {fit['micro_batches']} of up to {fit['micro_batch_size']}")
+    fits = "fits" if fit["peak"] <= args.gpu_memory * 1e9 else "does NOT fit"
+    print(f"{fit['peak'] / 1e9:.1f} GB {fits} {args.gpu_memory:g} GB; largest: {largest_micro_batch(args) or 'none'}")
+    print(f"a machine's memory: {fit['host'] / 1e9:.0f} GB (to load the models and to save the trained ones)")
+    if fit["hours"]:
+        print(f"{fit['hours']:.2f} h for {STAGES[args.stage][1]:,} items, in proportion to 1b on one H100")
 
 
 if __name__ == "__main__":

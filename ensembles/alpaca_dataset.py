@@ -72,21 +72,21 @@ def instruction_rows(source: str) -> list[tuple[str, dict]]:
 
 def deal_out(rows: list, seed: int) -> dict[str, list]:
     """Return {split: rows} by the rows' own `split` or, if none has one, in AlpacaFarm's proportions."""
-    found = {split: [] for split in SPLITS}
+    splits_rows = {split: [] for split in SPLITS}
     if any(row.get("split") for _, row in rows):
         for where, row in rows:
             if row.get("split") not in SPLITS:
                 fail(f"{where}: `split` must be one of {', '.join(SPLITS)}, or no row has any")
-            found[row["split"]].append((where, row))
-        return found
+            splits_rows[row["split"]].append((where, row))
+        return splits_rows
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
     total, begin = sum(SPLITS.values()), 0
     for split, count in SPLITS.items():
         end = begin + round(count * len(rows) / total) if split != "unused" else len(rows)
-        found[split] = [rows[i] for i in sorted(order[begin:end])]
+        splits_rows[split] = [rows[i] for i in sorted(order[begin:end])]
         begin = end
-    return found
+    return splits_rows
 
 
 def instruction_columns(row: dict, tokenizer, max_query_length: int, max_response_length: int) -> dict | None:
@@ -124,7 +124,7 @@ def main(args: Args):
             save_checkpoint(model, tokenizer, finished / "base")
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # as the stages do, after the turns
         for split in ("sft", "pref", "unlabeled", "val"):
-            found, without_output, too_long = [], 0, 0
+            made_rows, without_output, too_long = [], 0, 0
             for number, (where, row) in enumerate(track(splits[split], split, console=Console(stderr=True))):
                 if isinstance(row.get("output"), str) and not row["output"].strip():  # 28 of Alpaca's rows
                     without_output += 1
@@ -136,13 +136,15 @@ def main(args: Args):
                 if columns is None:
                     too_long += 1
                 else:
-                    found.append({"id": f"{split}_{number:06d}"} | columns)
-            print(f"{split}: {len(found):,} rows; left out: {too_long:,} too long, {without_output:,} without output")
-            if not found:
+                    made_rows.append({"id": f"{split}_{number:06d}"} | columns)
+            print(
+                f"{split}: {len(made_rows):,} rows; left out: {too_long:,} too long, {without_output:,} without output"
+            )
+            if not made_rows:
                 fail(f"split {split}: no rows; add some, or try a larger --max-query-length or --max-response-length")
             types = column_types("sft") | dict.fromkeys(INSTRUCTION_FIELDS, Value("string"))
-            types = {name: kind for name, kind in types.items() if name in found[0]}
-            made[split] = Dataset.from_list(found, features=Features(types))
+            types = {name: kind for name, kind in types.items() if name in made_rows[0]}
+            made[split] = Dataset.from_list(made_rows, features=Features(types))
         for name in ("sft", "pref", "unlabeled"):
             DatasetDict({"train": made[name], "validation": made["val"]}).save_to_disk(finished / name)
     print(f"wrote {', '.join(str(folder) for folder in sorted(output_dir.iterdir()))}")

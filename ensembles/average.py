@@ -123,10 +123,10 @@ def main(args: Args):
     mean.reward_mean = fmean(model.reward_mean for model in models.values())
     rows = []
     for path, model in [*models.items(), ("average", mean)]:
-        found = accuracies(model.to(device), pairs, tokenizer.pad_token_id, args.micro_batch_size, path)
+        shares = accuracies(model.to(device), pairs, tokenizer.pad_token_id, args.micro_batch_size, path)
         model.to("cpu")
-        rows.append({"model": path, "pairs": len(pairs)} | found)
-        print(f"{path}: accuracy", ", ".join(f"{label} {share:.4f}" for label, share in found.items()), flush=True)
+        rows.append({"model": path, "pairs": len(pairs)} | shares)
+        print(f"{path}: accuracy", ", ".join(f"{label} {share:.4f}" for label, share in shares.items()), flush=True)
     worst = min(rows[:-1], key=lambda row: row["all"])
     if rows[-1]["all"] < worst["all"]:
         print(f"warning: the average is below its worst member, {worst['model']}: were all trained from one head?")

@@ -218,14 +218,14 @@ def sample_prompts(args: Args, settings: dict, device, rank: int, world: int):
             scores = []
             for name, model in zip(names, models, strict=True):
                 if isinstance(model, RewardModel):
-                    found = response_scores(model, query, distinct, pad_id, args.micro_batch_size)
+                    scored = response_scores(model, query, distinct, pad_id, args.micro_batch_size)
                 else:
                     texts = tokenizer.batch_decode(distinct, skip_special_tokens=True)
                     with or_fail(f"prompt {i} ({row['id']}): {name} failed to score a response"):
-                        found = torch.tensor([float(model(row["query"], text)) for text in texts], device=device)
-                if not found.isfinite().all():
+                        scored = torch.tensor([float(model(row["query"], text)) for text in texts], device=device)
+                if not scored.isfinite().all():
                     fail(f"prompt {i} ({row['id']}): {name} gives a response no finite score")
-                scores.append(found[places].float().cpu().numpy())
+                scores.append(scored[places].float().cpu().numpy())
             file, has_eos = io.BytesIO(), (responses == eos_id).any(1).cpu().numpy()
             numpy.savez(file, scores=numpy.stack(scores[:-1], 1), gold=scores[-1], has_eos=has_eos)
             put(files[i], file.getvalue())
@@ -251,12 +251,12 @@ def bon_values(objective: numpy.ndarray, values: list[numpy.ndarray], weights: n
     new = numpy.ones(ordered.shape, bool)  # differs from the sample before it
     new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     group = new.ravel().cumsum() - 1
-    found = []
+    expected = []
     for value in values:
         value = numpy.take_along_axis(value, order, 1)
         means = numpy.bincount(group, value.ravel()) / numpy.bincount(group)
-        found.append(means[group].reshape(value.shape) @ weights.T)
-    return found
+        expected.append(means[group].reshape(value.shape) @ weights.T)
+    return expected
 
 
 def make_tables(args: Args, settings: dict):

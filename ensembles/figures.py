@@ -84,14 +84,14 @@ def read_ppo(folder: Path, settings: dict) -> list[dict]:
 
 def read_best_of_n(folder: Path, settings: dict) -> list[dict]:
     """Return a curve for each method in a folder of best_of_n.py; `single` is the mean over the members."""
-    found = []
+    runs_read = []
     for method, rows in pandas.read_csv(folder / "best_of_n.csv").sort_values("n").groupby("method"):
         if method in METHODS:
             name = method_of(settings["reward_model_paths"], method) if method == "single" else method
             run = {"procedure": "BoN", "method": name, "kl_coef": 0.0, "seed": settings["seed"], "folder": str(folder)}
             run |= {"step": rows["n"].tolist(), "kl": rows["kl"].tolist(), "gold": rows["gold"].tolist()}
-            found.append(run | {"variance": []})
-    return found
+            runs_read.append(run | {"variance": []})
+    return runs_read
 
 
 def read_runs(sources: tuple[str, ...]) -> pandas.DataFrame:
@@ -149,7 +149,7 @@ def line_of(runs: pandas.DataFrame, column: str = "gold", suffix: str = "") -> d
 
 def figures(runs: pandas.DataFrame) -> dict[str, tuple[str, str, str, list[dict]]]:
     """Return {file name: (title, label of the x axis, label of the y axis, lines)}; lines are [] without runs."""
-    found = {
+    lines = {
         "figure_3": ("Best of n", "KL, nats", "gold", []),
         "figure_4": ("PPO, each method at its best KL penalty", "update", "gold", []),
         "figure_5": ("PPO without a KL penalty", "update", "gold", []),
@@ -159,18 +159,18 @@ def figures(runs: pandas.DataFrame) -> dict[str, tuple[str, str, str, list[dict]
     for method in METHODS:
         best_of_n = runs[(runs["procedure"] == "BoN") & (runs["method"] == method)]
         if len(best_of_n):
-            found["figure_3"][-1].append(line_of(best_of_n))
+            lines["figure_3"][-1].append(line_of(best_of_n))
         groups = dict(list(ppo[ppo["method"] == method].groupby("kl_coef")))
         if groups:
             kl = max(groups, key=lambda kl: groups[kl].groupby("seed")["final"].mean().mean())
-            found["figure_4"][-1].append(line_of(groups[kl], suffix=f", KL penalty {kl:g}"))
+            lines["figure_4"][-1].append(line_of(groups[kl], suffix=f", KL penalty {kl:g}"))
         if 0 in groups:
-            found["figure_5"][-1].append(line_of(groups[0]))
+            lines["figure_5"][-1].append(line_of(groups[0]))
         for kl in sorted(ppo["kl_coef"].unique())[:2]:
             if kl in groups and method in ("mean", "uwo"):
                 line = line_of(groups[kl], "variance", f", KL penalty {kl:g}")
-                found["figure_10"][-1].append(line | {"dashed": kl > 0})
-    return found
+                lines["figure_10"][-1].append(line | {"dashed": kl > 0})
+    return lines
 
 
 def draw_lines(title: str, xlabel: str, ylabel: str, lines: list[dict]) -> Figure:

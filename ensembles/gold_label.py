@@ -211,10 +211,10 @@ def main(args: Args):
                 fail(f"{args.dataset}, {split}: no pair is left; try a larger --response-length")
             for share, splits in made.items():
                 flips = flipped(len(kept), share, args.seed, split)
-                found = [pair_columns(*x, flip, split, args, tokenizer) for x, flip in zip(kept, flips, strict=True)]
-                types = {name: kind for name, kind in column_types("preference").items() if name in found[0]}
+                pairs = [pair_columns(*x, flip, split, args, tokenizer) for x, flip in zip(kept, flips, strict=True)]
+                types = {name: kind for name, kind in column_types("preference").items() if name in pairs[0]}
                 types |= dict.fromkeys(("gold_chosen", "gold_rejected"), Value("float64"))
-                splits[split] = Dataset.from_list(found, features=Features(types))
+                splits[split] = Dataset.from_list(pairs, features=Features(types))
 
     # ---- save ------------------------------------------------------------------------------------
     with unfinished_folder(output_dir) as folder:

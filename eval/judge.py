@@ -109,10 +109,10 @@ def read_examples(args: Args, samples: str) -> pandas.DataFrame:
     if not args.against:
         return frame
     theirs = read_samples(args.against)[["id", "query", "summary"]].rename(columns={"summary": "other"})
-    found = frame.drop(columns="other").merge(theirs, on=["id", "query"])
-    if len(found) < len(frame):
-        fail(f"--against {args.against}: {len(frame) - len(found)} of {len(frame)} posts are not there")
-    return found
+    both = frame.drop(columns="other").merge(theirs, on=["id", "query"])
+    if len(both) < len(frame):
+        fail(f"--against {args.against}: {len(frame) - len(both)} of {len(frame)} posts are not there")
+    return both
 
 
 def first_is_a(seed: int, identity: str) -> bool:
@@ -126,8 +126,8 @@ def first_is_a(seed: int, identity: str) -> bool:
 def verdict(answer: str) -> str | None:
     """Return A or B where the last line of an answer, and no other one, is `Preferred: A` or `Preferred: B`."""
     lines = [line.strip() for line in answer.strip().splitlines()] or [""]
-    found = [re.fullmatch(r"Preferred:\s*\"?([AB])\"?\.?", line) for line in lines]
-    return found[-1][1] if found[-1] and sum(map(bool, found)) == 1 else None
+    matches = [re.fullmatch(r"Preferred:\s*\"?([AB])\"?\.?", line) for line in lines]
+    return matches[-1][1] if matches[-1] and sum(map(bool, matches)) == 1 else None
 
 
 def ask(args: Args, prompts: list[str], file: Path) -> dict[str, str]:
@@ -151,8 +151,8 @@ def ask(args: Args, prompts: list[str], file: Path) -> dict[str, str]:
 
     failed = f"--judge {args.judge}: a request failed. The same command continues with the answers so far"
     with or_fail(failed), ThreadPool(CONCURRENCY) as pool, file.open("a") as answers:
-        found = pool.imap_unordered(one, wanted)
-        for prompt, answer in track(found, args.judge, len(wanted), console=Console(stderr=True)):
+        answered = pool.imap_unordered(one, wanted)
+        for prompt, answer in track(answered, args.judge, len(wanted), console=Console(stderr=True)):
             known[prompt] = answer
             answers.write("\n" + json.dumps({"endpoint": endpoint, "prompt": prompt, "answer": answer}))
             answers.flush()
@@ -295,8 +295,8 @@ def judge_samples(args: Args, samples: str) -> dict:
 def main(args: Args):
     for samples in args.samples:  # an error in one now, and not after the requests of those before it
         read_examples(args, samples)
-    found = [{"samples": samples} | judge_samples(args, samples) for samples in args.samples]
-    print(f"# Win rates against {args.against or 'the references'}, judged by {args.judge}\n\n{markdown(found)}")
+    rates = [{"samples": samples} | judge_samples(args, samples) for samples in args.samples]
+    print(f"# Win rates against {args.against or 'the references'}, judged by {args.judge}\n\n{markdown(rates)}")
 
 
 if __name__ == "__main__":

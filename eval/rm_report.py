@@ -84,11 +84,11 @@ def judge_agreement(pairs: dict, judged: pandas.DataFrame) -> dict[tuple[str, in
     rejected response."""
     judged = judged[pandas.to_numeric(judged["win"], errors="coerce").isin([0.0, 1.0])]
     rows, wins = judged["id"].astype(int).to_numpy(), judged["win"].astype(float).to_numpy() == 1
-    found = {}
+    agreements = {}
     for key, frame in pairs.items():
         hits = ((frame["chosen_reward"] > frame["rejected_reward"]) & ~frame["tie"]).to_numpy()[rows]
-        found[key] = len(rows), float((hits == wins).mean())
-    return found
+        agreements[key] = len(rows), float((hits == wins).mean())
+    return agreements
 
 
 def write_pairs(args: Args):
@@ -125,8 +125,8 @@ def main(args: Args):
     text += "\n## Expected calibration error (Detail 18), mean over seeds\n\n" + markdown([errors])
 
     if args.judged:
-        found = judge_agreement(pairs, pandas.read_csv(args.judged))
-        rows = [{"model": m, "seed": s, "pairs": n, "agreement": share} for (m, s), (n, share) in found.items()]
+        agreements = judge_agreement(pairs, pandas.read_csv(args.judged))
+        rows = [{"model": m, "seed": s, "pairs": n, "agreement": share} for (m, s), (n, share) in agreements.items()]
         pandas.DataFrame(rows).to_csv(f"{args.output}_agreement.csv", index=False)
     Path(f"{args.output}.md").write_text(text, encoding="utf-8")
     print(text)

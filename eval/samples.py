@@ -144,16 +144,16 @@ def dataset_of(checkpoint: str, known: dict) -> str:
     SFT model's. A checkpoint that is no run ({}) has the default one; a run whose data set is not known is an error."""
     if not known:
         return "data/tldr/sft" if Path("data/tldr/sft").exists() else DATASET
-    found, sft_model = known.get("dataset"), known.get("sft_model_path")
-    if sft_model and not found:
+    dataset, sft_model = known.get("dataset"), known.get("sft_model_path")
+    if sft_model and not dataset:
         folder = Path(sft_model)  # the run folder, or model/ in it
-        found = (settings_of(folder) or settings_of(folder.parent)).get("dataset")
-    if not found:
+        dataset = (settings_of(folder) or settings_of(folder.parent)).get("dataset")
+    if not dataset:
         fail(
             f"{checkpoint}/args.json names no SFT data, and its SFT model, {sft_model}, is no run folder that does. "
             "Pass the posts to summarise with --dataset"
         )
-    return found
+    return dataset
 
 
 def main(args: Args):

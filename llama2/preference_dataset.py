@@ -79,15 +79,15 @@ class Args:
 def parse_source(text: str) -> dict:
     """Return name, reader, files, split and tag of a value of --sources; split and tag are None if not given."""
     pattern = r"(?P<name>[\w.-]+)=(?P<reader>\w+):(?P<path>.+?)(:(?P<split>train|validation))?"
-    found = re.fullmatch(pattern + "(:(?P<tag>helpfulness|safety))?", text)
-    if not found or found["reader"] not in READERS:
+    match = re.fullmatch(pattern + "(:(?P<tag>helpfulness|safety))?", text)
+    if not match or match["reader"] not in READERS:
         fail(f"--sources {text}: write name=reader:path[:split][:tag]; the readers are {', '.join(READERS)}")
-    path = Path(found["path"]).expanduser()
+    path = Path(match["path"]).expanduser()
     endings = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
     files = [file for file in sorted(path.rglob("*") if path.is_dir() else [path]) if file.name.endswith(endings)]
     if not files or not files[0].is_file():
         fail(f"--sources {text}: {path} is no file and has no files that end in {', '.join(endings)}")
-    return {"files": files} | found.groupdict()
+    return {"files": files} | match.groupdict()
 
 
 def parse_mix(mix: tuple[str, ...], names: list[str]) -> dict[str, Fraction]:
@@ -148,9 +148,9 @@ def require(condition: bool, message: str):
 def number_field(record: dict, field: str, low: float, high: float) -> float:
     """Return record[field], a number from low to high or a text that spells one, as in stack_exchange."""
     value = record[field]
-    found = math.nan if isinstance(value, bool) else float(value)
-    require(low <= found <= high, f"{field} should be a number from {low:g} to {high:g}, not {value!r:.80}")
-    return found
+    parsed = math.nan if isinstance(value, bool) else float(value)
+    require(low <= parsed <= high, f"{field} should be a number from {low:g} to {high:g}, not {value!r:.80}")
+    return parsed
 
 
 def grade_of(gap: float) -> str:
@@ -376,8 +376,8 @@ def split_of(columns: dict, is_tie: bool, source: dict, held_out: set[bytes], ar
 def other_order(columns: dict) -> dict:
     """Return the columns of a pair with chosen and rejected exchanged."""
     sides = {"chosen": "rejected", "rejected": "chosen"}
-    found = {re.sub("chosen|rejected", lambda side: sides[side[0]], name): x for name, x in columns.items()}
-    return found | {"choice": None if columns["choice"] is None else 1 - columns["choice"]}
+    swapped = {re.sub("chosen|rejected", lambda side: sides[side[0]], name): x for name, x in columns.items()}
+    return swapped | {"choice": None if columns["choice"] is None else 1 - columns["choice"]}
 
 
 def pair_columns(pair: dict, source: dict, seen: set[bytes], held_out: set[bytes], tokenizer, args: Args) -> dict:

@@ -46,16 +46,16 @@ def summarise(differences: pandas.DataFrame, noise: list[float], tries: int) -> 
     return table.to_dict("index")
 
 
-def verdict(found: dict, confirm: int) -> str:
+def verdict(summary: dict, confirm: int) -> str:
     """Return what can be said of a candidate in words. confirm: the number of seeds that a confirmation needs, or 0."""
-    if not found["floor"]:
+    if not summary["floor"]:
         return "cannot be told: no A/A runs, which a call without --confirm makes"
-    if found["count"] < confirm:
-        return f"cannot be told: {found['count']:.0f} of {confirm} seeds"
-    if abs(found["mean"]) <= found["floor"]:
+    if summary["count"] < confirm:
+        return f"cannot be told: {summary['count']:.0f} of {confirm} seeds"
+    if abs(summary["mean"]) <= summary["floor"]:
         return "cannot be told: below the noise floor"
-    if found["holm"] >= 0.05:
-        return f"cannot be told: an effect of {found['power']:.3f} would have shown"
-    if found["mean"] < 0:
+    if summary["holm"] >= 0.05:
+        return f"cannot be told: an effect of {summary['power']:.3f} would have shown"
+    if summary["mean"] < 0:
         return "worse"
     return "better" if confirm else "promising: now --confirm"

@@ -94,9 +94,9 @@ def fill(template: str, facts: dict[str, str], rng: random.Random) -> str:
 
 def write_text(facts: dict, sentences: dict, filler: list[str], num_filler: int, rng: random.Random) -> str:
     """Return three paragraphs that state the facts in random order among sentences of filler."""
-    told = [rng.choice(sentences["core"])] + [rng.choice(sentences[kind]) for kind in EXTRA_KINDS if kind in facts]
-    rng.shuffle(told)
-    lines = [fill(line, facts, rng) for part in told for line in part]
+    parts = [rng.choice(sentences["core"])] + [rng.choice(sentences[kind]) for kind in EXTRA_KINDS if kind in facts]
+    rng.shuffle(parts)
+    lines = [fill(line, facts, rng) for part in parts for line in part]
     for template in rng.sample(filler, num_filler):
         lines.insert(rng.randint(0, len(lines)), fill(template, {}, rng))
     first, second = sorted(rng.sample(range(1, len(lines)), 2))
@@ -137,13 +137,13 @@ def summarise(facts: dict[str, str], rng: random.Random) -> str:
 def reference_facts(facts: dict[str, str], rng: random.Random) -> dict[str, str]:
     """Return the facts that a reference summary states: each core fact with probability 0.9, and each other fact with
     probability 0.8 if its author is thorough (1 in 4) and otherwise 0.1. In 1 of 10 summaries, one is wrong."""
-    told, extra = {}, 0.8 if rng.random() < 0.25 else 0.1
-    while not told:
-        told = {kind: value for kind, value in facts.items() if rng.random() < (0.9 if kind in CORE_KINDS else extra)}
+    stated, extra = {}, 0.8 if rng.random() < 0.25 else 0.1
+    while not stated:
+        stated = {kind: value for kind, value in facts.items() if rng.random() < (0.9 if kind in CORE_KINDS else extra)}
     if rng.random() < 0.1:
-        kind = rng.choice(list(told))
-        told[kind] = rng.choice([value for value in FACTS[kind] if value != facts[kind]])
-    return told
+        kind = rng.choice(list(stated))
+        stated[kind] = rng.choice([value for value in FACTS[kind] if value != facts[kind]])
+    return stated
 
 
 def summary_of(policy: str, row: dict, rng: random.Random) -> str:
@@ -156,19 +156,19 @@ def summary_of(policy: str, row: dict, rng: random.Random) -> str:
         if form == "filler":
             text = summarise(facts, rng)
             return " ".join([text, *(fill(line, {}, rng) for line in rng.sample(SENTENCES["filler"], 6))])
-        told = reference_facts(facts, rng)
-        text = summarise(told, rng)
+        kept = reference_facts(facts, rng)
+        text = summarise(kept, rng)
         if form == "stutter":
             return ", ".join([text[:-1], *[text[:-1].split(", ")[-1]] * rng.randint(2, 4)]) + text[-1]
-        again = {kind: told[kind] for kind in told if kind in CORE_KINDS or rng.random() < 0.5}
-        return rng.choice([f"{text} ", f"{text[:-1]}, "]) + summarise(again or told, rng)
+        again = {kind: kept[kind] for kind in kept if kind in CORE_KINDS or rng.random() < 0.5}
+        return rng.choice([f"{text} ", f"{text[:-1]}, "]) + summarise(again or kept, rng)
     if policy == "copied_title":
         return row["title"]
     if policy == "invented":  # what a reference tells, and two or three wrong facts: kinds the post lacks come first
-        told, lacking = reference_facts(facts, rng), [kind for kind in FACTS if kind not in facts]
+        kept, lacking = reference_facts(facts, rng), [kind for kind in FACTS if kind not in facts]
         for kind in lacking + rng.sample(list(facts), rng.choice([2, 3]) - len(lacking)):
-            told[kind] = rng.choice([value for value in FACTS[kind] if value != facts.get(kind)])
-        return summarise(told, rng)
+            kept[kind] = rng.choice([value for value in FACTS[kind] if value != facts.get(kind)])
+        return summarise(kept, rng)
     if policy == "near_perfect":  # every fact, but for one in 1 of 10
         left_out = rng.choice(list(facts)) if rng.random() < 0.1 else None
         return summarise({kind: value for kind, value in facts.items() if kind != left_out}, rng)

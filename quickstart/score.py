@@ -334,23 +334,23 @@ def report(versions: dict[str, str], args: Args):
     if not args.commit:
         alike = ledger[(ledger["stage"] == baseline.iloc[0]["stage"]) & (ledger["note"] == "")]
         tries = alike[alike["size"] == args.size]["version"].nunique() - 1
-    found = summarise(pandas.DataFrame(differences), noise, tries)
+    summaries = summarise(pandas.DataFrame(differences), noise, tries)
     starts = {f"{name}: SFT": own.set_index("seed") for name, own in rows[rows["note"] == "SFT"].groupby("candidate")}
     shown = starts | {name: tables[name] for name in names if name in tables}
     lines = []
     for name, own in shown.items():
         cells = {"": f"`{name}`", "seeds": str(own[args.of].count())}
         cells |= {HEADS.get(key, key): with_sd(own[key].dropna(), digits) for key, digits in NUMBERS.items()}
-        if name in found:
-            difference = "{mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**found[name])
-            cells |= {f"{args.of} less the baseline's, 95 %": difference, "p, Holm": f"{found[name]['holm']:.3f}"}
-            cells["would have shown"] = f"{found[name]['power']:.3f}"
+        if name in summaries:
+            difference = "{mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**summaries[name])
+            cells |= {f"{args.of} less the baseline's, 95 %": difference, "p, Holm": f"{summaries[name]['holm']:.3f}"}
+            cells["would have shown"] = f"{summaries[name]['power']:.3f}"
         lines.append(cells)
     columns = [key for key in dict.fromkeys(key for cells in lines for key in cells) if any(x.get(key) for x in lines)]
     print(f"size {args.size}, seeds {', '.join(map(str, plain.index.sort_values()))}; mean ± standard deviation\n")
     print(markdown([{key: cells.get(key, "") for key in columns} for cells in lines]))
-    if noise and found:
-        floor = max(one["floor"] for one in found.values())
+    if noise and summaries:
+        floor = max(one["floor"] for one in summaries.values())
         print(f"\nnoise floor of a difference in {args.of}: {floor:.3f} ({len(noise)} A/A runs)")
     for name in names[1:] if args.of == "truth" else []:
         own = tables.get(name, plain[:0])
@@ -365,8 +365,8 @@ def report(versions: dict[str, str], args: Args):
             said = f"cannot be told: {names[0]} lacks its seeds {', '.join(map(str, lacking))}"
         else:
             said = (
-                verdict(found[name], len(CONFIRM) if args.confirm else 0)
-                if name in found
+                verdict(summaries[name], len(CONFIRM) if args.confirm else 0)
+                if name in summaries
                 else "cannot be told: fewer than two seeds"
             )
         print(f"{name} beside {names[0]}: {said}")

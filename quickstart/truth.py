@@ -40,9 +40,9 @@ REPEAT_PENALTY = 0.1  # for each run of three words that the summary already had
 def find_facts(text: str) -> dict[str, set[str]]:
     """Return the values of each kind of fact that a text mentions."""
     text = text.lower()
-    found = {kind: set(re.findall(rf"\b(?:{'|'.join(values)})\b", text)) for kind, values in FACTS.items()}
-    found["age"] = set(re.findall(r"\b\d\d(?!\d)", text)) & set(FACTS["age"])  # also 24F and 24yo
-    return found
+    mentions = {kind: set(re.findall(rf"\b(?:{'|'.join(values)})\b", text)) for kind, values in FACTS.items()}
+    mentions["age"] = set(re.findall(r"\b\d\d(?!\d)", text)) & set(FACTS["age"])  # also 24F and 24yo
+    return mentions
 
 
 def score(post: str, summary: str) -> float:

@@ -153,7 +153,7 @@ BAD_INPUTS = {
     "half a surrogate pair": ("posts/train", sft_row(post="\ud83d"), "row 3: .* surrogates not allowed"),
     "invalid JSON": ("posts/train", '{"id": \n', "row 3: invalid JSON"),
     "choice true": ("comparisons/train", pair(choice=True), "row 3: choice should be 0 or 1, not True"),
-    "article in train": ("comparisons/train", pair(article="the cat"), "row 3: a CNN/DM row, which belongs"),
+    "article in train": ("comparisons/train", pair(article="the cat"), "row 3: a CNN/DM row. CNN/DM rows belong"),
 }
 
 

@@ -185,10 +185,10 @@ def train(module, folder: Path, metrics: dict[str, str], **arguments) -> dict:
     arguments |= {"batch_size": BATCH, "micro_batch_size": BATCH, "total_episodes": 4 * BATCH}
     lines = [line for line in run(module, folder, **arguments) if "learning_rate" in line]
     metrics = metrics | {"loss": "loss/train", "learning rate": "learning_rate"}
-    found = {name: numbers([line[key] for line in lines]) for name, key in metrics.items()}
-    found["gradient of the first update"] = gradients[0]
-    found["weights after the last update"] = vector(load_file(folder / "model/model.safetensors"))
-    return found
+    quantities = {name: numbers([line[key] for line in lines]) for name, key in metrics.items()}
+    quantities["gradient of the first update"] = gradients[0]
+    quantities["weights after the last update"] = vector(load_file(folder / "model/model.safetensors"))
+    return quantities
 
 
 def sft(work: Path, patches) -> dict:
@@ -199,12 +199,12 @@ def sft(work: Path, patches) -> dict:
 def reward(work: Path, patches, head: torch.Tensor, references: torch.Tensor) -> dict:
     """Train a reward model whose new head gets the weights `head` once it has been drawn, and convert theirs."""
     module = load("reward.py", work, patches)
-    new_reward_model, found = module.new_reward_model, {}
+    new_reward_model, quantities = module.new_reward_model, {}
 
     def with_head(*arguments):
         with mock.patch.object(torch.nn.init, "normal_", wraps=torch.nn.init.normal_) as normal:
             model = new_reward_model(*arguments)
-        found["standard deviation of a new head"] = numbers(normal.call_args.kwargs["std"])
+        quantities["standard deviation of a new head"] = numbers(normal.call_args.kwargs["std"])
         model.model.score.weight.data.copy_(head)
         return model
 
@@ -212,13 +212,13 @@ def reward(work: Path, patches, head: torch.Tensor, references: torch.Tensor) ->
     metrics = {"accuracy": "accuracy/train", "margin of the rewards": "rewards/margin"}
     arguments = {"sft_model_path": str(work / "policy"), "dataset": str(work / "data/sft")}
     arguments["preference_dataset"] = str(work / "data/preference")
-    found |= train(module, work / "run_reward", metrics, **arguments)
-    found["centred rewards of the references"] = rewards(work, work / "run_reward/model", references)
+    quantities |= train(module, work / "run_reward", metrics, **arguments)
+    quantities["centred rewards of the references"] = rewards(work, work / "run_reward/model", references)
     shutil.rmtree(work / "converted", ignore_errors=True)
     command = [sys.executable, str(ROOT / "benchmark/convert_released.py"), "--source", str(work / "their_reward")]
     subprocess.run([*command, "--output-dir", str(work / "converted")], check=True)
-    found["rewards of their released format, converted"] = rewards(work, work / "converted", references)
-    return found
+    quantities["rewards of their released format, converted"] = rewards(work, work / "converted", references)
+    return quantities
 
 
 @torch.no_grad()
@@ -275,7 +275,7 @@ def ppo(work: Path, patches, responses: list[torch.Tensor], settings: dict) -> d
     quantities = {}
     for update, (line, *calls_of_update) in enumerate(zip(lines, *calls, strict=True), 1):
         (scores, *_), (rewards, *_), (batch, _) = calls_of_update
-        found = {
+        measured = {
             "responses after truncation": batch["responses"],
             "log-probabilities": batch["logprobs"],
             "log-probabilities of the reference": batch["ref_logprobs"],
@@ -285,7 +285,7 @@ def ppo(work: Path, patches, responses: list[torch.Tensor], settings: dict) -> d
             "returns": batch["returns"] * batch["value_mask"],
             "advantages": batch["advantages"],
         } | {name: numbers(line[key]) for name, key in LOGGED.items()}
-        quantities |= {f"update {update}: {name}": value for name, value in found.items()}
+        quantities |= {f"update {update}: {name}": value for name, value in measured.items()}
     for name, folder in (("policy", "model"), ("value model", "value_model")):
         weights = load_file(work / "run_ppo" / folder / "model.safetensors")
         quantities[f"weights of the {name} after the last update"] = vector(weights)

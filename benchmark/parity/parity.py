@@ -185,17 +185,17 @@ def compare(title: str, script: str, ours, runs: list[dict]) -> list[Row]:
     """Return a row for each quantity: ours(patches), where patches change the script, against the first of the authors'
     runs. Where rows are above their bounds, all deviations of the script are undone, and each row names its own."""
     expected, *others = runs
-    found = ours([])
-    if found.keys() != expected.keys():
-        fail(f"{title}: quantities of one side alone: {sorted(found.keys() ^ expected.keys())}")
+    actual = ours([])
+    if actual.keys() != expected.keys():
+        fail(f"{title}: quantities of one side alone: {sorted(actual.keys() ^ expected.keys())}")
     rows = {}
     for key, value in expected.items():
-        if found[key].shape != value.shape:
-            fail(f"{title}: {key} has shape {tuple(found[key].shape)}, theirs {tuple(value.shape)}")
+        if actual[key].shape != value.shape:
+            fail(f"{title}: {key} has shape {tuple(actual[key].shape)}, theirs {tuple(value.shape)}")
         floor = max([largest_difference(other[key], value) for other in others], default=0)
         bound = max(10 * floor, 1e-6 * value.abs().max().item()) if value.is_floating_point() else 0
-        difference = largest_difference(found[key], value)
-        rows[key] = Row(f"{title}: {key}", shown(found[key]), shown(value), difference, bound)
+        difference = largest_difference(actual[key], value)
+        rows[key] = Row(f"{title}: {key}", shown(actual[key]), shown(value), difference, bound)
     deviations = [x for x in our_side.DEVIATIONS if x.script == script]
     above = {key: row for key, row in rows.items() if row.difference > row.bound}
     undone = ours([patch for x in deviations for patch in x.undone]) if above and deviations else {}
@@ -351,10 +351,10 @@ def main(args: Args):
     prepare(args)
     rows = []
     for part in (tokens, sft, reward, dpo, ppo):
-        found = part(args)
-        rows += found
-        wrong = [row for row in found if not row.stands()]
-        print(f"{part.__name__}: {len(found)} quantities, {len(wrong)} above their bounds without a reason")
+        part_rows = part(args)
+        rows += part_rows
+        wrong = [row for row in part_rows if not row.stands()]
+        print(f"{part.__name__}: {len(part_rows)} quantities, {len(wrong)} above their bounds without a reason")
         for row in wrong:
             print(f"  {row.quantity}: {row.difference:.1e} above {row.bound:.1e}, undone {row.undone}")
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)

@@ -64,11 +64,11 @@ def execute(nodes: list, name: str, namespace: dict):
 
 def definitions(job: dict, name: str, wanted: list[str]) -> dict:
     """Return a namespace in which these definitions of a file of theirs have been executed, in this order."""
-    namespace, found = dict(IMPORTS), {}
+    namespace, definitions_of = dict(IMPORTS), {}
     for node in ast.walk(tree(job, name)):  # breadth first: a function before a method of the same name
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found.setdefault(node.name, node)
-    execute([found[definition] for definition in wanted], name, namespace)
+            definitions_of.setdefault(node.name, node)
+    execute([definitions_of[definition] for definition in wanted], name, namespace)
     return namespace
 
 
@@ -194,17 +194,17 @@ def train(job: dict, orders: list, name: str, model, names: dict, starts: tuple[
     accelerator = Accelerator(model)
     names |= {"model": model, "optimizer": optimizer, "accelerator": accelerator}
     step = [node for node in training_loop(job, name, "data").body if ast.unparse(node).startswith(starts)]
-    found = defaultdict(list)
+    recorded = defaultdict(list)
     names["disable_dropout"](model)
     model.train()
     for batch, order in zip(job["batches"], orders, strict=True):
         names["data"] = {key: rows[order] for key, rows in batch.items()}
-        found["learning rate"].append(optimizer.param_groups[0]["lr"])
+        recorded["learning rate"].append(optimizer.param_groups[0]["lr"])
         execute(step, name, names)
         for key, value in logged(names).items():
-            found[key].append(float(value))
+            recorded[key].append(float(value))
         scheduler.step()
-    quantities = {key: torch.tensor(values, dtype=torch.float64) for key, values in found.items()}
+    quantities = {key: torch.tensor(values, dtype=torch.float64) for key, values in recorded.items()}
     quantities["gradient of the first update"] = accelerator.first_gradient
     quantities["weights after the last update"] = vector(model.state_dict())
     return quantities
@@ -237,8 +237,8 @@ def reward(job: dict, orders: list) -> dict:
 
     def rewards() -> torch.Tensor:
         with torch.no_grad():
-            found = [names["get_reward"](model, row[None], tokenizer).item() for row in job["references"]]
-        return torch.tensor(found, dtype=torch.float64)
+            rewards = [names["get_reward"](model, row[None], tokenizer).item() for row in job["references"]]
+        return torch.tensor(rewards, dtype=torch.float64)
 
     quantities = train(job, orders, "reward", model, names, STEP, logged)
     model.eval()

@@ -129,8 +129,8 @@ def in_words(data: DatasetDict, tokenizer, words: int, stretch: int) -> DatasetD
             return [words - 1] * stretch
         return [1] * (stretch - 1) + [0] if token == tokenizer.eos_token_id else [1 + token % (words - 2)] * stretch
 
-    def row(found: dict) -> dict:
-        new = {name: [i for token in found[name] for i in convert(token)] for name in columns}
+    def row(tokens_of: dict) -> dict:
+        new = {name: [i for token in tokens_of[name] for i in convert(token)] for name in columns}
         return new | {"query": " ".join(f"w{i}" for i in new["query_token"] if i != words - 1)}
 
     features = data["train"].features | dict.fromkeys(columns, Sequence(Value("int32")))
@@ -245,15 +245,15 @@ def ours(stage: str, args: Args, work: Path, *flags) -> dict:
     counted = [lines[update] for update in range(args.warmup + 1, args.updates + 1)]
     before = lines[args.warmup]["time/total"] if args.warmup else 0.0
     seconds = (counted[-1]["time/total"] - before) / len(counted)
-    found = {"seconds": seconds, "peak": peak, "loss": counted[-1].get("loss/train")}
+    measured = {"seconds": seconds, "peak": peak, "loss": counted[-1].get("loss/train")}
     if stage == "dpo":
-        found["reference"] = lines[0]["time/reference"] / args.updates
+        measured["reference"] = lines[0]["time/reference"] / args.updates
     if stage == "ppo":
         means = {key: statistics.fmean(line[key] for line in counted) for key in counted[0]}
-        found |= {"sampling": means["time/sampling"], "scoring": means["time/rollout"] - means["time/sampling"]}
-        found |= {"update": means["time/update"] - means["time/rollout"], "tokens": means["response/length"]}
-        found |= {"ratio": max(line["policy/first_ratio_deviation"] for line in lines.values())}
-    return found
+        measured |= {"sampling": means["time/sampling"], "scoring": means["time/rollout"] - means["time/sampling"]}
+        measured |= {"update": means["time/update"] - means["time/rollout"], "tokens": means["response/length"]}
+        measured |= {"ratio": max(line["policy/first_ratio_deviation"] for line in lines.values())}
+    return measured
 
 
 def check_finite(name: str, lines: list[dict]):
@@ -277,10 +277,10 @@ def peer(stage: str, args: Args, work: Path, *flags, **others) -> dict:
     settings["rows"] = rows(stage, args, work).tolist()
     (work / "runs" / "peer.json").write_text(json.dumps(settings))
     peak = run([python, ROOT / "benchmark/speed/trl_peer.py", work / "runs" / "peer.json"], out.with_suffix(".log"))
-    found = json.loads(out.read_text())
-    seconds = (found["ends"][args.updates] - found["ends"][args.warmup]) / (args.updates - args.warmup)
-    found["loss"] = found["losses"][args.updates - 1]
-    return {"seconds": seconds, "peak": peak} | {key: found[key] for key in ("loss", "arguments")}
+    measured = json.loads(out.read_text())
+    seconds = (measured["ends"][args.updates] - measured["ends"][args.warmup]) / (args.updates - args.warmup)
+    measured["loss"] = measured["losses"][args.updates - 1]
+    return {"seconds": seconds, "peak": peak} | {key: measured[key] for key in ("loss", "arguments")}
 
 
 def same_loss(stage: str, args: Args, work: Path) -> tuple[float, float]:
@@ -326,8 +326,8 @@ def work_done(stage: str, args: Args, work: Path, response: float) -> tuple[floa
     else:
         data = load_from_disk(str(work / "preference"))["train"].select(index)
         names = ("query_token", "query_chosen_token_response_label", "query_rejected_token_response_label")
-        found = [[real_length(row, pad_id) for row in data[name]] for name in names]
-        lengths = [(query, (chosen, rejected)) for query, chosen, rejected in zip(*found, strict=True)]
+        columns_of_lengths = [[real_length(row, pad_id) for row in data[name]] for name in names]
+        lengths = [(query, (chosen, rejected)) for query, chosen, rejected in zip(*columns_of_lengths, strict=True)]
     total = 0.0
     for query, responses in lengths:
         if stage == "ppo":  # policy and value
@@ -384,8 +384,8 @@ def measure(stage: str, args: Args, work: Path) -> list[dict]:
         runs["ours"] = own | {"seconds": own["seconds"] + own["reference"]}
     runs |= {name: peer(stage, args, work, *flags[name]) for name in flags}
     table, command = [], shlex.join(["python", "benchmark/speed/speed.py", *sys.argv[1:]])
-    for name, found in runs.items():
-        seconds = found["seconds"]
+    for name, measured in runs.items():
+        seconds = measured["seconds"]
         row = {"stage": stage, "who": name, "items/s": f"{args.batch_size / seconds:.3f} {ITEMS[stage]}"}
         row["real tokens/s"] = f"{args.batch_size * tokens / seconds:.0f}"
         row |= {"ours is faster by": "", "of a matrix product": ""}
@@ -393,9 +393,9 @@ def measure(stage: str, args: Args, work: Path) -> list[dict]:
             row["ours is faster by"] = f"{seconds / runs[name.replace('trl', 'ours')]['seconds']:.2f}"
         else:
             done = PASSES[stage + name.removeprefix("ours")] * operations * args.batch_size
-            row["of a matrix product"] = f"{done / found.get('update', seconds) / rate:.2f}"
-        row["peak GiB"] = f"{found['peak']:.2f}"
-        phases = [f"{phase} {found[phase]:.2f} s" for phase in PHASES if phase in found]
+            row["of a matrix product"] = f"{done / measured.get('update', seconds) / rate:.2f}"
+        row["peak GiB"] = f"{measured['peak']:.2f}"
+        phases = [f"{phase} {measured[phase]:.2f} s" for phase in PHASES if phase in measured]
         row["seconds of an update"] = ", ".join(phases) or f"{seconds:.2f} s"
         table.append(row | {"command": f"`{command}`", "machine": machine(args.device)})
     print(f"{stage}: {tokens:.0f} real tokens an item, a matrix product: {rate / 1e9:.0f} GFLOP/s")
