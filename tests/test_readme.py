@@ -157,17 +157,16 @@ def test_the_table_of_metrics_has_the_keys_that_are_written():
 def speed_table() -> str:
     """throughput.csv as it is shown: a line per measurement, ours beside TRL's."""
     with (ROOT / "benchmark/results/throughput.csv").open() as file:
-        rows = {row["stage"] + row["who"]: row for row in csv.DictReader(file)}
+        rows = list(csv.DictReader(file))
     lines = [
         "| stage | ours, items/s | TRL, items/s | ratio | share of the product's rate | peak GiB |",
         "|" + "---|" * 6,
     ]
-    for row in rows.values():
-        if row["who"].startswith("ours"):
-            peer = rows[row["stage"] + row["who"].replace("ours", "trl")]
-            cells = [row["stage"] + row["who"].removeprefix("ours"), row["items/s"], peer["items/s"]]
-            cells += [f"**{peer['ours is faster by']}**", row["of a matrix product"]]
-            lines.append("| " + " | ".join([*cells, f"{row['peak GiB']}, TRL {peer['peak GiB']}"]) + " |")
+    for row, peer in zip(rows[::2], rows[1::2], strict=True):
+        assert (row["stage"], row["who"]) == (peer["stage"], "ours")
+        cells = [row["stage"], row["items/s"], peer["items/s"], f"**{peer['ours is faster by']}**"]
+        cells += [row["of a matrix product"], f"{row['peak GiB']}, TRL {peer['peak GiB']}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import speed
+import torch
 import tyro
 from accelerate.state import AcceleratorState
 from conftest import read_csv
 from datasets import Dataset, DatasetDict, load_from_disk
-from transformers import GPTNeoXConfig
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 WORDS = 40
 
@@ -57,6 +58,17 @@ def test_matmul_rate_counts_two_operations_per_multiplication(work, monkeypatch)
     assert speed.matmul_rate(args(micro_batch_size=8), work, 5) == 2 * 40 * 4 * 16
 
 
+@pytest.mark.parametrize("width", [256, 1024])
+def test_end_chance(width):
+    torch.manual_seed(1)
+    shape = {"hidden_size": width, "num_hidden_layers": 1, "num_attention_heads": 8, "vocab_size": 6_100}
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(**shape, intermediate_size=width))
+    speed.set_end_chance(model, 1 / 70)
+    with torch.no_grad():
+        chances = (model(torch.randint(6_100, (4, 50))).logits / 0.7).softmax(-1)[..., 0]
+    assert chances.mean().item() == pytest.approx(1 / 70, rel=0.05)
+
+
 def test_in_words_keeps_lengths_pads_and_ends(world):
     tokenizer = speed.with_pad(world.model)
     data = load_from_disk(str(world.dataset))
@@ -87,7 +99,7 @@ json.dump({found!r} | {{"arguments": settings}}, open(settings["output"], "w"))
     changed = args(updates=3, warmup=1, peer="trl-1.16.0", peers=str(tmp_path / "peers"))
     answer = speed.peer("sft", changed, work, "sequential", learning_rate=1e-3)
     assert answer["seconds"] == (18 - 15) / 2 and answer["loss"] == 1.0
-    settings = {"rows": speed.rows("sft", changed, work).tolist(), "flags": ["sequential"], "learning_rate": 1e-3}
+    settings = {"rows": speed.row_order("sft", changed, work).tolist(), "flags": ["sequential"], "learning_rate": 1e-3}
     assert settings.items() <= answer["arguments"].items()
 
 
@@ -121,20 +133,20 @@ def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "matmul_rate", lambda args, work, tokens: 1e6)
     speed.main(args(stages=("sft", "dpo", "ppo"), **common, output=str(tmp_path / "speed.csv")))
     table = {row["who"] + " " + row["stage"]: row for row in read_csv(tmp_path / "speed.csv")}
-    assert list(table) == ["ours sft", "ours, reference kept dpo", "ours dpo", "ours ppo"]
+    assert list(table) == ["ours sft", "ours dpo", "ours ppo"]
     passes = {"sft": 3, "dpo": 3, "ppo": 4 * 3}  # backward as two forward, four epochs
-    for stage, name in (("sft", "ours sft"), ("dpo", "ours, reference kept dpo"), ("ppo", "ours ppo")):
-        metrics = (tmp_path / "work/cpu/runs" / stage / "metrics.jsonl").read_text().splitlines()
+    for stage in passes:
+        metrics = (tmp_path / "work/cpu/generated/runs" / stage / "metrics.jsonl").read_text().splitlines()
         first, second = [line for line in map(json.loads, metrics) if line["update"]]
         seconds = second["time/total"] - first["time/total"]
-        assert table[name]["items/s"] == f"{4 / seconds:.3f} {speed.ITEMS[stage]}"
+        assert table[f"ours {stage}"]["items/s"] == f"{4 / seconds:.3f} {speed.ITEMS[stage]}"
         small, length = args(updates=2, batch_size=4), second.get("response/length", 0)
-        operations = passes[stage] * 4 * speed.work_done(stage, small, tmp_path / "work/cpu", length)[1]
-        assert table[name]["peak GiB"] == "1.50"
+        operations = passes[stage] * 4 * speed.work_done(stage, small, tmp_path / "work/cpu/generated", length)[1]
+        assert table[f"ours {stage}"]["peak GiB"] == "1.50"
         if stage == "ppo":
             seconds = second["time/update"] - second["time/rollout"]
-        assert table[name]["of a matrix product"] == f"{operations / seconds / 1e6:.2f}"
-    queries = load_from_disk(tmp_path / "work/cpu/sft")["train"]["query_token"]
+        assert table[f"ours {stage}"]["of a matrix product"] == f"{operations / seconds / 1e6:.2f}"
+    queries = load_from_disk(tmp_path / "work/cpu/generated/sft")["train"]["query_token"]
     lengths = [speed.real_length(ids, 299) for ids in queries]
     assert 200 < sum(lengths) / len(lengths) < 512  # stretched to the length of real posts
 

@@ -10,16 +10,14 @@ A peer has an environment of its own. TRL removed PPO in September 2026 (trl#702
 
     python3 -m venv .peers/trl-1.11.0 && .peers/trl-1.11.0/bin/pip install -r requirements.txt trl==1.11.0
 
-The rows have the lengths of the posts and comparisons in --raw (where there are none: of generated ones, stretched);
-the words are numbers and the model is random, of Pythia's shape: what it has learnt does not change its speed. With
---runs and --data, the models and rows of benchmark/pretrained.sh are used instead. On a GPU the model is Pythia 1B's;
-on a CPU it has its 16 layers, at width 256, and 6,100 words, so that body and head keep the 1B's ratio. EOS has a
-chance of 1 in 70 at each position, so that responses have about 37 of at most 53 tokens.
+The rows have the lengths of the posts and comparisons in --raw or, if that folder is missing, of generated ones,
+stretched to the length of real posts. Words are numbers and the model is random, because what a model has learnt does
+not change its speed. On a GPU it has Pythia 1B's shape. On a CPU it has the 1B's 16 layers, a width of 256 and 6,100
+words, which keeps the 1B's ratio of body to head. EOS has a chance of about 1 in 70 at each position, so that responses
+have about 37 of at most 53 tokens. With --runs and --data, the models and rows of benchmark/pretrained.sh are used.
 
-Of the --updates updates of a run the first --warmup do not count. Seconds are wall time from the end of one update to
-that of the next, and for ppo also of its phases. DPO is counted twice: with the reference's log-probabilities of a
-batch made on the way (ours: before training, its part of that time added), and with those that are there already.
---output gets the table, a stage after the other.
+The first --warmup of a run's --updates do not count. Seconds are wall time from the end of one update to the end of the
+next. The reference's log-probabilities of DPO are made before training, in both, and are not part of its time.
 """
 
 import json
@@ -63,8 +61,7 @@ SHAPES = {"cpu": (256, 16, 8, 6_100), "cuda": (2_048, 16, 8, 50_304)}  # width, 
 ITEMS = {"sft": "rows", "reward": "pairs", "dpo": "pairs", "ppo": "episodes"}
 END_CHANCE = 1 / 70  # of EOS at each position
 PHASES = ("sampling", "scoring", "update")  # of ppo
-# passes forward (backward counts as two) of the phase in which weights change; of dpo's, the fourth is the reference's
-PASSES = {"sft": 3, "reward": 3, "dpo": 4, "dpo, reference kept": 3, "ppo": 3 * 4}
+PASSES = {"sft": 3, "reward": 3, "dpo": 3, "ppo": 3 * 4}  # forward ones of an update's training; a backward pass is two
 
 
 @dataclass
@@ -97,7 +94,7 @@ class Args:
     data: str | None = None
     """with --runs: folder of tldr_dataset.py that they were trained on"""
     work: str = "data/speed"
-    """folder for data and models, made where it is missing"""
+    """folder for data and models; later calls with the same source of both use them again"""
     output: str = "runs/speed.csv"
     """file of the table"""
 
@@ -138,7 +135,8 @@ def in_words(data: DatasetDict, tokenizer, words: int, stretch: int) -> DatasetD
 
 
 def make_work(args: Args, work: Path):
-    """Make work/sft, work/preference, work/few (data), work/model, work/reward (random models, or those of --runs)."""
+    """Make work/sft, work/preference, work/few (data), work/model and work/reward (random models, or those of
+    --runs)."""
     if args.runs:
         write_data({name: load_from_disk(str(Path(args.data, name))) for name in ("sft", "preference")}, work)
         shutil.copytree(Path(args.runs, "sft", "model"), work / "model")
@@ -163,9 +161,7 @@ def make_work(args: Args, work: Path):
     config = GPTNeoXConfig(**shape, intermediate_size=4 * width, bos_token_id=0, eos_token_id=0)
     with torch.device(args.device):  # 1B parameters are drawn on the GPU in no time
         model = GPTNeoXForCausalLM(config)
-    with torch.no_grad():  # a logit of EOS that gives it END_CHANCE at the paper's temperature of 0.7
-        model.base_model.final_layer_norm.bias.fill_(0.5)
-        model.get_output_embeddings().weight[0] = 0.7 * log(END_CHANCE * words) / (0.5 * width)
+    set_end_chance(model, END_CHANCE)
     model.save_pretrained(work / "model")
     tokenizer.save_pretrained(work / "model")
     config.num_labels, config.pad_token_id = 1, words - 1
@@ -173,6 +169,20 @@ def make_work(args: Args, work: Path):
         reward_model = GPTNeoXForSequenceClassification(config)
     reward_model.save_pretrained(work / "reward")
     with_pad(work / "model").save_pretrained(work / "reward")
+
+
+@torch.no_grad()
+def set_end_chance(model, chance: float, temperature: float = 0.7):
+    """Give token 0 (EOS) of a random model about this probability at every position, at the paper's temperature.
+
+    With a bias of 0.5, the D entries of a hidden state sum to D / 2 and their squares to 1.25 D. The other V
+    logits are then normal with mean 0 and variance 1.25 D x (standard deviation of the head's weights)^2, so that
+    their exponentials sum to V x exp(variance / 2)."""
+    head = model.get_output_embeddings().weight  # (V, D)
+    words, width = head.shape
+    variance = 1.25 * width * (model.config.initializer_range / temperature) ** 2  # of logits / temperature
+    model.base_model.final_layer_norm.bias.fill_(0.5)
+    head[0] = temperature * (log(chance * words) + variance / 2) / (0.5 * width)
 
 
 def write_data(data: dict[str, DatasetDict], work: Path):
@@ -201,9 +211,9 @@ print(f"peak of the GPU's memory: {torch.cuda.max_memory_allocated() / 2**30:.3f
 
 
 def stage_command(stage: str, args: Args, work: Path) -> list[str]:
-    """Return the command of the stage script on the rows and models in `work`; on a GPU it ends with its peak memory
-    there."""
-    command = [sys.executable, *["-c", WITH_PEAK] * (args.device == "cuda"), args.script or f"{stage}.py"]
+    """Return the command of the stage script on the rows and models in `work`; on a GPU it prints its peak memory."""
+    command = [sys.executable] if args.device == "cpu" else [sys.executable, "-c", WITH_PEAK]
+    command += [args.script or f"{stage}.py"]
     command += ["--model", work / "model", "--output-dir", work / "runs" / stage]
     command += ["--batch-size", args.batch_size, "--micro-batch-size", args.micro_batch_size]
     command += ["--total-episodes", args.batch_size * args.updates]
@@ -220,15 +230,15 @@ def stage_command(stage: str, args: Args, work: Path) -> list[str]:
 
 
 def run(command: list, log: Path) -> float:
-    """Run a command to its end, with its output in a file. Returns its peak memory in GiB: of the GPU under WITH_PEAK,
-    otherwise of its process."""
+    """Run a command to its end, with its output in a file. Returns its peak memory in GiB: the GPU's if it prints
+    that (WITH_PEAK and trl_peer.py do), otherwise that of its process."""
     with log.open("w") as output:
         child = subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     _, status, usage = os.wait4(child.pid, 0)
-    said = log.read_text()
+    text = log.read_text()
     if status:
-        fail(f"{shlex.join(map(str, command))}\n{said[-3000:]}")
-    on_gpu = re.search(r"peak of the GPU's memory: (.*) GiB", said)
+        fail(f"{shlex.join(map(str, command))}\n{text[-3000:]}")
+    on_gpu = re.search(r"peak of the GPU's memory: (.*) GiB", text)
     return float(on_gpu[1]) if on_gpu else usage.ru_maxrss / 2**20
 
 
@@ -241,18 +251,16 @@ def ours(stage: str, args: Args, work: Path, *flags) -> dict:
     peak = run([*stage_command(stage, args, work), *flags], folder.with_suffix(".log"))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     check_finite(stage, lines)
-    lines = {line["update"]: line for line in lines}
-    counted = [lines[update] for update in range(args.warmup + 1, args.updates + 1)]
-    before = lines[args.warmup]["time/total"] if args.warmup else 0.0
+    of_update = {line["update"]: line for line in lines}
+    counted = [of_update[update] for update in range(args.warmup + 1, args.updates + 1)]
+    before = of_update[args.warmup]["time/total"] if args.warmup else 0.0
     seconds = (counted[-1]["time/total"] - before) / len(counted)
     measured = {"seconds": seconds, "peak": peak, "loss": counted[-1].get("loss/train")}
-    if stage == "dpo":
-        measured["reference"] = lines[0]["time/reference"] / args.updates
     if stage == "ppo":
         means = {key: statistics.fmean(line[key] for line in counted) for key in counted[0]}
         measured |= {"sampling": means["time/sampling"], "scoring": means["time/rollout"] - means["time/sampling"]}
         measured |= {"update": means["time/update"] - means["time/rollout"], "tokens": means["response/length"]}
-        measured |= {"ratio": max(line["policy/first_ratio_deviation"] for line in lines.values())}
+        measured |= {"ratio": max(line["policy/first_ratio_deviation"] for line in lines)}
     return measured
 
 
@@ -274,7 +282,7 @@ def peer(stage: str, args: Args, work: Path, *flags, **others) -> dict:
     settings = {"stage": stage, "work": str(work), "batch": args.batch_size, "micro": args.micro_batch_size}
     settings |= {"forward": args.forward_batch_size, "updates": args.updates, "device": args.device, "flags": flags}
     settings |= {"output": str(out), "reward": str(work / "reward"), "learning_rate": 3e-6} | others
-    settings["rows"] = rows(stage, args, work).tolist()
+    settings["rows"] = row_order(stage, args, work).tolist()
     (work / "runs" / "peer.json").write_text(json.dumps(settings))
     peak = run([python, ROOT / "benchmark/speed/trl_peer.py", work / "runs" / "peer.json"], out.with_suffix(".log"))
     measured = json.loads(out.read_text())
@@ -294,7 +302,7 @@ def same_loss(stage: str, args: Args, work: Path) -> tuple[float, float]:
     return own["loss"], peer(stage, small, work, "sequential", learning_rate=rate, **others)["loss"]
 
 
-def rows(stage: str, args: Args, work: Path) -> torch.Tensor:
+def row_order(stage: str, args: Args, work: Path) -> torch.Tensor:
     """Return the indices of the rows that the stage script sees, in order, at its default seed."""
     data = load_from_disk(str(work / ("preference" if stage in ("reward", "dpo") else "sft")))["train"]
     return data_order(len(data), 44413, 0, args.batch_size * args.updates)
@@ -314,11 +322,12 @@ def work_done(stage: str, args: Args, work: Path, response: float) -> tuple[floa
     head = model.get_input_embeddings().weight.numel()
     body = sum(weights.numel() for weights in model.parameters() if weights.ndim == 2) - head
 
-    def forward(query: float, *responses: float) -> float:  # causal: a token sees half of its row, a response all of q
+    def forward(query: float, *responses: float) -> float:
+        # causal: on average a token sees half of its own part, and a response also sees the whole query
         tokens, keys = query + sum(responses), query**2 / 2 + sum(r * (query + r / 2) for r in responses)
         return 2 * body * tokens + 4 * layers * width * keys
 
-    index = rows(stage, args, work).tolist()
+    index = row_order(stage, args, work).tolist()
     if stage in ("sft", "ppo"):
         data = load_from_disk(str(work / "sft"))["train"].select(index)
         query, own = (data[f"{x}_token"] for x in ("query", "reference_response"))
@@ -333,8 +342,8 @@ def work_done(stage: str, args: Args, work: Path, response: float) -> tuple[floa
         if stage == "ppo":  # policy and value
             total += 2 * forward(query, response) + 2 * head * response
         else:
-            read = {"sft": query + sum(responses), "reward": 0, "dpo": sum(responses)}[stage]
-            total += forward(query, *responses) + 2 * head * read
+            head_tokens = {"sft": query + sum(responses), "reward": 0, "dpo": sum(responses)}[stage]
+            total += forward(query, *responses) + 2 * head * head_tokens
     tokens = sum(q + (response if stage == "ppo" else sum(r)) for q, r in lengths)
     return tokens / len(lengths), total / len(lengths)
 
@@ -374,26 +383,23 @@ def machine(device: str) -> str:
 
 def measure(stage: str, args: Args, work: Path) -> list[dict]:
     """Return the rows of a stage, ours and the peer's, and print them."""
-    kinds = [", reference kept", ""] if stage == "dpo" else [""]
-    flags = {f"trl{kind}": ["precompute"] if kind else [] for kind in kinds if args.peer != "none"}
     own = ours(stage, args, work)
+    runs = {"ours": own}
+    if args.peer != "none":
+        runs[args.peer] = peer(stage, args, work, "precompute")  # the reference's log-probabilities, of dpo
     tokens, operations = work_done(stage, args, work, own.get("tokens", 0))
     rate = matmul_rate(args, work, tokens)
-    runs = {f"ours{kind}": own for kind in kinds}
-    if stage == "dpo":
-        runs["ours"] = own | {"seconds": own["seconds"] + own["reference"]}
-    runs |= {name: peer(stage, args, work, *flags[name]) for name in flags}
     table, command = [], shlex.join(["python", "benchmark/speed/speed.py", *sys.argv[1:]])
     for name, measured in runs.items():
         seconds = measured["seconds"]
         row = {"stage": stage, "who": name, "items/s": f"{args.batch_size / seconds:.3f} {ITEMS[stage]}"}
         row["real tokens/s"] = f"{args.batch_size * tokens / seconds:.0f}"
         row |= {"ours is faster by": "", "of a matrix product": ""}
-        if name in flags:
-            row["ours is faster by"] = f"{seconds / runs[name.replace('trl', 'ours')]['seconds']:.2f}"
-        else:
-            done = PASSES[stage + name.removeprefix("ours")] * operations * args.batch_size
+        if name == "ours":
+            done = PASSES[stage] * operations * args.batch_size
             row["of a matrix product"] = f"{done / measured.get('update', seconds) / rate:.2f}"
+        else:
+            row["ours is faster by"] = f"{seconds / own['seconds']:.2f}"
         row["peak GiB"] = f"{measured['peak']:.2f}"
         phases = [f"{phase} {measured[phase]:.2f} s" for phase in PHASES if phase in measured]
         row["seconds of an update"] = ", ".join(phases) or f"{seconds:.2f} s"
@@ -402,7 +408,7 @@ def measure(stage: str, args: Args, work: Path) -> list[dict]:
     if stage == "ppo":
         print(f"largest abs(ratio - 1) before a first step: {own['ratio']:g}")
     print(pandas.DataFrame(table).drop(columns=["command", "machine"]).to_string(index=False), flush=True)
-    if flags and stage != "ppo":  # which samples
+    if args.peer != "none" and stage != "ppo":  # which samples
         print("loss of the same batch: ours {:.6f}, TRL {:.6f}".format(*same_loss(stage, args, work)))
     return table
 
@@ -417,7 +423,8 @@ def main(args: Args):
     settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(os.cpu_count())}
     for key, value in (settings | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}).items():
         os.environ.setdefault(key, value)  # for ours and the peer's
-    work = Path(args.work, Path(args.runs).name if args.runs else args.device)
+    source = args.runs or (args.raw if Path(args.raw, "tldr_posts").exists() else "/generated")
+    work = Path(args.work, args.device, *Path(source).resolve().parts[1:])  # a folder for each source
     if not (work / "reward" / "config.json").exists():
         make_work(args, work)
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)

@@ -142,6 +142,8 @@ else:
         callbacks=[Clock()],
     )
 trainer.train()
+if settings["device"] == "cuda":  # as speed.py reads it
+    print(f"peak of the GPU's memory: {torch.cuda.max_memory_allocated() / 2**30:.3f} GiB", flush=True)
 with open(settings["output"], "w") as file:
     json.dump(
         {"ends": ends, "losses": losses, "arguments": arguments, "threads": os.environ.get("OMP_NUM_THREADS")}, file
