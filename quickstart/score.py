@@ -10,9 +10,13 @@ dpo.py, anything in variants/, or a script that a diff of ablations/ makes. The 
 those after it follow, so that a reward model is also judged by the PPO policy trained against it. With one candidate,
 the baseline is the script of that stage in this checkout; with several, it is the first one.
 
-Rows go to a ledger as they come, and a run whose row is there is not made again. The key of a row is a hash of the
-script without comments and docstrings, of the files that it imports or its flags name, its flags, the other stages, the
-data, the metric's code and the machine. An edited script is another candidate, and its earlier rows count as a try.
+Rows go to a ledger as they come, and a run whose row is there is not made again. Three columns are hashes:
+
+    version     script (without comments and docstrings), files that it imports or its flags name, and its flags
+    bed         all that candidates share: the other stages and their flags, data, base model, metric and machine
+    key         bed, version, seed and note: one run
+
+An edited script is another version, and its earlier rows count as a try.
 
 The baseline also runs with another micro-batch, which changes its rounding alone. How far these A/A runs are apart is
 the noise floor, and no difference below it is called one. All numbers come from the saved model in another process
@@ -59,15 +63,11 @@ BASE = {
 }
 NOISE = {"sft": [4], "reward": [4], "ppo": [16], "dpo": [4]}  # micro-batch sizes of the A/A runs
 CONFIRM = range(101, 109)
+# numbers of a row, with their digits in the table, and those that have another name there
 NUMBERS = {"truth": 3, "win_rate": 3, "wrong_facts": 2, "words": 1, "kl": 2, "score": 2, "eos_rate": 2, "accuracy": 3}
-NUMBERS |= {"rougeL": 3, "seconds": 0}  # with their digits in the table
-HEADS = {
-    "win_rate": "win rate",
-    "wrong_facts": "wrong facts",
-    "kl": "KL to SFT",
-    "eos_rate": "EOS",
-    "rougeL": "ROUGE-L",
-}
+NUMBERS |= {"rougeL": 3, "seconds": 0}
+NAMES = {"win_rate": "win rate", "wrong_facts": "wrong facts", "kl": "KL to SFT", "eos_rate": "EOS"}
+NAMES |= {"rougeL": "ROUGE-L"}
 COLUMNS = ["key", "bed", "version", "commit", "date", "candidate", "note", "stage", "size", "seed", "cpu", "threads"]
 COLUMNS += ["torch", "transformers", *NUMBERS, "failed"]
 
@@ -105,8 +105,8 @@ class Args:
 
 @dataclass
 class Candidate:
-    """text: script and flags, as in the table. stage: the one that it replaces. command: path of the script, and its
-    flags. code: hash of the script and of the files that its flags name."""
+    """A script with flags. text: both, as in the table. stage: the one that it replaces. command: path of the script,
+    and its flags. code: hash of the script and of the files that its flags name."""
 
     text: str
     stage: str
@@ -124,8 +124,8 @@ def code_of(path: Path, seen: frozenset = frozenset()) -> str:
     tree, names = ast.parse(path.read_text()), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            is_text = [isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant) for x in node.body]
-            node.body = [x for x, text in zip(node.body, is_text, strict=True) if not text] or [ast.Pass()]
+            texts = [x for x in node.body if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)]
+            node.body = [x for x in node.body if x not in texts] or [ast.Pass()]
         elif isinstance(node, ast.Import | ast.ImportFrom):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             names |= {module.partition(".")[0] for module in modules}
@@ -163,6 +163,11 @@ def stage_of(path: Path) -> str:
     fail(f"{path} is no copy of sft.py, reward.py, ppo.py or dpo.py: its Args have none of their paths")
 
 
+def base_flags(stage: str, size: str) -> list[str]:
+    """Return the flags that every candidate of a stage starts from; its own come after them."""
+    return shlex.split(BASE[stage]) + (["--num-train-epochs", "3"] if (stage, size) == ("sft", "m") else [])
+
+
 def candidate(text: str) -> Candidate:
     """Return the candidate that a command line names."""
     try:
@@ -197,19 +202,17 @@ def trained(one: Candidate, inputs: dict[str, Path], seed: int, args: Args) -> P
     """Return the folder of a candidate's run on a seed, made where it is not there. inputs: the folders {stage: folder}
     of the runs that it may start from."""
     weights = {name: content(folder.glob("model/*.safetensors")) for name, folder in inputs.items()}
-    flags = shlex.split(BASE[one.stage]) + one.command[1:]
+    flags = base_flags(one.stage, args.size) + one.command[1:]
     base = ROOT / "quickstart/bases" / f"nano-{args.size}"
     key = digest(one.code, flags, weights, data_of(args.data), content(base.glob("*.*")), seed, machine())
     folder = args.rows.parent / one.stage / key
-    # of a flag that is given twice, the last one counts
+    # last, because of a flag that is given twice the last one counts: no candidate changes its seed, models or data
     flags += ["--model", base, "--seed", seed, "--output-dir", folder]
     paths = {"dataset": args.data / "tldr/sft", "preference_dataset": args.data / "tldr/preference"}
     paths |= {"sft_model_path": inputs.get("sft"), "reward_model_path": inputs.get("reward")}
     paths |= {"reward_model_paths": inputs.get("reward")}
     for name in fields_of(Path(one.command[0])) & set(paths):
         flags += [f"--{name.replace('_', '-')}", paths[name]]
-    if one.stage == "sft" and args.size == "m":
-        flags += ["--num-train-epochs", 3]
     with FileLock(f"{folder}.lock"):  # two calls at once, or two candidates with one upstream run
         if not ((folder / "model").exists() and Path(f"{folder}.done").exists()):
             if (folder / "model").exists():  # saved by a run that failed afterwards
@@ -227,12 +230,14 @@ def trained(one: Candidate, inputs: dict[str, Path], seed: int, args: Args) -> P
 
 
 def run(command: list, log: Path) -> str:
-    """Run a Python command with one thread and return the last line that it printed; that of a failure is its error."""
+    """Run a Python command on one thread of the CPU and return the last line that it printed. For a failure, that line
+    is its error."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    offline = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    settings |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     with log.open("w") as file:
         words = [sys.executable, *map(str, command)]
-        code = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, env=os.environ | offline).returncode
+        code = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, env=os.environ | settings).returncode
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip() and "━" not in line]
     if code:
         raise RuntimeError(f"{lines[-1][:200] if lines else 'no output'} (exit code {code}, {log})")
@@ -257,7 +262,7 @@ def make_row(one: Candidate, seed: int, note: str, args: Args) -> dict:
             row |= json.loads(run([ROOT / "quickstart/metric.py", *metric], Path(f"{policy}.metric.log")))
         last_line = (made.get(one.stage, policy) / "metrics.jsonl").read_text().splitlines()[-1]
         row["seconds"] = json.loads(last_line).get("time/total")
-    except (RuntimeError, OSError, ValueError, IndexError) as error:
+    except (RuntimeError, OSError, ValueError, IndexError, SystemExit) as error:
         row["failed"] = f"{type(error).__name__}: {error}".removeprefix("RuntimeError: ")
     return row
 
@@ -273,14 +278,16 @@ def bed_of(args: Args) -> str:
     stages = [code_of(ROOT / f"{stage}.py") for stage in BASE]
     metric = [code_of(ROOT / "quickstart/metric.py"), content([ROOT / "quickstart/sentences.json"])]
     base = content((ROOT / "quickstart/bases" / f"nano-{args.size}").glob("*.*"))
-    return digest(stages, metric, code_of(ROOT / "tldr_dataset.py"), BASE, data_of(args.data), base, machine())
+    flags = [base_flags(stage, args.size) for stage in BASE]
+    return digest(stages, metric, code_of(ROOT / "tldr_dataset.py"), flags, data_of(args.data), base, machine())
 
 
 def read_ledger(path: Path) -> pandas.DataFrame:
     """Return the rows of the ledger, of which the last one of a key counts."""
     if not path.exists():
         return pandas.DataFrame(columns=COLUMNS)
-    rows = pandas.read_csv(path, dtype={"note": str, "failed": str}, keep_default_na=False, na_values=[""])
+    text = dict.fromkeys(["key", "bed", "version", "commit", "note", "failed"], str)  # not all digits are numbers
+    rows = pandas.read_csv(path, dtype=text, keep_default_na=False, na_values=[""])
     return rows.drop_duplicates("key", keep="last").fillna({"note": "", "failed": ""})
 
 
@@ -305,10 +312,14 @@ def comparable(rows: pandas.DataFrame, versions: dict[str, str], args: Args) -> 
         rows = rows[rows["bed"].isin(first["bed"][:1])]
     else:
         rows = rows[rows["bed"] == bed_of(args)]
-    newest = dict(zip(rows["candidate"], rows["version"], strict=True)) | {k: x for k, x in versions.items() if x}
-    both = list(zip(rows["candidate"], rows["version"], strict=True))
-    names = {version: name if newest[name] == version else f"{name} as of {version}" for name, version in both}
-    names |= {newest[name]: name for name in reversed(versions) if name in newest}  # a copy has its original's
+    newest = dict(zip(rows["candidate"], rows["version"], strict=True))  # of rows with one name, the last one
+    newest |= {name: wanted for name, wanted in versions.items() if wanted}
+    names = {}  # of each version in the table
+    for name, its_version in zip(rows["candidate"], rows["version"], strict=True):
+        names[its_version] = name if newest[name] == its_version else f"{name} as of {its_version}"
+    for name in reversed(versions):  # two candidates with one version: the first one's name
+        if name in newest:
+            names[newest[name]] = name
     rows = rows.assign(candidate=rows["version"].map(names))
     return rows.drop_duplicates(["candidate", "note", "seed"], keep="last")
 
@@ -325,52 +336,57 @@ def report(versions: dict[str, str], args: Args):
     if baseline.empty:
         fail(f"{args.rows} has no rows of {' '.join(names[:1]) or 'these scripts'} with this code, data and machine")
     # all tries against this baseline count in the correction, because each could have looked good by chance
-    is_try = own_rows["candidate"].isin(names) | (own_rows["stage"] == baseline.iloc[0]["stage"])
-    tables = {name: own.set_index("seed") for name, own in own_rows[is_try].groupby("candidate")}
-    plain = tables[names[0]]
-    differences = {name: own[args.of] - plain[args.of] for name, own in tables.items() if name != names[0]}
-    noise = noise_pairs(ledger, baseline.iloc[0], args.of)
-    tries = len(tables) - 1  # of a study that is shown; a user's ledger counts what was tried on other code, too
+    stages = {baseline.iloc[0]["stage"], *own_rows[own_rows["candidate"].isin(names)]["stage"]}
+    tables = {
+        name: own.set_index("seed") for name, own in own_rows[own_rows["stage"].isin(stages)].groupby("candidate")
+    }
+    tries = len(tables) - 1  # those of a study that is shown; a user's ledger counts tries on other code, too
     if not args.commit:
-        alike = ledger[(ledger["stage"] == baseline.iloc[0]["stage"]) & (ledger["note"] == "")]
-        tries = alike[alike["size"] == args.size]["version"].nunique() - 1
+        alike = ledger[ledger["stage"].isin(stages) & (ledger["note"] == "") & (ledger["size"] == args.size)]
+        tries = alike["version"].nunique() - 1
+    plain, noise = tables[names[0]], noise_pairs(ledger, baseline.iloc[0], args.of)
+    differences = {name: own[args.of] - plain[args.of] for name, own in tables.items() if name != names[0]}
     summaries = summarise(pandas.DataFrame(differences), noise, tries)
+
     starts = {f"{name}: SFT": own.set_index("seed") for name, own in rows[rows["note"] == "SFT"].groupby("candidate")}
-    shown = starts | {name: tables[name] for name in names if name in tables}
-    lines = []
-    for name, own in shown.items():
-        cells = {"": f"`{name}`", "seeds": str(own[args.of].count())}
-        cells |= {HEADS.get(key, key): with_sd(own[key].dropna(), digits) for key, digits in NUMBERS.items()}
-        if name in summaries:
-            difference = "{mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**summaries[name])
-            cells |= {f"{args.of} less the baseline's, 95 %": difference, "p, Holm": f"{summaries[name]['holm']:.3f}"}
-            cells["would have shown"] = f"{summaries[name]['power']:.3f}"
-        lines.append(cells)
-    columns = [key for key in dict.fromkeys(key for cells in lines for key in cells) if any(x.get(key) for x in lines)]
+    shown = {name: tables[name] for name in names if name in tables}
     print(f"size {args.size}, seeds {', '.join(map(str, plain.index.sort_values()))}; mean ± standard deviation\n")
-    print(markdown([{key: cells.get(key, "") for key in columns} for cells in lines]))
+    print(table_of(starts | shown, summaries, args.of))
     if noise and summaries:
-        floor = max(one["floor"] for one in summaries.values())
+        floor = max(summary["floor"] for summary in summaries.values())
         print(f"\nnoise floor of a difference in {args.of}: {floor:.3f} ({len(noise)} A/A runs)")
     for name in names[1:] if args.of == "truth" else []:
         own = tables.get(name, plain[:0])
         failed = own["failed"][own["failed"] != ""]
         lacking = own.index.difference(plain.dropna(subset="truth").index)
         if versions.get(name) and versions[name] == versions[names[0]]:
-            said = "the same code and flags"
+            words = "the same code and flags"
         elif len(failed):  # the other seeds may be those on which it did well
             messages = "".join(f"\n    seed {seed}: {message}" for seed, message in failed.items())
-            said = f"cannot be told: {len(failed)} of {len(own)} seeds failed{messages}"
+            words = f"cannot be told: {len(failed)} of {len(own)} seeds failed{messages}"
         elif len(lacking):
-            said = f"cannot be told: {names[0]} lacks its seeds {', '.join(map(str, lacking))}"
+            words = f"cannot be told: {names[0]} lacks its seeds {', '.join(map(str, lacking))}"
+        elif name not in summaries:
+            words = "cannot be told: fewer than two seeds"
         else:
-            said = (
-                verdict(summaries[name], len(CONFIRM) if args.confirm else 0)
-                if name in summaries
-                else "cannot be told: fewer than two seeds"
-            )
-        print(f"{name} beside {names[0]}: {said}")
-    draw({name: tables[name] for name in names if name in tables}, args.figure or args.rows.with_suffix(".png"))
+            words = verdict(summaries[name], len(CONFIRM) if args.confirm else 0)
+        print(f"{name} beside {names[0]}: {words}")
+    draw(shown, args.figure or args.rows.with_suffix(".png"))
+
+
+def table_of(tables: dict[str, pandas.DataFrame], summaries: dict[str, dict], of: str) -> str:
+    """Return a Markdown table: a line for each candidate {name: rows by seed}, with its differences to the baseline."""
+    lines = []
+    for name, own in tables.items():
+        cells = {"": f"`{name}`", "seeds": str(own[of].count())}
+        cells |= {NAMES.get(key, key): with_sd(own[key].dropna(), digits) for key, digits in NUMBERS.items()}
+        if name in summaries:
+            difference = "{mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**summaries[name])
+            cells |= {f"{of} less the baseline's, 95 %": difference, "p, Holm": f"{summaries[name]['holm']:.3f}"}
+            cells["would have shown"] = f"{summaries[name]['power']:.3f}"
+        lines.append(cells)
+    columns = [key for key in dict.fromkeys(key for cells in lines for key in cells) if any(x.get(key) for x in lines)]
+    return markdown([{key: cells.get(key, "") for key in columns} for cells in lines])
 
 
 def draw(tables: dict[str, pandas.DataFrame], path: Path):

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,7 +77,9 @@ def test_a_changed_upstream_model_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(score, "run", lambda command, log: commands.append(list(map(str, command))))
     one = score.candidate(f"{ROOT / 'dpo.py'} --seed 9 --sft-model-path elsewhere")
     folder = score.trained(one, {"sft": sft}, 1, args)
-    last = {flag: commands[0][len(commands[0]) - commands[0][::-1].index(flag)] for flag in commands[0] if "--" in flag}
+    score.trained(score.candidate("sft.py --num-train-epochs 1"), {}, 1, replace(args, size="m"))
+    last, of_m = (dict(zip(command, command[1:], strict=False)) for command in commands)  # the last one of a flag
+    assert of_m["--num-train-epochs"] == "1" and of_m["--model"].endswith("nano-m")
     assert last["--seed"] == "1" and last["--sft-model-path"] == str(sft) and last["--output-dir"] == str(folder)
     monkeypatch.setattr(score, "run", lambda *_: (sft / "model" / "model.safetensors").write_bytes(b"two"))
     with pytest.raises(RuntimeError, match="it changed the sft model that it starts from"):
@@ -146,7 +149,7 @@ def rows(tmp_path, monkeypatch) -> SimpleNamespace:
     return SimpleNamespace(args=args, made=made)
 
 
-def test_a_row_that_is_there_is_not_made_again(rows, capsys):
+def test_a_row_that_is_there_is_not_made_again(rows, tmp_path, capsys):
     score.main(score.Args(["ppo.py", "ppo.py --kl-coef 0"], **rows.args))
     assert (
         len(rows.made) == 12 and rows.made.count(("ppo.py", 1, "A/A 16")) == rows.made.count(("sft.py", 1, "SFT")) == 1
@@ -160,8 +163,11 @@ def test_a_row_that_is_there_is_not_made_again(rows, capsys):
     out = capsys.readouterr().out
     assert "ppo.py --lam 1 beside ppo.py: cannot be told: 1 of 3 seeds failed\n    seed 2: out of luck" in out
     assert rows.args["rows"].with_suffix(".png").exists()
-    table = pandas.read_csv(rows.args["rows"])
+    table = pandas.read_csv(rows.args["rows"], dtype=str)
     assert len(table) == 15 and table["key"].nunique() == 15
+    table.assign(commit="6e96385", bed="000123456789").to_csv(tmp_path / "digits.csv", index=False)
+    ledger = score.read_ledger(tmp_path / "digits.csv")  # whose hashes are no numbers
+    assert set(ledger["commit"]) == {"6e96385"} and set(ledger["bed"]) == {"000123456789"}
     rows.made.clear()
     score.main(score.Args(show=True, **rows.args))
     assert rows.made == [] and "| `ppo.py --kl-coef 0` | 3 | 0.720 ± 0.010 |" in capsys.readouterr().out
@@ -182,6 +188,18 @@ def test_an_edited_script_is_another_try(rows, tmp_path, monkeypatch, capsys):
     assert " as of " not in capsys.readouterr().out
     score.main(score.Args(show=True, **rows.args))
     assert capsys.readouterr().out.count(" as of ") == 2  # its row and its verdict
+
+
+def test_tries_of_another_stage_count(rows, tmp_path, monkeypatch):
+    """p of dpo_mine.py beside ppo.py is corrected for all of its versions, and for the candidates of ppo.py's stage."""
+    monkeypatch.chdir(tmp_path)
+    tries, text = [], (ROOT / "dpo.py").read_text()
+    monkeypatch.setattr(score, "summarise", lambda *inputs: tries.append(inputs[-1]) or {})
+    for beta in (0.05, 0.06, 0.07):
+        Path("dpo_mine.py").write_text(text.replace("beta: float = 0.05", f"beta: float = {beta}"))
+        score.main(score.Args(["ppo.py", "dpo_mine.py"], **rows.args))
+    score.main(score.Args(["ppo.py", "ppo.py --kl-coef 0"], **rows.args))
+    assert tries == [1, 2, 3, 1]
 
 
 def test_confirmation_uses_seeds_of_its_own(rows, capsys):
@@ -256,8 +274,9 @@ def test_pages_show_the_tables_of_the_committed_rows(page, tmp_path, monkeypatch
             words = shlex.split(command.replace("$size", size))[1:]
             score.main(tyro.cli(score.Args, args=[*words, "--figure", str(tmp_path / "figure.png")]))
             lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-            cuts = ["\n".join("|".join(line[:columns]) + "|" for line in lines) for columns in (8, len(lines[0]) - 1)]
-            assert any(f"\n{cut}\n\n" in text for cut in cuts), command
+            columns = 8 if page == "README.md" else len(lines[0]) - 1
+            cut = "\n".join("|".join(line[:columns]) + "|" for line in lines)
+            assert f"\n{cut}\n\n" in text, command
 
 
 def test_wrong_facts_by_hand():
@@ -351,9 +370,10 @@ def test_a_script_that_is_edited_meanwhile_has_no_row(tmp_path, monkeypatch):
     mine = tmp_path / "sft_mine.py"
     mine.write_text((ROOT / "sft.py").read_text())
     one, args = score.candidate(str(mine)), score.Args(rows=tmp_path / "rows.csv", data=tmp_path / "data")
-    monkeypatch.setattr(score, "run", lambda *_: mine.write_text((ROOT / "sft.py").read_text() + "x = 1\n"))
-    with pytest.raises(RuntimeError, match="the script was edited"):
-        score.trained(one, {}, 1, args)
+    for edit, message in (("x = 1\n", "the script was edited"), ("x = (\n", "'\\(' was never closed")):
+        monkeypatch.setattr(score, "run", lambda *_, edit=edit: mine.write_text((ROOT / "sft.py").read_text() + edit))
+        assert re.search(message, score.make_row(one, 1, "", args)["failed"])
+        mine.write_text((ROOT / "sft.py").read_text())
 
 
 def test_only_truth_has_a_verdict(rows, capsys):
