@@ -31,9 +31,10 @@ LEARNING_RATE = 2e-4
 # micro-batches of 5 divide neither 12 nor 6 rows; some of the gradients are clipped
 OPTIMISER = {"learning_rate": LEARNING_RATE, "max_grad_norm": 5.0, "micro_batch_size": 5}
 ADAM_EPS, WEIGHT_DECAY = 1e-5, 0.01  # the paper's, and torch's default
-SIZES = {"seed": SEED, "model": "nano", "batch_size": BATCH, "total_episodes": UPDATES * BATCH + 1}
+SIZES = {"seed": SEED, "model": "nano", "batch_size": BATCH, "total_episodes": UPDATES * BATCH + 1}  # one is left over
 SIDES = ("chosen", "rejected")
 GRADES = {"significantly": 1, "better": 2 / 3, "slightly": 1 / 3, "negligibly": 0, "none": 0}
+# chosen_safe, rejected_safe; None: without a label
 SAFE = [(True, False), (True, True), (False, False), (None, True), (None, None), (False, True)]
 
 
@@ -221,8 +222,7 @@ def hold(run, models: dict, by_hand, record_property, saved=("model",), changed_
     optimizer = torch.optim.AdamW(weights.values(), eps=ADAM_EPS, weight_decay=WEIGHT_DECAY, fused=True)
     worst, clipped, logged = (0.0, ""), 0, defaultdict(lambda: defaultdict(list))
     for number, step in enumerate(run.steps, 1):
-        run.now = step
-        found = step.gradients
+        run.now = step  # rollout() reads its samples
         assert parameters.keys() == step.weights.keys() and step.micro_batches == run.micro_batches
         for name, parameter in parameters.items():
             if number == 1:  # where the run should start
@@ -235,36 +235,47 @@ def hold(run, models: dict, by_hand, record_property, saved=("model",), changed_
             logged[update][key].append(float(value))
         assert step.learning_rates == pytest.approx([learning_rate], rel=1e-9), number
         expected = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        assert {name for name, gradient in found.items() if gradient is not None} == expected.keys(), number
+        assert {name for name, gradient in step.gradients.items() if gradient is not None} == expected.keys(), number
         floor = 1e-2 * max(gradient.abs().max() for gradient in expected.values()) + 1e-6
         for name, gradient in expected.items():
-            error = (found[name] - gradient).abs().max() / max(gradient.abs().max(), floor)
+            error = (step.gradients[name] - gradient).abs().max() / max(gradient.abs().max(), floor)
             assert error < 1e-4, (number, name)
             worst = max(worst, (error.item(), f"step {number}, {name}"))
         for name, weight in weights.items():
-            weight.grad = found[name]
-        if run.max_grad_norm:
-            clipped += torch.nn.utils.clip_grad_norm_(weights.values(), run.max_grad_norm).item() > run.max_grad_norm
+            weight.grad = step.gradients[name]
+        norm = torch.nn.utils.clip_grad_norm_(weights.values(), run.max_grad_norm).item()
+        logged[update]["grad_norm"].append(norm)
+        clipped += norm > run.max_grad_norm
         optimizer.param_groups[0]["lr"] = learning_rate
         optimizer.step()
     assert next(by_hand, None) is None  # there are as many steps
+    check_metrics(run, logged)
+    check_saved(run, models, weights, saved, changed_after)
+    record_property("gradients", (run.name, len(run.steps), clipped, f"{worst[0]:.1e}", worst[1]))
+
+
+def check_metrics(run, logged: dict[int, dict[str, list[float]]]):
+    """Compare metrics.jsonl with the means of {update: {metric: a value of each step}}."""
     metrics = {line["update"]: line for line in read_metrics(Path(run.output_dir))}
     for update, logs in logged.items():
         means = {key: statistics.fmean(values) for key, values in logs.items()}
         if "policy/ratio_square" in means:
             means["policy/ratio_variance"] = means.pop("policy/ratio_square") - means["policy/ratio"] ** 2
+            assert metrics[update]["policy/first_ratio_deviation"] == 0
         for key, mean in means.items():
             assert close(metrics[update][key], mean, 1e-4), (update, key)
-    assert all(line.get("policy/first_ratio_deviation", 0) == 0 for line in metrics.values())
+
+
+def check_saved(run, models: dict, weights: dict[str, torch.Tensor], saved: tuple[str, ...], changed_after: tuple):
+    """Compare the saved models with the weights after the last step. saved is empty for adapters, which are merged."""
     for (prefix, model), folder in zip(models.items(), saved, strict=bool(saved)):
         left = plain(f"{run.output_dir}/{folder}", hasattr(model, "score"))
         for name, weight in left.named_parameters():
-            found, tolerance = weights[(prefix + name).replace("model.score.bias", "bias")].double(), 1e-7
-            if name == "score.bias":  # it has become part of the mean, which may come from float32 scores
-                found, weight, tolerance = model.mean - found, torch.tensor([left.mean]).double(), 1e-6
+            trained, tolerance = weights[(prefix + name).replace("model.score.bias", "bias")].double(), 1e-7
+            if name == "score.bias":  # it has become part of the mean, which reward.py measures in float32
+                trained, weight, tolerance = model.mean - trained, torch.tensor([left.mean]).double(), 1e-6
             if name not in changed_after:
-                assert torch.allclose(found, weight, rtol=0, atol=tolerance), name
-    record_property("gradients", (run.name, len(run.steps), clipped, f"{worst[0]:.1e}", worst[1]))
+                assert torch.allclose(trained, weight, rtol=0, atol=tolerance), name
 
 
 # ---- SFT, reward models, DPO, SimPO ------------------------------------------------------------------------------
@@ -426,9 +437,8 @@ def rollout(run, update: int, score, k: int = 1) -> list[SimpleNamespace]:
     start = run.start
     rows = [row for row in batch_of(start.rows, update, BATCH // k) for _ in range(k)]
     episodes = []
-    responses = [samples for samples in run.now.samples if len(samples) == BATCH][
-        update - 1
-    ]  # one may have had no step
+    batches = [samples for samples in run.now.samples if len(samples) == BATCH]  # evaluation samples fewer rows
+    responses = batches[update - 1]
     for row, response in zip(rows, without_pad(responses, start.pad), strict=True):
         episode = SimpleNamespace(row=row, query=row.query, response=response, has_eos=start.eos in response)
         episode.raw_score = score(episode)
