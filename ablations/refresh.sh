@@ -6,7 +6,7 @@
 # The old diff names the blob it was made from. Its script is made from that, and the change since then is merged into it.
 # Where both meet, the script stays in the root with conflict markers: mend it, then run this again with the same name.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 (($#)) || set -- $(basename -s .diff ablations/*.diff)
 work=$(mktemp -d)

@@ -15,7 +15,7 @@
 # Data land in data/pretrained/{model}, runs in runs/pretrained/{model}/{stage}, with --small or --gpu in {model}-small or
 # {model}-gpu. At the end benchmark/pretrained.py prints the tables and draws the curves of benchmark/pretrained.md.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 model=HuggingFaceTB/SmolLM2-135M small="" gpu="" raw="" seed=1
 usage="usage: bash benchmark/pretrained.sh [FOLDER] [--small | --gpu] [--model FOLDER|HUB_ID]"

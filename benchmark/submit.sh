@@ -9,13 +9,13 @@
 # From the environment, in place of the paper's: SIZES, SEEDS, STAGES; CONFIG, SAMPLES_CONFIG, PROCESSES (of a machine)
 # and RESOURCES (flags for sbatch); FLAGS_tldr_dataset, FLAGS_sft, FLAGS_reward, FLAGS_ppo, FLAGS_dpo, FLAGS_samples
 # (further flags of a script).
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+set -feuo pipefail # -f: words of a variable are split at blanks and line ends, and never taken for file names
+CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-read -ra sizes <<<"${SIZES:-1b 2.8b 6.9b}"
-read -ra seeds <<<"${SEEDS:-44413 55513 66613 77713}"
+sizes=(${SIZES:-1b 2.8b 6.9b})
+seeds=(${SEEDS:-44413 55513 66613 77713})
 study="tldr_dataset sft sft_samples reward ppo ppo_samples ppo_whiten ppo_whiten_samples dpo dpo_samples"
-read -ra stages <<<"${STAGES:-$study}"
+stages=(${STAGES:-$study})
 training=${CONFIG:-benchmark/accelerate/zero2.yaml}
 sampling=${SAMPLES_CONFIG:-benchmark/accelerate/ddp.yaml} # nothing is sharded: nothing is trained
 processes=${PROCESSES:-8}
@@ -56,10 +56,12 @@ arguments() { # stage, size -> script and flags, {seed} for the seed
 
 submit() { # flags for sbatch..., the batch script and its arguments -> job id, or its name in a dry run
     if [[ -z $dry_run ]]; then
-        sbatch --parsable "$@" && return
-        exit 1
+        local id
+        id=$(sbatch --parsable "$@") || exit 1
+        echo "${id%%;*}" # a cluster with a name prints ID;CLUSTER
+        return
     fi
-    echo "sbatch ${*@Q}" >>"$dry"
+    echo "sbatch$(printf ' %q' "$@")" >>"$dry"
     for word in "$@"; do [[ $word != --job-name=* ]] || echo "<${word#*=}>"; done
 }
 
@@ -75,8 +77,8 @@ before+=([ppo_samples]=ppo [ppo_whiten_samples]=ppo_whiten)
 for stage in "${stages[@]}"; do
     [[ -z $dry_run ]] || printf '## %s\n\n```bash\n' "$stage"
     if [[ $stage == tldr_dataset ]]; then
-        read -ra flags <<<"--output-dir data/tldr ${FLAGS_tldr_dataset:-}"
-        read -ra takes <<<"${RESOURCES:-$(resources "$stage")}"
+        flags=(--output-dir data/tldr ${FLAGS_tldr_dataset:-})
+        takes=(${RESOURCES:-$(resources "$stage")})
         job[$stage]=$(
             submit --job-name="$stage" --output=logs/%x_%j.out "${takes[@]}" benchmark/tldr_dataset.sbatch "${flags[@]}"
         )
@@ -84,15 +86,15 @@ for stage in "${stages[@]}"; do
     else
         [[ $stage == *_samples ]] && config=$sampling || config=$training
         for size in "${sizes[@]}"; do
-            name=${size##*/} after=()
+            name=${size##*/}
+            flags=($(arguments "$stage" "$size"))
+            takes=(${RESOURCES:-$(resources "$stage" "$size")})
             earlier=${job[${before[$stage]:-}_$name]:-}
-            [[ -z $earlier ]] || after=(--dependency="aftercorr:$earlier")
-            [[ $stage != sft || -z ${job[tldr_dataset]:-} ]] || after=(--dependency="afterok:${job[tldr_dataset]}")
-            read -ra flags <<<"$(arguments "$stage" "$size")"
-            read -ra takes <<<"${RESOURCES:-$(resources "$stage" "$size")}"
+            [[ -z $earlier ]] || takes+=(--dependency="aftercorr:$earlier")
+            [[ $stage != sft || -z ${job[tldr_dataset]:-} ]] || takes+=(--dependency="afterok:${job[tldr_dataset]}")
             job[${stage}_$name]=$(
                 submit --job-name="${stage}_$name" --array="0-$((${#seeds[@]} - 1))" --output=logs/%x_%A_%a.out \
-                    "${takes[@]}" "${after[@]}" benchmark/stage.sbatch "$config" "$processes" "${seeds[*]}" "${flags[@]}"
+                    "${takes[@]}" benchmark/stage.sbatch "$config" "$processes" "${seeds[*]}" "${flags[@]}"
             )
             [[ -n $dry_run ]] || echo "${job[${stage}_$name]} ${stage}_$name"
             for seed in "${seeds[@]}"; do

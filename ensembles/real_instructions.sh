@@ -5,7 +5,7 @@
 #
 #   bash ensembles/real_instructions.sh [instructions.jsonl [folder of the tokenizer]]      (15 minutes of one core)
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 rows=${1:-../shared/data/alpaca/instructions.jsonl}
 tokenizer=${2:-../shared/data/tokenizer}

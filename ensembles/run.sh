@@ -22,13 +22,13 @@
 # - An answer without EOS keeps its score. Detail 23's fixed -1 is not in this paper, and would be a reward wherever the
 #   worst case falls below -1.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 policy=${POLICY:-EleutherAI/pythia-1.4b}
 proxy=${PROXY:-EleutherAI/pythia-70m} # 44M without its embeddings of the output
 gold=${GOLD:-runs/ensembles/gold}
 data=${DATA:-data/alpaca}
-read -ra launch <<<"${LAUNCH:-accelerate launch --config_file benchmark/accelerate/zero2.yaml --num_processes 4}"
+launch=(${LAUNCH:-accelerate launch --config_file benchmark/accelerate/zero2.yaml --num_processes 4})
 [[ $# == 0 || $* == --dry-run ]] || { echo "error: $*: run.sh takes --dry-run or nothing" >&2 && exit 1; }
 dry_run=${1:-}
 

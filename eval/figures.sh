@@ -8,11 +8,14 @@
 # BASE is the pre-trained model of the last of MODELS, and BASE_URL the address of the judge's endpoint. Answers are
 # kept, so the same command continues.
 set -euo pipefail
-shopt -s nullglob
 tools=$(dirname "${BASH_SOURCE[0]}")
-read -ra models <<< "${MODELS:-1b 2.8b 6.9b}"
-read -ra seeds <<< "${SEEDS:-44413 55513 66613 77713}"
-runs=${RUNS:-runs} data=${DATA:-data/tldr} base=${BASE:-EleutherAI/pythia-${models[-1]}-deduped} output=${OUTPUT:-runs/figures}
+set -f # words are split at blanks and line ends, and never taken for file names
+models=(${MODELS:-1b 2.8b 6.9b})
+seeds=(${SEEDS:-44413 55513 66613 77713})
+set +f
+shopt -s nullglob
+last=${models[${#models[@]} - 1]}
+runs=${RUNS:-runs} data=${DATA:-data/tldr} base=${BASE:-EleutherAI/pythia-$last-deduped} output=${OUTPUT:-runs/figures}
 judge=${JUDGE:?set JUDGE to what judge.py takes as --judge}
 study=(--models "${models[@]}" --seeds "${seeds[@]}" --runs "$runs")
 
@@ -24,11 +27,11 @@ for model in "${models[@]}"; do
 done
 pairs=$runs/pairs_validation.csv
 python "$tools/rm_report.py" --preference-dataset "$data/preference" --write-pairs "$pairs"
-python "$tools/judge.py" "${files[@]}" "$pairs" --judge "$judge" ${BASE_URL:+--base-url "$BASE_URL"}
+python "$tools/judge.py" ${files[@]+"${files[@]}"} "$pairs" --judge "$judge" ${BASE_URL:+--base-url "$BASE_URL"}
 judged=$runs/judge_$(sed -E 's/[^A-Za-z0-9.-]+/-/g' <<< "$judge")_of_pairs_validation.csv
 python "$tools/rm_report.py" "${study[@]}" --judged "$judged" --output "$output/rm_report"
 
-run=${models[-1]}/${seeds[0]}
+run=$last/${seeds[0]}
 shown=(--sft "$runs/sft/$run" --ppo "$runs/ppo/$run" --reward-model "$runs/reward/$run")
 if [[ -d $runs/dpo/$run ]]; then shown+=(--dpo "$runs/dpo/$run"); fi
 python "$tools/visualize_tokens.py" --base "$base" --dataset "$data/sft" "${shown[@]}" --output "$output/tokens"

@@ -6,7 +6,7 @@
 #
 #   bash llama2/margins.sh [noisy|true]...      (12 runs of size xs each, two side by side; goes on where it was stopped)
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 all_labels=("${@:-noisy true}")
 work=data/llama2_margins

@@ -6,7 +6,7 @@
 #
 #   bash llama2/real_sets.sh [folder of the sets] [output folder]      (about a quarter of an hour on two cores)
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 sets=${1:-../shared/data}
 output=${2:-llama2/results/real_sets}

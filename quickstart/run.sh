@@ -14,7 +14,7 @@
 # Data are made once, in data/quickstart/posts-N; runs land in runs/quickstart/posts-N/{stage}/nano-{size}/{seed}, the
 # table and the figures in runs/quickstart/posts-N/report/nano-{size}/{seed}.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage() {
     echo "error: ${1}usage: bash quickstart/run.sh [--size xs|s|m] [--seed N] [--posts-seed N] [--fast] [--continue]" \

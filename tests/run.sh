@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint and all tests, from a fresh clone or not:  bash tests/run.sh [arguments for pytest, such as -k name]
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 source quickstart/setup.sh tests/requirements.txt
 # one thread a process: the tests run two at a time, and some of them start processes of their own

@@ -73,7 +73,7 @@ def test_the_scripts_take_every_command():
 def test_each_array_waits_for_the_stage_before_it():
     waits = {}
     for line in [line for line in COMMANDS.splitlines() if line.startswith("sbatch")]:
-        found = dict(re.findall(r"'--([\w-]+)=([^']*)'", line))
+        found = dict(re.findall(r"--([\w-]+)=(\S*)", line.replace("\\", "")))
         waits[found["job-name"]] = found.get("dependency")
         assert found.get("array") == (None if found["job-name"] == "tldr_dataset" else "0-3")
         assert {"mem", "time"} <= set(found)
@@ -82,6 +82,57 @@ def test_each_array_waits_for_the_stage_before_it():
     expected = {f"{stage}_{size}": f"aftercorr:<{other}_{size}>" for stage, other in before.items() for size in SIZES}
     expected |= {f"sft_{size}": "afterok:<tldr_dataset>" for size in SIZES} | {"tldr_dataset": None}
     assert waits == expected
+
+
+def write_program(path: Path, body: str):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    path.chmod(0o755)
+
+
+def test_submit_on_other_clusters(tmp_path):
+    """sbatch prints ID;CLUSTER, lists and flags stand on lines of their own, and CDPATH leads elsewhere."""
+    write_program(
+        tmp_path / "bin/sbatch", f"printf '%q ' \"$@\" >>{tmp_path}/calls; echo >>{tmp_path}/calls; echo '7;c1'"
+    )
+    (tmp_path / "elsewhere/benchmark").mkdir(parents=True)
+    venv = tmp_path / "venv"  # with what setup.sh finds when all is installed
+    venv.mkdir()
+    checksum = subprocess.run(
+        "cat requirements.txt requirements.txt | cksum", shell=True, cwd=ROOT, capture_output=True
+    )
+    (venv / "installed-requirements").write_bytes(checksum.stdout)
+    (tmp_path / "copy").mkdir()
+    for name in ("benchmark", "quickstart", "requirements.txt"):
+        (tmp_path / "copy" / name).symlink_to(ROOT / name)
+    settings = {"SIZES": "1b\n2.8b", "SEEDS": "1\n2\n3", "STAGES": "sft\nreward", "RESOURCES": "--mem=1G"}
+    settings |= {"FLAGS_sft": "--learning-rate 1e-5\n--batch-size 64", "CDPATH": f"{tmp_path}/elsewhere"}
+    settings |= {"VIRTUAL_ENV": str(venv), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "benchmark/submit.sh"],
+        cwd=tmp_path / "copy",
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    calls = [shlex.split(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    assert [call[1] for call in calls] == [f"--job-name={x}_{y}" for x in ("sft", "reward") for y in ("1b", "2.8b")]
+    assert all("--array=0-2" in call and "1 2 3" in call and "--mem=1G" in call for call in calls)
+    assert calls[0][-4:] == ["--learning-rate", "1e-5", "--batch-size", "64"]
+    assert [[x for x in call if "--dependency" in x] for call in calls] == [[]] * 2 + [["--dependency=aftercorr:7"]] * 2
+
+
+def test_the_step_of_a_task_has_its_cores_and_environment(tmp_path):
+    write_program(tmp_path / "srun", f'echo "$SRUN_CPUS_PER_TASK $*" >{tmp_path}/call')
+    write_program(tmp_path / "scontrol", "echo node1")
+    job = {"JOB_NODELIST": "n", "JOB_NUM_NODES": "1", "JOB_ID": "7", "ARRAY_TASK_ID": "1", "CPUS_PER_TASK": "32"}
+    settings = {f"SLURM_{name}": value for name, value in (job | {"EXPORT_ENV": "NONE"}).items()}
+    settings["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    command = ["bash", ROOT / "benchmark/stage.sbatch", "c.yaml", "8", "1 2", "sft.py", "--seed", "{seed}"]
+    subprocess.run(command, cwd=tmp_path, env=os.environ | settings, check=True)
+    call = (tmp_path / "call").read_text()
+    assert call.startswith("32 --export=ALL ") and call.endswith("sft.py --seed 2 --resume\n")
 
 
 @pytest.mark.parametrize("name", ["cpu", "ddp", "zero2", "zero2_offload"])
