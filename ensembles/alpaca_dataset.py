@@ -19,6 +19,7 @@ OUTPUT_DIR/unlabeled (train: unlabeled, PPO's prompts); `validation` of each is 
 
 import random
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +72,8 @@ def instruction_rows(source: str) -> list[tuple[str, dict]]:
 
 
 def deal_out(rows: list, seed: int) -> dict[str, list]:
-    """Return {split: rows} by the rows' own `split` or, if none has one, in AlpacaFarm's proportions."""
+    """Return {split: rows} by the rows' own `split` or, if none has one, in AlpacaFarm's proportions. Rows
+    of one prompt then stay together, so that no prompt is trained on and evaluated."""
     splits_rows = {split: [] for split in SPLITS}
     if any(row.get("split") for _, row in rows):
         for where, row in rows:
@@ -79,12 +81,15 @@ def deal_out(rows: list, seed: int) -> dict[str, list]:
                 fail(f"{where}: `split` must be one of {', '.join(SPLITS)}, or no row has any")
             splits_rows[row["split"]].append((where, row))
         return splits_rows
-    order = list(range(len(rows)))
+    of_prompt = defaultdict(list)
+    for where, row in rows:
+        of_prompt[row.get("instruction"), row.get("input") or ""].append((where, row))
+    prompts, order = list(of_prompt.values()), list(range(len(of_prompt)))
     random.Random(seed).shuffle(order)
     total, begin = sum(SPLITS.values()), 0
     for split, count in SPLITS.items():
-        end = begin + round(count * len(rows) / total) if split != "unused" else len(rows)
-        splits_rows[split] = [rows[i] for i in sorted(order[begin:end])]
+        end = begin + round(count * len(prompts) / total) if split != "unused" else len(prompts)
+        splits_rows[split] = [row for i in sorted(order[begin:end]) for row in prompts[i]]
         begin = end
     return splits_rows
 

@@ -19,6 +19,7 @@ Deviation from the paper: 53 new tokens, as for TL;DR, not Alpaca's 256 (--respo
 """
 
 import copy
+import hashlib
 import io
 import json
 import os
@@ -43,6 +44,7 @@ from eval_helpers import fail, load_function, markdown, nucleus, or_fail  # noqa
 
 from ppo import (  # noqa: E402
     RewardModel,
+    content_digest,
     gumbel_noise,
     load_policy,
     load_reward_model,
@@ -170,7 +172,8 @@ def proxy_scales(policy, members: list, posts: list[torch.Tensor], eos_id: int, 
 
 
 def sample_prompts(args: Args, settings: dict, device, rank: int, world: int):
-    """Write samples_{prompt}.npz for those of this process's prompts that have none yet."""
+    """Write samples_{prompt}.npz for those of this process's prompts that have none yet. Samples that are there have to
+    come from the same settings and inputs."""
     # ---- data and models -------------------------------------------------------------------------
     policy_folder = local_checkpoint("--policy", args.policy)
     folders = [local_checkpoint("--reward-model-paths", path) for path in args.reward_model_paths]
@@ -185,12 +188,20 @@ def sample_prompts(args: Args, settings: dict, device, rank: int, world: int):
     data = load_splits("--dataset", args.dataset, ["id", "query", "query_token"], tokenizer)
     if len(data["validation"]) < args.prompts:
         fail(f"--prompts {args.prompts}: the validation split of {args.dataset} has {len(data['validation'])} rows")
-    policy = load_policy(policy_folder, tokenizer).to(device).eval()
-    models = [load_reward_model(folder, tokenizer).to(device).eval() for folder in folders]
+    digests = [content_digest(source) for source in (policy_folder, *folders, data["train"], data["validation"])]
+    if by_function:
+        digests.append(hashlib.sha256(Path(args.gold.rpartition(":")[0]).read_bytes()).hexdigest())
+    settings, output = settings | {"inputs": digests}, Path(args.output_dir)
+    if (output / "args.json").exists():
+        old = json.loads((output / "args.json").read_text())
+        if changed := [key for key in settings if old.get(key) != settings[key]]:
+            fail(f"{output} has samples with other {', '.join(changed)}: choose another --output-dir")
+    width = max(len(data[split][0]["query_token"]) for split in ("train", "validation")) + args.response_length
+    policy = load_policy(policy_folder, tokenizer, width).to(device).eval()
+    models = [load_reward_model(folder, tokenizer, width).to(device).eval() for folder in folders]
     if by_function:
         models.append(load_function("--gold", args.gold))
     eos_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    output = Path(args.output_dir)
     with or_fail(f"--output-dir {output} cannot be written"):
         output.mkdir(parents=True, exist_ok=True)
     if rank == 0:
@@ -313,8 +324,6 @@ def main(args: Args):
     torch.backends.cuda.enable_cudnn_sdp(False)
     args.mixed_precision = args.mixed_precision or ("bf16" if device.type == "cuda" else "no")
     settings = {key: value for key, value in asdict(args).items() if key not in FREE}
-    if saved.exists() and json.loads(saved.read_text()) != settings:
-        fail(f"{saved} has other settings than this command; choose another --output-dir")
     sample_prompts(args, settings, device, rank, world)
     if world == 1:
         make_tables(args, settings)

@@ -163,15 +163,16 @@ def main(args: Args):
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
     torch.backends.cuda.enable_cudnn_sdp(False)
+    data = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
+    width = max(len(data[split][0]["query_token"]) for split in ("train", "validation")) + args.response_length
     if re.fullmatch(r".+\.py:\w+", args.gold):
         gold = load_function("--gold", args.gold)
     else:
         path = local_checkpoint("--gold", args.gold)
         if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
             fail(f"--gold {args.gold} has another tokenizer than {folder}: it cannot score that model's tokens")
-        gold = load_reward_model(path, tokenizer).to(device).eval()
-    data = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
-    policy = load_policy(folder, tokenizer).to(device).eval()
+        gold = load_reward_model(path, tokenizer, width).to(device).eval()
+    policy = load_policy(folder, tokenizer, width).to(device).eval()
     pad_id = tokenizer.pad_token_id
 
     # ---- two answers to each prompt --------------------------------------------------------------

@@ -92,12 +92,16 @@ def test_the_base_is_as_it_was_but_for_two_tokens(made, world):
 
 
 def test_splits_of_rows_without_any(tmp_path):
-    rows = [(f"row {i}", {"n": i}) for i in range(520)]
+    rows = [(f"row {i}", {"n": i, "instruction": str(i)}) for i in range(520)]
     found = alpaca_dataset.deal_out(rows, 3)
     assert [len(x) for x in found.values()] == [100, 100, 200, 20, 100]  # sft, pref, unlabeled, val, unused
     dealt = [row["n"] for split in found.values() for _, row in split]
     assert sorted(dealt) == list(range(520)) and dealt != list(range(520))
     assert alpaca_dataset.deal_out(rows, 3) == found != alpaca_dataset.deal_out(rows, 4)
+    answers = alpaca_dataset.deal_out([(where, row | {"n": n}) for where, row in rows for n in (0, 1)], 3)  # two each
+    for split, items in found.items():
+        prompts = [row["instruction"] for _, row in items for _ in (0, 1)]
+        assert [row["instruction"] for _, row in answers[split]] == prompts
     named = [("a", {"split": "val"}), ("b", {"split": "sft"}), ("c", {"split": "val"})]
     assert [*alpaca_dataset.deal_out(named, 1).values()] == [named[1:2], [], [], [named[0], named[2]], []]
     with pytest.raises(SystemExit, match="c: `split` must be one of sft, pref"):

@@ -262,8 +262,16 @@ def test_an_infinite_gold_is_named_and_no_sample_is_written(made, tmp_path):
     assert not list(tmp_path.glob("x/samples_*"))
 
 
-def test_other_settings_in_the_same_folder(made, written):
-    before = files(written)
-    with pytest.raises(SystemExit, match="has other settings"):
-        best_of_n.main(best_of_n.Args(**made.args | {"output_dir": str(written), "top_p": 0.7}))
+def test_other_settings_or_inputs_in_the_same_folder(made, written, tmp_path):
+    before, args = files(written), made.args | {"output_dir": str(written)}
+    with pytest.raises(SystemExit, match="has samples with other top_p"):
+        best_of_n.main(best_of_n.Args(**args | {"top_p": 0.7}))
+    gold = tmp_path / "gold.py"
+    for length in ("len(text)", "-len(text)"):  # an edited gold is another one, and so is a model trained again
+        gold.write_text(f"def score(post, text):\n    return {length}\n")
+        changes = {"output_dir": str(tmp_path / "x"), "gold": f"{gold}:score"}
+        if length[0] == "l":
+            best_of_n.main(best_of_n.Args(**made.args | changes))
+    with pytest.raises(SystemExit, match="has samples with other inputs"):
+        best_of_n.main(best_of_n.Args(**made.args | changes))
     assert files(written) == before
