@@ -360,7 +360,7 @@ def post_columns(pair: dict, tokenizer, args: Args) -> dict:
 def split_of(columns: dict, is_tie: bool, source: dict, held_out: set[bytes], args: Args) -> str:
     """Return the split of a pair, and add the hashes of its prompts to `held_out` if that is validation. Raises LeftOut
     for a prompt that must stay out of train, and for a tie in validation."""
-    keys = {digest(args.seed, prompt) for prompt in columns["first_turns"]}
+    keys = {digest(args.seed, prompt.strip()) for prompt in columns["first_turns"]}
     below = args.validation_share * 2**64 if source["split"] is None else 0
     kept_out = [key in held_out or int.from_bytes(key[:8], "big") < below for key in keys]
     split = source["split"] or ("validation" if all(kept_out) else "train")

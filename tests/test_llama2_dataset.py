@@ -227,13 +227,13 @@ def test_the_base_gets_the_turns_that_it_lacks(prepare, capsys):
 def test_a_prompt_is_on_one_side_and_files_of_a_split_decide_which(prepare):
     """Prompts with later stages of their dialogue and posts, and files that are of one split as a whole."""
     turns = [f"{x} {y}" for x in WORDS[:12] for y in WORDS[:10]]
-    free = [pair(turn, chosen=x) for turn in turns for x in "uv"]
+    free = [pair(turn + end, chosen=x) for turn in turns for x, end in (("u", ""), ("v", " "))]
     sources = {"n=pairs": free, "m=pairs": [pair((turn, "w", "z")) for turn in turns]}
     sources |= {"p=tldr": [post(turn, chosen) for turn in turns for chosen in (" u", " v")]}
     sources |= {"t=pairs:train": [pair(turn, "w") for turn in turns]}
     sources |= {"v=pairs:validation": [pair(turn, "z") for turn in turns[:5]]}
     data, counts, _ = prepare(sources)
-    first = {split: {query.split("<|endoftext|>")[0] for query in data[split]["query"]} for split in data}
+    first = {split: {query.split("<|endoftext|>")[0].strip() for query in data[split]["query"]} for split in data}
     assert not first["train"] & first["validation"]
     for name in "nmp":
         share = counts[name]["validation"] / (counts[name]["train"] + counts[name]["validation"])
