@@ -31,11 +31,17 @@ from run_metrics import read_metrics
 
 STAGES = {"sft": "SFT", "reward": "reward model", "dpo": "DPO", "ppo": "PPO", "ppo_whiten": "PPO, whitened rewards"}
 POLICIES = ["sft", "dpo", "ppo", "ppo_whiten"]
-CURVES = {
-    "sft": ["loss/train"],
-    "reward": ["accuracy/train", "loss/train", "rewards/chosen"],
-    "dpo": ["accuracy/train", "loss/train", "rewards/chosen"],
-    "ppo": ["objective/rlhf_reward", "objective/kl", "objective/score", "response/length"],
+OF_PAIRS = {"accuracy/train": "training accuracy", "loss/train": "training loss", "rewards/chosen": "chosen reward"}
+CURVES = {  # {stage: {metric: title}}
+    "sft": {"loss/train": "training loss"},
+    "reward": OF_PAIRS,
+    "dpo": OF_PAIRS,  # with implicit rewards
+    "ppo": {
+        "objective/rlhf_reward": "RLHF reward",
+        "objective/kl": "KL, summed over tokens",
+        "objective/score": "score",
+        "response/length": "response length (tokens)",
+    },
 }
 POINTS = 100  # of a learning curve
 LINES, MARKERS = ["-", "--", ":", "-."], "os^vDPX"
@@ -140,8 +146,8 @@ def write_figure(path: Path, title: str, panels: dict[str, dict], models: tuple[
 def learning_curves(args: Args, metrics: dict[tuple, list[dict]], stage: str) -> dict[str, dict]:
     """Return a panel for each metric of a stage. A curve is the mean over seeds of the moving means over a twentieth of
     the updates, at up to POINTS of the episodes that all seeds have."""
-    panels = {metric: {} for metric in CURVES[stage]}
-    for metric, model in product(panels, args.models):
+    panels = {title: {} for title in CURVES[stage].values()}
+    for (metric, title), model in product(CURVES[stage].items(), args.models):
         runs = [metrics.get((stage, model, seed), []) for seed in args.seeds]
         runs = [{update.get("episode", 0): update.get(metric) for update in run} for run in runs]
         runs = [pandas.Series(run, dtype=float).dropna() for run in runs]
@@ -152,7 +158,7 @@ def learning_curves(args: Args, metrics: dict[tuple, list[dict]], stage: str) ->
             means = pandas.concat(means, axis=1, join="inner").sort_index()
             means = means.iloc[numpy.linspace(0, len(means) - 1, min(POINTS, len(means))).round().astype(int)]
             columns = {"x": means.index, "y": means.mean(axis=1), "sd": means.std(axis=1).fillna(0), "n": len(runs)}
-            panels[metric][model] = pandas.DataFrame(columns)
+            panels[title][model] = pandas.DataFrame(columns)
     return panels
 
 
@@ -196,7 +202,7 @@ def calibration(folder: str) -> dict[str, dict]:
     x = numpy.linspace(0, table["x"].max(), 50)
     series = {"1 / (1 + exp(-x))": pandas.DataFrame({"x": x, "y": 1 / (1 + numpy.exp(-x))})}
     series |= {model: rows[["x", "y", "n"]] for model, rows in table.groupby("model", sort=False)}
-    return {"calibration: accuracy": series}
+    return {"calibration": series}
 
 
 def by_token(folder: str) -> dict[str, dict]:
@@ -227,7 +233,7 @@ def figures(args: Args, folders: dict[tuple, Path], metrics: dict, results: pand
         "figure_1": ("Win rate against the references", by_model(results, "win rate", "sft", "dpo", "ppo")),
         "figure_4": (f"SFT {episodes}", curves["sft"] | by_model(results, "ROUGE-L", "sft")),
         "figure_5": (f"Reward model {episodes}", curves["reward"] | accuracy),
-        "figure_7": ("Reward models: agreement, and accuracy over the score difference", agreement),
+        "figure_7": ("Reward models: agreement, and accuracy over score difference", agreement),
         "figure_8": (f"DPO {episodes}", curves["dpo"] | by_model(results, VALIDATION, "reward", "dpo")),
         "figure_9": ("Rewards and values of a PPO response", by_token(args.output_dir)),
         "figure_10": (f"PPO {episodes}", curves["ppo"]),

@@ -64,8 +64,8 @@ class Args:
     """examples shown: the first of the validation split"""
     counted: int = 64
     """examples for the shares by position and the means, which include those shown"""
-    response_length: int = 53
-    """tokens generated at most (Detail 23)"""
+    response_length: int | None = None
+    """tokens generated at most; default: those of the PPO run, or 53 (Detail 23)"""
     output: str = "runs/tokens"
     """path that the names of all files begin with"""
 
@@ -200,9 +200,9 @@ def write_html(path: str, queries: list[str], tokens: pandas.DataFrame, eos_id: 
     console.save_html(path)
 
 
-def measure(args: Args, folders: dict[str, str], rows: dict, tokenizer) -> pandas.DataFrame:
-    """Return token_table() of all responses to rows of the data, with their row, id and model. One model at a time is
-    in memory."""
+def measure(folders: dict[str, str], rows: dict, tokenizer, length: int, settings: dict) -> pandas.DataFrame:
+    """Return token_table() of all responses, of up to `length` tokens, to rows of the data, with their row, id and
+    model. `settings` are those of the PPO run. Only one model is in memory at a time."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
     def load(name: str):
@@ -218,25 +218,23 @@ def measure(args: Args, folders: dict[str, str], rows: dict, tokenizer) -> panda
     queries, responses = without_padding("query_token"), {}
     for name in [name for name in folders if not name.endswith("_model")]:
         model, shown = load(name), track(queries, f"responses of {name}", console=Console(stderr=True))
-        responses[name] = [greedy(model, query, tokenizer, args.response_length) for query in shown]
+        responses[name] = [greedy(model, query, tokenizer, length) for query in shown]
         del model
     responses["reference"] = without_padding("reference_response_token")
     ranked, scored = each_response(ranks, load("base")), each_response(outputs, load("reward_model"))
     numbers = {name: {"rank": ranked[name], "reward_logit": [x[1:] for x in scored[name]]} for name in responses}
-    if args.ppo:
-        settings = json.loads(Path(args.ppo, "args.json").read_text())
+    if "ppo" in folders:
         scores, penalty = [x[-1] for x in scored["ppo"]], settings["penalty_reward_value"]
         for i, response in enumerate(responses["ppo"]):
             if penalty is not None and response[-1] != tokenizer.eos_token_id:
                 scores[i] = torch.full_like(scores[i], penalty)
-        numbers["ppo"] |= ppo_numbers(load, queries, responses["ppo"], scores, args.response_length, settings)
+        numbers["ppo"] |= ppo_numbers(load, queries, responses["ppo"], scores, length, settings)
     tables = []
     for row, identity in enumerate(rows["id"]):
         for name in responses:
             columns = {column: values[row] for column, values in numbers[name].items()}
-            tables.append(
-                token_table(responses[name][row], columns, tokenizer).assign(row=row, id=identity, model=name)
-            )
+            table = token_table(responses[name][row], columns, tokenizer)
+            tables.append(table.assign(row=row, id=identity, model=name))
     return pandas.concat(tables)
 
 
@@ -251,7 +249,9 @@ def main(args: Args):
     # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
     torch.backends.cuda.enable_cudnn_sdp(False)
     rows = data["validation"][: args.counted]
-    tokens = measure(args, folders, rows, tokenizer)
+    settings = json.loads(Path(args.ppo, "args.json").read_text()) if args.ppo else {}
+    length = args.response_length or settings.get("response_length", 53)
+    tokens = measure(folders, rows, tokenizer, length, settings)
     shown = tokens[tokens["row"] < args.rows].drop(columns="row").set_index(["id", "model"])
     shown.to_csv(f"{args.output}_tokens.csv")
     tokens = tokens.dropna(subset="kind").reset_index(drop=True)  # without the rows past EOS

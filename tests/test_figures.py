@@ -103,14 +103,14 @@ def test_a_long_curve_is_a_moving_mean_at_few_points_and_ends_with_the_shorter_r
     lines = [{"episode": 2 * u, "loss/train": float(u % 7)} for u in range(1, 1001)]
     lines = [{"update": 0, "loss/eval": 1.0}, *lines]  # before the first update, as sft.py
     args = figures.Args(("m",), (1, 2, 3))  # no seed 3
-    rows = figures.learning_curves(args, {("sft", "m", 1): lines}, "sft")["loss/train"]["m"].to_dict("records")
+    rows = figures.learning_curves(args, {("sft", "m", 1): lines}, "sft")["training loss"]["m"].to_dict("records")
     assert len(rows) == figures.POINTS and rows[0] | {"y": 0} == {"x": 2, "y": 0, "sd": 0.0, "n": 1}
     assert rows[-1]["x"] == 2000 and rows[-1]["y"] == pytest.approx(sum(u % 7 for u in range(951, 1001)) / 50)
     row = rows[1]  # before there are 50 updates, of those that there are
     assert row["y"] == pytest.approx(numpy.mean([u % 7 for u in range(1, row["x"] // 2 + 1)]))
     rows = [{"update": u, "episode": u, "loss/train": 1.0} for u in range(1, 9)]
     runs = {("sft", "m", 1): rows[:3], ("sft", "m", 2): [row | {"loss/train": 2.0} for row in rows]}
-    table = figures.learning_curves(args, runs, "sft")["loss/train"]["m"]
+    table = figures.learning_curves(args, runs, "sft")["training loss"]["m"]
     assert table[["x", "y", "n"]].values.tolist() == [[1, 1.5, 2], [2, 1.5, 2], [3, 1.5, 2]]
     missing = figures.missing_runs(args, runs)[:2]
     assert missing == ["runs/sft/m/1 ends after 3 of 8 updates, so the mean curves end there", "no run runs/sft/m/3"]
@@ -129,7 +129,7 @@ def test_accuracies_and_rouge_by_size_with_the_paper_s_where_it_has_them(drawn):
     assert rouge["x"].tolist() == ["6.9b"] * 2 + ["s"] * 2 and rouge["y"].tolist() == [0.1, 0.2] * 2
     seventh = read(drawn, 7)
     assert seventh[seventh["series"] == "reward model"]["y"].tolist() == [*AGREEMENT.values()]
-    curve = seventh[(seventh["series"] == "s") & (seventh["panel"] == "calibration: accuracy")]
+    curve = seventh[(seventh["series"] == "s") & (seventh["panel"] == "calibration")]
     assert curve[["x", "y", "n"]].astype(float).values.tolist() == [[1.0, 0.611111, 3], [2.0, 0.722222, 3]]
     implicit = read(drawn, 8)
     implicit = implicit[(implicit["series"] == "DPO") & (implicit["panel"] == figures.VALIDATION)]
