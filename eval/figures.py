@@ -16,6 +16,7 @@ import re
 import shlex
 import sys
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -162,14 +163,14 @@ def learning_curves(args: Args, metrics: dict[tuple, list[dict]], stage: str) ->
     return panels
 
 
-def by_model(results: pandas.DataFrame, column: str, *stages: str) -> dict[str, dict]:
+def by_model(args: Args, results: pandas.DataFrame, column: str, *stages: str) -> dict[str, dict]:
     """Return a panel of a column of the results over models, for some stages and the paper."""
     series = {}
     for stage in stages:
         runs = results[results["stage"] == stage].dropna(subset=column)
         series[STAGES[stage]] = runs.rename(columns={"model": "x", column: "y"})[["x", "seed", "y"]]
     name = BEST if column == "win rate" else column
-    paper = [(model, *PAPER[name][model]) for model in results["model"].unique() if model in PAPER.get(name, {})]
+    paper = [(model, *PAPER[name][model]) for model in args.models if model in PAPER.get(name, {})]
     series[f"paper, {name}"] = pandas.DataFrame(paper, columns=["x", "y", "sd"])
     return {column: series}
 
@@ -222,19 +223,20 @@ def by_token(folder: str) -> dict[str, dict]:
 
 def figures(args: Args, folders: dict[tuple, Path], metrics: dict, results: pandas.DataFrame) -> dict[str, tuple]:
     """Return {file name: (title, panels of write_figure)}."""
-    accuracy = by_model(results, VALIDATION, "reward") | by_model(results, CNNDM, "reward")
-    agreement = by_model(results, AGREEMENT, "reward") | calibration(args.output_dir)
-    whitened = by_model(results, "win rate", "ppo", "ppo_whiten") | by_length(results, "ppo", "ppo_whiten")
+    over_models = partial(by_model, args, results)
+    accuracy = over_models(VALIDATION, "reward") | over_models(CNNDM, "reward")
+    agreement = over_models(AGREEMENT, "reward") | calibration(args.output_dir)
+    whitened = over_models("win rate", "ppo", "ppo_whiten") | by_length(results, "ppo", "ppo_whiten")
     ratios = by_length_ratio(args, folders)
     largest = f"{args.models[-1]}, seed {args.seeds[0]}"
     curves = {stage: learning_curves(args, metrics, stage) for stage in CURVES}
     ratio, episodes = "log(summary length / reference length)", "over episodes"
     return {
-        "figure_1": ("Win rate against the references", by_model(results, "win rate", "sft", "dpo", "ppo")),
-        "figure_4": (f"SFT {episodes}", curves["sft"] | by_model(results, "ROUGE-L", "sft")),
+        "figure_1": ("Win rate against the references", over_models("win rate", "sft", "dpo", "ppo")),
+        "figure_4": (f"SFT {episodes}", curves["sft"] | over_models("ROUGE-L", "sft")),
         "figure_5": (f"Reward model {episodes}", curves["reward"] | accuracy),
         "figure_7": ("Reward models: agreement, and accuracy over score difference", agreement),
-        "figure_8": (f"DPO {episodes}", curves["dpo"] | by_model(results, VALIDATION, "reward", "dpo")),
+        "figure_8": (f"DPO {episodes}", curves["dpo"] | over_models(VALIDATION, "reward", "dpo")),
         "figure_9": ("Rewards and values of a PPO response", by_token(args.output_dir)),
         "figure_10": (f"PPO {episodes}", curves["ppo"]),
         "figure_11": ("PPO with and without whitened rewards", whitened),

@@ -98,14 +98,14 @@ def greedy(model, query: torch.Tensor, tokenizer, response_length: int) -> torch
     return model.generate(query[None])[0, len(query) :]
 
 
-def response_logits(model, row: torch.Tensor, start: int) -> torch.Tensor:
+def token_logits(model, row: torch.Tensor, start: int) -> torch.Tensor:
     """Return the logits (1, L, V) that predict the L tokens of a row (1, T) from `start` on."""
     return ppo.response_logits(model, row, torch.arange(start - 1, row.shape[1] - 1, device=row.device)[None])
 
 
 def ranks(model, row: torch.Tensor, start: int) -> torch.Tensor:
     """Return the rank (L,) of each token of a row (1, T) from `start` on."""
-    logits = response_logits(model, row, start)[0]
+    logits = token_logits(model, row, start)[0]
     return 1 + (logits > logits.gather(1, row[0, start:, None])).sum(1)
 
 
@@ -128,7 +128,7 @@ def ppo_numbers(
     penalty for a missing EOS). The tensors have a number per token, and one past EOS if there is room."""
 
     def logprobs(model, row, start):
-        return ppo.token_logprobs(response_logits(model, row, start), row[:, start:], settings["temperature"])[0]
+        return ppo.token_logprobs(token_logits(model, row, start), row[:, start:], settings["temperature"])[0]
 
     values = each(outputs, load("value_model"), queries, responses)
     policy, sft = (each(logprobs, load(name), queries, responses) for name in ("ppo", "sft"))

@@ -187,7 +187,7 @@ def test_figures_sh_calls_the_tools_with_flags_that_they_know(tmp_path):
     "tool", ["eval/figures", *(f"quickstart/{x}" for x in ("curves", "report", "score")), "ensembles/figures"]
 )
 def test_the_backend_of_a_notebook_is_not_needed(tool):
-    environment = os.environ | {"MPLBACKEND": "module://missing"}
+    environment = os.environ | {"MPLBACKEND": "missing"}
     subprocess.run(
         [sys.executable, ROOT / f"{tool}.py", "--help"], env=environment, check=True, stdout=subprocess.DEVNULL
     )
