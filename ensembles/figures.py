@@ -15,9 +15,12 @@ proxy scores, because replicates of one method end at very different KL.
 """
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+os.environ["MPLBACKEND"] = "agg"  # the backend that a notebook chooses may not be installed here
 
 import pandas
 import tyro

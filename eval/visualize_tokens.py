@@ -4,15 +4,14 @@ and the tokens before it (section 7.2, tables 8 and 10 to 20), with reward logit
     python eval/visualize_tokens.py --base EleutherAI/pythia-1b-deduped --sft runs/sft/1b/44413 \
         --ppo runs/ppo/1b/44413 --dpo runs/dpo/1b/44413 --reward-model runs/reward/6.9b/44413 --output runs/tokens/1b
 
-Rank 1 is unshifted (blue), 2 and 3 are marginal (yellow), and all others shifted (red). A rank is 1 + the number of
-tokens with a larger logit. Base, SFT, PPO and DPO answer greedily, the reference is shown beside them, and one reward
-model scores all of them. Writes
+The rank is 1 + the number of tokens with a larger logit. Base, SFT, PPO and DPO answer greedily, the reference is shown
+beside them, and one reward model scores all of them. Writes
 
     OUTPUT.html           the coloured summaries
     OUTPUT.md             per model: length, share with EOS, score; shares at the first token, at EOS and between
     OUTPUT_tokens.csv     a row per example shown, model and response token
 
-The numbers of the PPO response are by ppo.py's rules: `value` belongs to the state before the token, `logratio` is
+The numbers of the PPO response follow ppo.py: `value` belongs to the state before the token, `logratio` is
 log pi - log pi_SFT at the training temperature (KL per token), and `token_reward` is -kl_coef x logratio. The reward
 model's score (without EOS: the penalty) is added one position past EOS, in a row of its own ([PAD], without rank), or
 at the last position.
@@ -25,10 +24,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean
 
 import pandas
 import torch
+import torch.nn.functional as F
 import tyro
 from rich.console import Console
 from rich.progress import track
@@ -43,25 +42,22 @@ from eval_helpers import fail, markdown  # noqa: E402
 import ppo  # noqa: E402
 
 COLUMNS = ["id", "query", "query_token", "reference_response", "reference_response_token"]
-MODELS = ["base", "sft", "ppo", "dpo", "reference"]  # in the order shown
 # colour is never the only sign
 KINDS = {"unshifted": "blue", "marginal": "yellow underline", "shifted": "bold red underline2"}
-TRAINING = {"temperature": 0.7, "kl_coef": 0.05, "penalty_reward_value": -1.0, "response_length": 53}  # table 7
-NUMBERS = ["reward_logit", "value", "logratio", "token_reward"]  # of a token
 
 
 @dataclass
 class Args:
     base: str
     """pre-trained model whose ranks colour the tokens: Hub id[@revision] or checkpoint folder"""
-    sft: str | None = None
-    """SFT model: run folder, checkpoint folder or Hub id[@revision]; of sft, ppo and dpo at least one is needed"""
+    sft: str
+    """SFT model: run folder, checkpoint folder or Hub id[@revision]"""
+    reward_model: str
+    """reward model that scores all responses, likewise; of any size, but with the same tokenizer"""
     ppo: str | None = None
-    """PPO policy, likewise; with sft, its KL per token and token rewards are shown"""
+    """run folder of ppo.py, whose settings and value model are used"""
     dpo: str | None = None
-    """DPO policy, likewise"""
-    reward_model: str | None = None
-    """reward model that scores all of them, of any size and the same tokenizer; default: no scores"""
+    """DPO policy: run folder, checkpoint folder or Hub id[@revision]"""
     dataset: str = "data/tldr/sft"
     """SFT data whose posts are summarised: folder or Hub id[@revision]"""
     rows: int = 3
@@ -74,7 +70,19 @@ class Args:
     """path that the names of all files begin with"""
 
 
-# ---- models ------------------------------------------------------------------------------------------------------
+def find_models(args: Args) -> dict[str, str]:
+    """Return {name: checkpoint folder} of all models, which must have the vocabulary of the base."""
+    paths = {name: getattr(args, name) for name in ("base", "sft", "ppo", "dpo", "reward_model") if getattr(args, name)}
+    if args.ppo:
+        paths["value_model"] = f"{args.ppo}/value_model"
+    folders, vocabularies = {}, {}
+    for name, path in paths.items():
+        flag = f"--{name.replace('_', '-')}"
+        folders[name] = ppo.local_checkpoint(flag, path)
+        vocabularies[name] = ppo.load_tokenizer(folders[name]).get_vocab()
+        if vocabularies[name] != vocabularies["base"]:
+            fail(f"{flag} {folders[name]} has another vocabulary than --base {folders['base']}")
+    return folders
 
 
 def greedy(model, query: torch.Tensor, tokenizer, response_length: int) -> torch.Tensor:
@@ -90,36 +98,76 @@ def greedy(model, query: torch.Tensor, tokenizer, response_length: int) -> torch
     return model.generate(query[None])[0, len(query) :]
 
 
-def each(compute: Callable, model, queries: list[torch.Tensor], responses: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return compute(model, row, start) for each query and its response. The row (1, T) holds both, and the response
-    begins at `start`. Rows go one at a time, because padding would need a mask."""
-    pairs = list(zip(queries, responses, strict=True))
-    shown = track(pairs, compute.__name__, console=Console(stderr=True))
-    return [compute(model, torch.cat([query, response])[None], len(query)) for query, response in shown]
-
-
-def logits_of(model, row: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the logits (1, L, V) that predict the L tokens from `start` on, -1e9 for [PAD] and unused ids."""
+def token_logits(model, row: torch.Tensor, start: int) -> torch.Tensor:
+    """Return the logits (1, L, V) that predict the L tokens of a row (1, T) from `start` on."""
     return ppo.response_logits(model, row, torch.arange(start - 1, row.shape[1] - 1, device=row.device)[None])
 
 
-def ranks_of(model, row: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the rank (L,) of each token of the response: 1 + the number of tokens with a larger logit."""
-    logits = logits_of(model, row, start)[0]
+def ranks(model, row: torch.Tensor, start: int) -> torch.Tensor:
+    """Return the rank (L,) of each token of a row (1, T) from `start` on."""
+    logits = token_logits(model, row, start)[0]
     return 1 + (logits > logits.gather(1, row[0, start:, None])).sum(1)
 
 
-def scalars(model, row: torch.Tensor, start: int) -> torch.Tensor:
-    """Return a reward or value model's output (L + 1,) at the query's last token and at each token of the response."""
+def outputs(model, row: torch.Tensor, start: int) -> torch.Tensor:
+    """Return a reward or value model's output (L + 1,) for a row (1, T) at each token from `start` - 1 on."""
     return model(row)[0, start - 1 :]
 
 
-# ---- tables ------------------------------------------------------------------------------------------------------
+def each(compute: Callable, model, queries: list[torch.Tensor], responses: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return compute(model, row, start) for each query and its response. The row (1, T) holds both, and the response
+    begins at `start`. Rows go one at a time, because padding would need a mask."""
+    pairs = track(list(zip(queries, responses, strict=True)), compute.__name__, console=Console(stderr=True))
+    return [compute(model, torch.cat([query, response])[None], len(query)) for query, response in pairs]
 
 
-def kind(rank: int) -> str:
-    """Return the paper's (and Lin et al.'s) name for a rank."""
-    return "unshifted" if rank == 1 else "marginal" if rank <= 3 else "shifted"
+def ppo_numbers(
+    load: Callable, queries: list, responses: list, scores: list, length: int, settings: dict
+) -> dict[str, list]:
+    """Return {column: n tensors} for n PPO responses (L,) of up to `length` tokens and their scores (scalars, after the
+    penalty for a missing EOS). The tensors have a number per token, and one past EOS if there is room."""
+
+    def logprobs(model, row, start):
+        return ppo.token_logprobs(token_logits(model, row, start), row[:, start:], settings["temperature"])[0]
+
+    values = each(outputs, load("value_model"), queries, responses)
+    policy, sft = (each(logprobs, load(name), queries, responses) for name in ("ppo", "sft"))
+    logratios = [F.pad(x - y, (0, 1))[:length] for x, y in zip(policy, sft, strict=True)]
+    rewards = []
+    for response, score, logratio in zip(responses, scores, logratios, strict=True):
+        tokens = torch.tensor([len(response)], device=response.device)
+        rewards.append(ppo.token_rewards(score[None], logratio[None], tokens, settings["kl_coef"])[0])
+    return {"value": [x[:length] for x in values], "logratio": logratios, "token_reward": rewards}
+
+
+def token_texts(response: torch.Tensor, tokenizer) -> list[str]:
+    """Return the text of each token of a response (L,). A character of several tokens is the text of the last one."""
+    # decoded together, because the space before a word can depend on the token before it
+    texts = [tokenizer.decode(response[:t], clean_up_tokenization_spaces=False) for t in range(len(response) + 1)]
+    texts[:-1] = [text.rstrip("\N{REPLACEMENT CHARACTER}") for text in texts[:-1]]  # of a character's first tokens
+    return [after[len(before) :] for before, after in pairwise(texts)]
+
+
+def token_table(response: torch.Tensor, numbers: dict[str, torch.Tensor], tokenizer) -> pandas.DataFrame:
+    """Return a row per token of a response (L,), and one past EOS where `numbers` has columns of L + 1."""
+    columns = {"token_id": response.tolist(), "token": token_texts(response, tokenizer), "rank": [], "kind": []}
+    columns |= {"reward_logit": [], "value": [], "logratio": [], "token_reward": []}
+    columns |= {name: values.tolist() for name, values in numbers.items()}
+    columns["kind"] = ["unshifted" if rank == 1 else "marginal" if rank <= 3 else "shifted" for rank in columns["rank"]]
+    table = pandas.DataFrame({name: pandas.Series(values, dtype=object) for name, values in columns.items()})
+    table.insert(0, "position", range(len(table)))
+    return table.fillna({"token_id": tokenizer.pad_token_id, "token": tokenizer.pad_token})
+
+
+def overview(tokens: pandas.DataFrame, eos_id: int) -> list[dict]:
+    """Return a row per model: mean length and score of its responses, and the share of them that ends with EOS."""
+    last = tokens.groupby(["model", "row"], sort=False).tail(1)
+    last = last.assign(length=last["position"] + 1, has_eos=last["token_id"] == eos_id)
+    models = last.astype({"reward_logit": float}).groupby("model", sort=False)
+    table = models[["row", "length", "has_eos", "reward_logit"]].mean()
+    table["row"], table["sd"] = models.size(), models["reward_logit"].std()
+    table.columns = ["responses", "mean tokens", "share with EOS", "mean score", "standard deviation"]
+    return table.reset_index().to_dict("records")
 
 
 def place_shares(tokens: pandas.DataFrame, eos_id: int) -> list[dict]:
@@ -129,170 +177,91 @@ def place_shares(tokens: pandas.DataFrame, eos_id: int) -> list[dict]:
     place = place.mask(tokens["token_id"] == eos_id, "EOS")
 
     def shares(kinds: pandas.Series) -> str:
-        found = kinds.value_counts(normalize=True).reindex(list(KINDS), fill_value=0)
-        return " / ".join(f"{share:.3f}" for share in found)
+        return " / ".join(f"{(kinds == kind).mean():.3f}" for kind in KINDS)
 
-    both = pandas.concat([tokens.assign(place="all"), tokens.assign(place=place)])
-    table = both.pivot_table("kind", "model", "place", shares, sort=False)
+    tokens = pandas.concat([tokens.assign(place="all"), tokens.assign(place=place)])
+    table = tokens.pivot_table("kind", "model", "place", shares, sort=False)
     table = table.reindex(columns=["all", "first", "between", "EOS"]).astype(object)
     return table.fillna("").reset_index().to_dict("records")
 
 
-def token_table(response: torch.Tensor, numbers: dict[str, torch.Tensor], tokenizer) -> pandas.DataFrame:
-    """Return a row per token of a response (L,), and one past EOS where `numbers` has columns of L + 1."""
-    # decoded together: a character can have several tokens, and a word its space
-    texts = [tokenizer.decode(response[:t], clean_up_tokenization_spaces=False) for t in range(len(response) + 1)]
-    columns = {"token_id": response.tolist(), "token": [after[len(before) :] for before, after in pairwise(texts)]}
-    columns |= {name: numbers[name].tolist() if name in numbers else [] for name in ["rank", *NUMBERS]}
-    table = pandas.DataFrame({name: pandas.Series(x, dtype=object) for name, x in columns.items()})
-    table = table.fillna({"token_id": tokenizer.pad_token_id, "token": tokenizer.pad_token})
-    table.insert(0, "position", range(len(table)))
-    table.insert(4, "kind", table["rank"].map(kind, na_action="ignore"))
-    return table
+def write_html(path: str, queries: list[str], tokens: pandas.DataFrame, eos_id: int):
+    """Write queries, each with a table of the responses of all models and their scores."""
+    console = Console(record=True, file=io.StringIO(), width=120)
+    for row, query in enumerate(queries):
+        of_row = tokens[tokens["row"] == row]
+        page = Table("model", "response", "score", title=Text(str(of_row["id"].iloc[0])), show_lines=True)
+        for name, response in of_row.groupby("model", sort=False):
+            text = Text.assemble(*zip(response["token"], response["kind"].map(KINDS), strict=True))
+            ending = "" if response["token_id"].iloc[-1] == eos_id else " (no EOS)"
+            page.add_row(name, text, f"{response['reward_logit'].iloc[-1]:.3f}{ending}")
+        console.print(Text(query, style="dim"), page)
+    console.print("rank in the base model:", Text.assemble(*((f" {kind} ", style) for kind, style in KINDS.items())))
+    console.save_html(path)
 
 
-# ---- main --------------------------------------------------------------------------------------------------------
+def measure(folders: dict[str, str], rows: dict, tokenizer, length: int, settings: dict) -> pandas.DataFrame:
+    """Return token_table() of all responses, of up to `length` tokens, to rows of the data, with their row, id and
+    model. `settings` are those of the PPO run. Only one model is in memory at a time."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
+    def load(name: str):
+        load_model = ppo.load_reward_model if name.endswith("_model") else ppo.load_policy
+        return load_model(folders[name], tokenizer).to(device).eval()
 
-def find_models(args: Args) -> tuple[dict[str, str], dict]:
-    """Return the folders {name: folder} of all models, which must have one vocabulary, and the PPO run's settings."""
-    paths = {name: getattr(args, name) for name in ("sft", "ppo", "dpo", "base", "reward_model")}
-    settings = {}
-    if args.ppo and (file := Path(args.ppo) / "args.json").exists():
-        settings = json.loads(file.read_text())
-    if args.ppo and (Path(args.ppo) / "value_model").exists():
-        paths["value_model"] = str(Path(args.ppo) / "value_model")
-    paths = {name: path for name, path in paths.items() if path}
-    first = next(iter(paths))  # SFT where it is there
-    if first == "base":
-        fail("no aligned model: give at least one of --sft, --ppo and --dpo")
-    flags = {name: f"--{name.replace('_', '-')}" for name in paths}
-    folders = {name: ppo.local_checkpoint(flags[name], path) for name, path in paths.items()}
-    vocabulary = ppo.load_tokenizer(folders[first]).get_vocab()
-    for name, folder in folders.items():
-        if ppo.load_tokenizer(folder).get_vocab() != vocabulary:
-            fail(f"{flags[name]} {folder} has another vocabulary than {flags[first]} {folders[first]}")
-    return folders, TRAINING | {name: settings[name] for name in TRAINING if name in settings}
+    def without_padding(name: str) -> list[torch.Tensor]:
+        return [tokens[tokens != tokenizer.pad_token_id] for tokens in rows[name].to(device)]
 
+    def each_response(compute: Callable, model) -> dict[str, list[torch.Tensor]]:
+        return {name: each(compute, model, queries, responses[name]) for name in responses}
 
-def respond(folders: dict[str, str], queries: list, reference: list, tokenizer, training: dict, length: int):
-    """Return the responses {model: n tensors (L,)}, their ranks in the base model, likewise, and log pi - log pi_SFT of
-    the PPO responses: n tensors (L,), or None without these two models. One model is in memory at a time."""
-    responses, ranks, logprobs = {"reference": reference}, {}, {}
-
-    def logprob(model, row, start):
-        return ppo.token_logprobs(logits_of(model, row, start), row[:, start:], training["temperature"])[0]
-
-    # SFT and base also read other models' responses
-    for name in [name for name in ("ppo", "sft", "dpo", "base") if name in folders]:
-        model = ppo.load_policy(folders[name], tokenizer).to(queries[0].device).eval()
-        shown = track(queries, f"responses of {name}", console=Console(stderr=True))
+    queries, responses = without_padding("query_token"), {}
+    for name in [name for name in folders if not name.endswith("_model")]:
+        model, shown = load(name), track(queries, f"responses of {name}", console=Console(stderr=True))
         responses[name] = [greedy(model, query, tokenizer, length) for query in shown]
-        if name in ("ppo", "sft") and {"ppo", "sft"} <= set(folders):
-            logprobs[name] = each(logprob, model, queries, responses["ppo"])
-        if name == "base":
-            ranks = {other: each(ranks_of, model, queries, responses[other]) for other in responses}
         del model
-    logratios = (
-        [policy - sft for policy, sft in zip(logprobs["ppo"], logprobs["sft"], strict=True)] if logprobs else None
-    )
-    return {name: responses[name] for name in MODELS if name in responses}, ranks, logratios
-
-
-def score_responses(folders: dict[str, str], queries: list, responses: dict[str, list], tokenizer) -> tuple[dict, list]:
-    """Return the reward model's logits {model: n tensors (L,)}, {} without one, and the value model's outputs before
-    and at each token of the PPO responses: n tensors (L + 1,), or None."""
-    logits, values = {}, None
-    if "reward_model" in folders:
-        model = ppo.load_reward_model(folders["reward_model"], tokenizer).to(queries[0].device).eval()
+    responses["reference"] = without_padding("reference_response_token")
+    ranked, scored = each_response(ranks, load("base")), each_response(outputs, load("reward_model"))
+    numbers = {name: {"rank": ranked[name], "reward_logit": [x[1:] for x in scored[name]]} for name in responses}
+    if "ppo" in folders:
+        scores, penalty = [x[-1] for x in scored["ppo"]], settings["penalty_reward_value"]
+        for i, response in enumerate(responses["ppo"]):
+            if penalty is not None and response[-1] != tokenizer.eos_token_id:
+                scores[i] = torch.full_like(scores[i], penalty)
+        numbers["ppo"] |= ppo_numbers(load, queries, responses["ppo"], scores, length, settings)
+    tables = []
+    for row, identity in enumerate(rows["id"]):
         for name in responses:
-            logits[name] = [scores[1:] for scores in each(scalars, model, queries, responses[name])]
-        del model
-    if "value_model" in folders:
-        model = ppo.load_reward_model(folders["value_model"], tokenizer).to(queries[0].device).eval()
-        values = each(scalars, model, queries, responses["ppo"])
-    return logits, values
-
-
-def ppo_rewards(responses: list, scores: list, logratios: list, training: dict, eos_id: int) -> list[torch.Tensor]:
-    """Return the rewards of the tokens of the PPO responses, as ppo.py makes them: n tensors as long as logratios."""
-    rewards = []
-    for response, score, logratio in zip(responses, scores, logratios, strict=True):
-        penalty = training["penalty_reward_value"]
-        if penalty is not None and response[-1] != eos_id:
-            score = torch.tensor(float(penalty), device=response.device)
-        length = torch.tensor([len(response)], device=response.device)
-        rewards.append(ppo.token_rewards(score[None], logratio[None], length, training["kl_coef"])[0])
-    return rewards
-
-
-def write_tables(args: Args, rows: dict, responses: dict[str, list], scores: dict[str, list], numbers: dict, tokenizer):
-    """Write the coloured summaries, the overview and the table of tokens."""
-    eos_id = tokenizer.eos_token_id
-    overview, tokens, console = [], [], Console(record=True, file=io.StringIO(), width=120)
-    for name, own in responses.items():
-        row = {"model": name, "responses": len(own), "mean tokens": mean(len(response) for response in own)}
-        row["share with EOS"] = mean(float(response[-1] == eos_id) for response in own)
-        if scores:
-            of_model = torch.stack(scores[name])
-            row |= {"mean score": of_model.mean().item(), "standard deviation": of_model.std().item()}
-        overview.append(row)
-    for i, identity in enumerate(rows["id"]):
-        page = Table("model", "response", "score", title=Text(str(identity)), show_lines=True)
-        for name, own in responses.items():
-            table = token_table(own[i], {key: values[i] for key, values in numbers[name].items()}, tokenizer)
-            tokens.append(table.assign(id=identity, model=name))
-            words = table.dropna(subset="kind")
-            text = Text.assemble(*zip(words["token"], words["kind"].map(KINDS), strict=True))
-            score = f"{scores[name][i]:.3f}" if scores else ""
-            page.add_row(name, text, score + ("" if own[i][-1] == eos_id else " (no EOS)"))
-        if i < args.rows:
-            console.print(Text(rows["query"][i], style="dim"), page)
-    console.print("rank in the base model:", Text.assemble(*((f" {name} ", style) for name, style in KINDS.items())))
-    console.save_html(f"{args.output}.html")
-    tokens = pandas.concat(tokens).set_index(["id", "model"])
-    tokens.loc[rows["id"][: args.rows]].to_csv(f"{args.output}_tokens.csv")
-    places = place_shares(tokens.dropna(subset="kind").reset_index(), eos_id)
-    tables = {"Responses": overview, "Shares of tokens: unshifted / marginal / shifted": places}
-    text = f"# What alignment changed in {args.base}\n"
-    text += "".join(f"\n## {heading}\n\n{markdown(table)}" for heading, table in tables.items())
-    Path(f"{args.output}.md").write_text(text, encoding="utf-8")
-    print(text)
+            columns = {column: values[row] for column, values in numbers[name].items()}
+            table = token_table(responses[name][row], columns, tokenizer)
+            tables.append(table.assign(row=row, id=identity, model=name))
+    return pandas.concat(tables)
 
 
 @torch.no_grad()
 def main(args: Args):
-    folders, training = find_models(args)
-    tokenizer = ppo.load_tokenizer(next(iter(folders.values())))
+    folders = find_models(args)
+    tokenizer = ppo.load_tokenizer(folders["base"])
     data = ppo.load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
     if not 1 <= args.rows <= args.counted <= len(data["validation"]):
         fail(f"--rows {args.rows}, --counted {args.counted}: 1 <= rows <= counted <= {len(data['validation'])} posts")
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
     torch.backends.cuda.enable_cudnn_sdp(False)
-    pad_id = tokenizer.pad_token_id
-    rows, length = data["validation"][: args.counted], args.response_length or training["response_length"]
-    queries = [tokens[tokens != pad_id] for tokens in rows["query_token"].to(device)]
-    reference = [tokens[tokens != pad_id] for tokens in rows["reference_response_token"].to(device)]
-    responses, ranks, logratios = respond(folders, queries, reference, tokenizer, training, length)
-    logits, values = score_responses(folders, queries, responses, tokenizer)
-    scores = {name: [of_tokens[-1] for of_tokens in logits[name]] for name in logits}  # at the last token (Detail 12)
-
-    # {model: {column: n tensors (L,) or, with a row past EOS, (L + 1,)}}
-    numbers = {name: {"rank": ranks[name]} for name in responses}
-    for name in logits:
-        numbers[name]["reward_logit"] = logits[name]
-    if values:
-        numbers["ppo"]["value"] = [of_tokens[:length] for of_tokens in values]  # of the states before the tokens
-    if logratios:
-        logratios = [torch.nn.functional.pad(of_tokens, (0, 1))[:length] for of_tokens in logratios]
-        numbers["ppo"]["logratio"] = logratios
-    if logratios and scores:
-        rewards = ppo_rewards(responses["ppo"], scores["ppo"], logratios, training, tokenizer.eos_token_id)
-        numbers["ppo"]["token_reward"] = rewards
-    write_tables(args, rows, responses, scores, numbers, tokenizer)
+    rows = data["validation"][: args.counted]
+    settings = json.loads(Path(args.ppo, "args.json").read_text()) if args.ppo else {}
+    length = args.response_length or settings.get("response_length", 53)
+    tokens = measure(folders, rows, tokenizer, length, settings)
+    shown = tokens[tokens["row"] < args.rows].drop(columns="row").set_index(["id", "model"])
+    shown.to_csv(f"{args.output}_tokens.csv")
+    tokens = tokens.dropna(subset="kind").reset_index(drop=True)  # without the rows past EOS
+    write_html(f"{args.output}.html", rows["query"][: args.rows], tokens, tokenizer.eos_token_id)
+    text = f"# What alignment changed in {args.base}\n\n## Responses\n\n"
+    text += markdown(overview(tokens, tokenizer.eos_token_id))
+    text += "\n## Shares of tokens: unshifted / marginal / shifted\n\n"
+    text += markdown(place_shares(tokens, tokenizer.eos_token_id))
+    Path(f"{args.output}.md").write_text(text, encoding="utf-8")
+    print(text)
 
 
 if __name__ == "__main__":

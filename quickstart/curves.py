@@ -7,10 +7,13 @@ The reward model's score and the truth, which eval/gold.py wrote to gold.csv, ar
 every --eval-every updates. The KL is the mean over the responses of each update.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
+
+os.environ["MPLBACKEND"] = "agg"  # the backend that a notebook chooses may not be installed here
 
 import pandas
 import tyro

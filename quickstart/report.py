@@ -13,10 +13,13 @@ intervals are bootstrap intervals over the posts, so they say nothing about othe
 The same runs give the same table.csv, to the last digit.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+
+os.environ["MPLBACKEND"] = "agg"  # the backend that a notebook chooses may not be installed here
 
 import metric
 import numpy

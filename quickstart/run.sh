@@ -46,7 +46,7 @@ runs=runs/quickstart/posts-$posts_seed$fast
 
 # ---- environment ----------------------------------------------------------------------------------------------------
 source quickstart/setup.sh requirements.txt
-export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false MPLBACKEND=agg
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)}
 # Apple's GPUs are slower than its CPUs at this size; ACCELERATE_USE_CPU=false uses them all the same
 [[ $(uname) != Darwin ]] || export ACCELERATE_USE_CPU=${ACCELERATE_USE_CPU:-true}

@@ -43,6 +43,8 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Annotated, Literal
 
+os.environ["MPLBACKEND"] = "agg"  # the backend that a notebook chooses may not be installed here
+
 import pandas
 import tyro
 from filelock import FileLock

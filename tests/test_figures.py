@@ -70,7 +70,7 @@ def drawn(tmp_path_factory):
     write_csv(root / "out" / "rm_report_agreement.csv", rows)
     rows = [{"model": m, "pairs": 3, "difference": x, "accuracy": 0.5 + x / 9} for m in MODELS for x in (1.0, 2.0)]
     write_csv(root / "out" / "rm_report_calibration.csv", rows)
-    shown = [(3, "sft", "x", 0.5), (3, "ppo", " \n", 1.5), (4, "ppo", "y", 2.5)]
+    shown = [(3, "sft", "x", 0.5), (3, "ppo", " $$\n", 1.5), (4, "ppo", "y", 2.5)]
     rows = [{"id": i, "model": m, "position": 0, "token": t, "value": x, "token_reward": -x} for i, m, t, x in shown]
     rows = [row | {"reward_logit": ""} for row in rows]
     write_csv(root / "out" / "tokens_tokens.csv", rows)
@@ -100,37 +100,39 @@ def test_learning_curves(drawn, number, stage):
 
 
 def test_a_long_curve_is_a_moving_mean_at_few_points_and_ends_with_the_shorter_run():
-    lines = [{"episode": 2 * u, "k": float(u % 7)} for u in range(1, 1001)]
+    lines = [{"episode": 2 * u, "loss/train": float(u % 7)} for u in range(1, 1001)]
     lines = [{"update": 0, "loss/eval": 1.0}, *lines]  # before the first update, as sft.py
-    rows = figures.curves_panel({("sft", "m", 1): lines}, "sft", figures.Args(("m",), (1,)), "k", "t").lines["m"]
-    rows = rows.to_dict("records")
+    args = figures.Args(("m",), (1, 2, 3))  # no seed 3
+    rows = figures.learning_curves(args, {("sft", "m", 1): lines}, "sft")["training loss"]["m"].to_dict("records")
     assert len(rows) == figures.POINTS and rows[0] | {"y": 0} == {"x": 2, "y": 0, "sd": 0.0, "n": 1}
     assert rows[-1]["x"] == 2000 and rows[-1]["y"] == pytest.approx(sum(u % 7 for u in range(951, 1001)) / 50)
     row = rows[1]  # before there are 50 updates, of those that there are
     assert row["y"] == pytest.approx(numpy.mean([u % 7 for u in range(1, row["x"] // 2 + 1)]))
-    runs = {("sft", "m", seed): [{"episode": u, "k": 1.0 * seed} for u in range(1, n)] for seed, n in ((1, 4), (2, 9))}
-    rows = figures.curves_panel(runs, "sft", figures.Args(("m",), (1, 2, 3)), "k", "t").lines["m"]  # no seed 3
-    assert rows[["x", "y", "n"]].values.tolist() == [[1, 1.5, 2], [2, 1.5, 2], [3, 1.5, 2]]
+    rows = [{"update": u, "episode": u, "loss/train": 1.0} for u in range(1, 9)]
+    runs = {("sft", "m", 1): rows[:3], ("sft", "m", 2): [row | {"loss/train": 2.0} for row in rows]}
+    table = figures.learning_curves(args, runs, "sft")["training loss"]["m"]
+    assert table[["x", "y", "n"]].values.tolist() == [[1, 1.5, 2], [2, 1.5, 2], [3, 1.5, 2]]
+    missing = figures.missing_runs(args, runs)[:2]
+    assert missing == ["runs/sft/m/1 ends after 3 of 8 updates, so the mean curves end there", "no run runs/sft/m/3"]
 
 
 def test_accuracies_and_rouge_by_size_with_the_paper_s_where_it_has_them(drawn):
     frame = read(drawn, 5)
-    frame = frame[frame["panel"] == "accuracy"]
-    for series, less in (("TL;DR", 0), ("CNN/DM", 0.25)):
-        rows = frame[frame["series"] == series]
+    for panel, less, paper in ((figures.VALIDATION, 0, [0.689, 0.004]), (figures.CNNDM, 0.25, [0.686, 0.003])):
+        rows = frame[(frame["panel"] == panel) & (frame["series"] == "reward model")]
         found = {(row.x, int(row.seed)): row.y for row in rows.itertuples()}
         assert found == {key: accuracy - less for key, accuracy in ACCURACY.items()}
-    papers = frame[frame["series"].str.startswith("paper")]
-    assert papers[["x", "y", "sd"]].to_numpy().tolist() == [["6.9b", 0.689, 0.004], ["6.9b", 0.686, 0.003]]
+        rows = frame[frame["series"] == f"paper, {panel}"]
+        assert rows[["x", "y", "sd"]].to_numpy().tolist() == [["6.9b", *paper]]
     rouge = read(drawn, 4)
-    rouge = rouge[rouge["panel"] == "ROUGE-L, validation"]
+    rouge = rouge[rouge["panel"] == "ROUGE-L"]
     assert rouge["x"].tolist() == ["6.9b"] * 2 + ["s"] * 2 and rouge["y"].tolist() == [0.1, 0.2] * 2
     seventh = read(drawn, 7)
     assert seventh[seventh["series"] == "reward model"]["y"].tolist() == [*AGREEMENT.values()]
     curve = seventh[(seventh["series"] == "s") & (seventh["panel"] == "calibration")]
     assert curve[["x", "y", "n"]].astype(float).values.tolist() == [[1.0, 0.611111, 3], [2.0, 0.722222, 3]]
     implicit = read(drawn, 8)
-    implicit = implicit[implicit["series"] == "DPO, implicit"]
+    implicit = implicit[(implicit["series"] == "DPO") & (implicit["panel"] == figures.VALIDATION)]
     assert implicit["y"].tolist() == [0.5, 0.75] and set(implicit["x"]) == {"6.9b"}
 
 
@@ -148,7 +150,7 @@ def test_win_rates_by_size_length_and_length_ratio_and_tokens(drawn):
     assert found == [[-1.25, 0.1, 0.01, 7], [-0.75, 0.2, 0.02, 7], [1.25, 0.3, 0.03, 7]]
     ninth = read(drawn, 9)  # the tokens of the first PPO response
     found = ninth[["series", "x", "y", "label"]].values.tolist()
-    assert found == [["token_reward", 0, -1.5, " \\n"], ["value", 0, 1.5, " \\n"]]
+    assert found == [["token_reward", 0, -1.5, " $$\\n"], ["value", 0, 1.5, " $$\\n"]]
 
 
 def test_the_numbers_of_the_table(drawn):
@@ -179,3 +181,13 @@ def test_figures_sh_calls_the_tools_with_flags_that_they_know(tmp_path):
     assert args[2].judged == "runs/judge_x-y.py-score_of_pairs_validation.csv"
     assert (args[3].ppo, args[3].dpo) == ("runs/ppo/b/1", None)
     assert args[4] == figures.Args(("a", "b"), (1, 2), "runs", "runs/figures", "x/y.py:score")
+
+
+@pytest.mark.parametrize(
+    "tool", ["eval/figures", *(f"quickstart/{x}" for x in ("curves", "report", "score")), "ensembles/figures"]
+)
+def test_the_backend_of_a_notebook_is_not_needed(tool):
+    environment = os.environ | {"MPLBACKEND": "missing"}
+    subprocess.run(
+        [sys.executable, ROOT / f"{tool}.py", "--help"], env=environment, check=True, stdout=subprocess.DEVNULL
+    )

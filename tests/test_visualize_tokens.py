@@ -79,8 +79,9 @@ def written(request, made, tmp_path_factory) -> SimpleNamespace:
 
 def test_shares_by_place_by_hand():
     ranks = [(5, [1, 9]), (0, [2]), (5, [4]), (0, [1]), (5, [3, 1, 1, 1]), (0, [7])]  # (token, ranks): 0 is EOS
-    rows = [(token, visualize_tokens.kind(rank)) for token, found in ranks for rank in found]
-    tokens = pandas.DataFrame(rows, columns=["token_id", "kind"]).assign(model="m")
+    rows = [(token, rank) for token, of_place in ranks for rank in of_place]
+    tokens = pandas.DataFrame(rows, columns=["token_id", "rank"]).assign(model="m")
+    tokens["kind"] = ["unshifted" if rank == 1 else "marginal" if rank < 4 else "shifted" for rank in tokens["rank"]]
     tokens["position"] = [0, 1, 2, 0, 1, 0, 1, 2, 3, 0]
     [found] = visualize_tokens.place_shares(tokens, 0)
     assert found == {
@@ -154,24 +155,31 @@ def test_every_number_is_that_of_a_single_row(made, written):
     assert order == [(made.data[i]["id"], name) for i in range(5) for name in MODELS]
 
 
-def test_one_aligned_model_is_enough(made, tmp_path):
-    """Without other models there are ranks, and all other numbers are empty."""
-    given = made.args | {"rows": 7, "reward_model": None, "sft": None, "dpo": None}
-    given["ppo"] = str(made.folders["ppo"])  # a checkpoint folder: nothing beside it
+def test_without_ppo_there_are_ranks_and_scores(made, tmp_path):
+    given = made.args | {"rows": 7, "ppo": None, "dpo": None}
     visualize_tokens.main(visualize_tokens.Args(**given, output=str(tmp_path / "x")))
     tokens = pandas.read_csv(tmp_path / "x_tokens.csv", keep_default_na=False).astype({"rank": int})
-    assert set(tokens[visualize_tokens.NUMBERS].to_numpy().flatten()) == {""}
+    assert set(tokens[["value", "logratio", "token_reward"]].to_numpy().flatten()) == {""}
     lines = (tmp_path / "x.md").read_text().splitlines()
-    for name in ("base", "ppo", "reference"):  # all 7 counted responses are shown
+    for name in ("base", "sft", "reference"):  # all 7 counted responses are shown
         mine = tokens[tokens["model"] == name]
         eos = (mine["token_id"] == made.tokenizer.eos_token_id).sum()
-        assert f"| {name} | 7 | {len(mine) / 7:.4g} | {eos / 7:.4g} |" in lines
+        scores = mine.groupby("id")["reward_logit"].last().astype(float)
+        expected = f"| {name} | 7 | {len(mine) / 7:.4g} | {eos / 7:.4g} | {scores.mean():.4g} | {scores.std():.4g} |"
+        assert expected in lines
+
+
+def test_a_character_of_several_tokens_is_shown_at_the_last(made):
+    for text in ("a\u00e9b", "\U0001f600 c\u00e9", "\u4f60\n"):
+        tokens = torch.tensor(made.tokenizer(text)["input_ids"])
+        texts = visualize_tokens.token_texts(tokens, made.tokenizer)
+        assert len(texts) == len(tokens) > len(text) and "".join(texts) == text
+        assert "\ufffd" not in texts
 
 
 def test_bad_input_is_one_message(made, world, tmp_path):
     give_other_tokenizer(world, Path(shutil.copytree(made.folders["sft"], tmp_path / "other")))
     for changes, named in (
-        ({"sft": None, "ppo": None, "dpo": None}, "--sft, --ppo and --dpo"),
         ({"reward_model": f"{tmp_path}/other"}, f"--reward-model {tmp_path}/other"),
         ({"counted": 17}, "--counted 17"),
     ):
