@@ -101,9 +101,9 @@ def read_results(args: Args, folders: dict[tuple, Path]) -> pandas.DataFrame:
     return pandas.DataFrame(results)
 
 
-def draw_series(axis: Axes, rows: pandas.DataFrame, i: int, name: str, models: tuple[str, ...]):
+def draw_series(axis: Axes, rows: pandas.DataFrame, i: int, name: str, xlabel: str, models: tuple[str, ...]):
     """Draw y over x in the i-th color, line style and marker: a line with a band of one standard deviation, a point per
-    run, or, if x is the name of a model, means with one standard deviation beside the runs."""
+    run, or, if x is the name of a model, means with one standard deviation beside the runs. xlabel is that of lines."""
     style = {"color": f"C{i}", "linestyle": LINES[i % len(LINES)], "marker": MARKERS[i % len(MARKERS)], "label": name}
     if rows["x"].isin(models).all():
         rows = rows.assign(x=rows["x"].map(models.index) + 0.04 * i)  # so that no series hides another
@@ -112,9 +112,12 @@ def draw_series(axis: Axes, rows: pandas.DataFrame, i: int, name: str, models: t
             rows = rows.groupby("x")["y"].agg(y="mean", sd="std").reset_index()
         axis.errorbar(rows["x"], rows["y"], rows["sd"].fillna(0), capsize=3, **style)
         axis.set_xticks(range(len(models)), models)
+        axis.set_xlabel("model")
     elif "seed" in rows:
+        axis.set_xlabel("mean summary length (tokens)")
         axis.plot(rows["x"], rows["y"], **style | {"linestyle": ""})
     else:
+        axis.set_xlabel(xlabel)
         axis.plot(rows["x"], rows["y"], markevery=max(1, len(rows) // 10), **style)
         if "sd" in rows:
             low, high = rows["y"] - rows["sd"], rows["y"] + rows["sd"]
@@ -123,7 +126,7 @@ def draw_series(axis: Axes, rows: pandas.DataFrame, i: int, name: str, models: t
             axis.set_xticks(rows["x"], rows["label"], rotation=90, fontsize=7, parse_math=False)
 
 
-def write_figure(path: Path, title: str, panels: dict[str, dict], models: tuple[str, ...]) -> bool:
+def write_figure(path: Path, title: str, xlabel: str, panels: dict[str, dict], models: tuple[str, ...]) -> bool:
     """Draw panels {title: {name of a series: table}} and write path.png and path.csv. The columns of a table are x, y
     and, where they apply, seed, sd, n and label. Returns False, and writes nothing, if all tables are empty."""
     tables = {(panel, name): rows for panel in panels for name, rows in panels[panel].items() if len(rows)}
@@ -136,7 +139,7 @@ def write_figure(path: Path, title: str, panels: dict[str, dict], models: tuple[
     figure.suptitle(title)
     axes = {panel: figure.add_subplot(lines, columns, i, title=panel) for i, panel in enumerate(titles, 1)}
     for (panel, name), rows in tables.items():
-        draw_series(axes[panel], rows, names.index(name), name, models)
+        draw_series(axes[panel], rows, names.index(name), name, xlabel, models)
         axes[panel].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))  # where it hides nothing
     figure.savefig(f"{path}.png", dpi=75)
     table = pandas.concat(tables, names=["panel", "series"]).reset_index(["panel", "series"])
@@ -180,7 +183,7 @@ def by_length(results: pandas.DataFrame, *stages: str) -> dict[str, dict]:
     runs = results[results["stage"].isin(stages)].rename(columns={"tokens": "x", "win rate": "y"})
     groups = runs.dropna(subset=["x", "y"]).groupby(["stage", "model"], sort=False)
     series = {f"{STAGES[stage]} {model}": rows[["seed", "x", "y"]] for (stage, model), rows in groups}
-    return {"win rate over mean summary length (tokens)": series}
+    return {"win rate by length": series}
 
 
 def by_length_ratio(args: Args, folders: dict[tuple, Path]) -> dict[str, dict]:
@@ -203,7 +206,7 @@ def calibration(folder: str) -> dict[str, dict]:
     x = numpy.linspace(0, table["x"].max(), 50)
     series = {"1 / (1 + exp(-x))": pandas.DataFrame({"x": x, "y": 1 / (1 + numpy.exp(-x))})}
     series |= {model: rows[["x", "y", "n"]] for model, rows in table.groupby("model", sort=False)}
-    return {"calibration": series}
+    return {"accuracy by score difference": series}
 
 
 def by_token(folder: str) -> dict[str, dict]:
@@ -222,7 +225,7 @@ def by_token(folder: str) -> dict[str, dict]:
 
 
 def figures(args: Args, folders: dict[tuple, Path], metrics: dict, results: pandas.DataFrame) -> dict[str, tuple]:
-    """Return {file name: (title, panels of write_figure)}."""
+    """Return {file name: (title, x label of lines, panels)}, as write_figure takes them."""
     over_models = partial(by_model, args, results)
     accuracy = over_models(VALIDATION, "reward") | over_models(CNNDM, "reward")
     agreement = over_models(AGREEMENT, "reward") | calibration(args.output_dir)
@@ -230,18 +233,18 @@ def figures(args: Args, folders: dict[tuple, Path], metrics: dict, results: pand
     ratios = by_length_ratio(args, folders)
     largest = f"{args.models[-1]}, seed {args.seeds[0]}"
     curves = {stage: learning_curves(args, metrics, stage) for stage in CURVES}
-    ratio, episodes = "log(summary length / reference length)", "over episodes"
+    ratio, of_rewards = "log(summary length / reference length)", "Reward models: agreement, and calibration"
     return {
-        "figure_1": ("Win rate against the references", over_models("win rate", "sft", "dpo", "ppo")),
-        "figure_4": (f"SFT {episodes}", curves["sft"] | over_models("ROUGE-L", "sft")),
-        "figure_5": (f"Reward model {episodes}", curves["reward"] | accuracy),
-        "figure_7": ("Reward models: agreement, and accuracy over score difference", agreement),
-        "figure_8": (f"DPO {episodes}", curves["dpo"] | over_models(VALIDATION, "reward", "dpo")),
-        "figure_9": ("Rewards and values of a PPO response", by_token(args.output_dir)),
-        "figure_10": (f"PPO {episodes}", curves["ppo"]),
-        "figure_11": ("PPO with and without whitened rewards", whitened),
-        "figure_12": (f"Win rate over {ratio}", by_length(results, *POLICIES) | {largest: ratios[largest]}),
-        "figure_13": (f"Win rate over {ratio}", ratios),
+        "figure_1": ("Win rate against the references", "", over_models("win rate", "sft", "dpo", "ppo")),
+        "figure_4": ("SFT", "episodes", curves["sft"] | over_models("ROUGE-L", "sft")),
+        "figure_5": ("Reward model", "episodes", curves["reward"] | accuracy),
+        "figure_7": (of_rewards, "score difference", agreement),
+        "figure_8": ("DPO", "episodes", curves["dpo"] | over_models(VALIDATION, "reward", "dpo")),
+        "figure_9": ("Rewards and values of a PPO response", "token", by_token(args.output_dir)),
+        "figure_10": ("PPO", "episodes", curves["ppo"]),
+        "figure_11": ("PPO with and without whitened rewards", "", whitened),
+        "figure_12": ("Win rate by length", ratio, by_length(results, *POLICIES) | {largest: ratios[largest]}),
+        "figure_13": ("Win rate by length", ratio, ratios),
     }
 
 
@@ -293,8 +296,8 @@ def main(args: Args):
     metrics = {key: read_metrics(run, may_be_empty=True) for key, run in with_metrics.items()}
     results = read_results(args, folders)
     missing = missing_runs(args, metrics)
-    for name, (title, panels) in figures(args, folders, metrics, results).items():
-        if not write_figure(Path(args.output_dir, name), title, panels, args.models):
+    for name, figure in figures(args, folders, metrics, results).items():
+        if not write_figure(Path(args.output_dir, name), *figure, args.models):
             missing.append(f"{name}: nothing to draw")
     judge = f", judged by {args.judge}" if args.judge else ""
     tables = {"Paper / ours": paper_table(results, args.models)}

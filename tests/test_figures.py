@@ -129,7 +129,7 @@ def test_accuracies_and_rouge_by_size_with_the_paper_s_where_it_has_them(drawn):
     assert rouge["x"].tolist() == ["6.9b"] * 2 + ["s"] * 2 and rouge["y"].tolist() == [0.1, 0.2] * 2
     seventh = read(drawn, 7)
     assert seventh[seventh["series"] == "reward model"]["y"].tolist() == [*AGREEMENT.values()]
-    curve = seventh[(seventh["series"] == "s") & (seventh["panel"] == "calibration")]
+    curve = seventh[(seventh["series"] == "s") & (seventh["panel"] == "accuracy by score difference")]
     assert curve[["x", "y", "n"]].astype(float).values.tolist() == [[1.0, 0.611111, 3], [2.0, 0.722222, 3]]
     implicit = read(drawn, 8)
     implicit = implicit[(implicit["series"] == "DPO") & (implicit["panel"] == figures.VALIDATION)]
