@@ -43,6 +43,8 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
+os.environ["MPLBACKEND"] = "agg"  # the backend that a notebook chooses may not be installed here
+
 import datasets
 import pandas as pd
 import pyarrow.parquet

@@ -12,12 +12,15 @@ of the summary that the shortened post has too; a copied 4-gram, four words in a
 """
 
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, median
+
+os.environ["MPLBACKEND"] = "agg"  # the backend that a notebook chooses may not be installed here
 
 import pandas
 import torch

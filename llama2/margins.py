@@ -6,9 +6,12 @@ This reads RUNS/{noisy,true}/{none,small,large}/{seed}/eval/accuracy.csv, which 
 OUTPUT_DIR/margins.csv (mean and sample standard deviation over seeds) and margins.png.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+os.environ["MPLBACKEND"] = "agg"  # the backend that a notebook chooses may not be installed here
 
 import pandas
 import tyro
