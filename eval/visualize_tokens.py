@@ -204,10 +204,11 @@ def measure(folders: dict[str, str], rows: dict, tokenizer, length: int, setting
     """Return token_table() of all responses, of up to `length` tokens, to rows of the data, with their row, id and
     model. `settings` are those of the PPO run. Only one model is in memory at a time."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    width = rows["query_token"].shape[1] + max(length, rows["reference_response_token"].shape[1])
 
     def load(name: str):
         load_model = ppo.load_reward_model if name.endswith("_model") else ppo.load_policy
-        return load_model(folders[name], tokenizer).to(device).eval()
+        return load_model(folders[name], tokenizer, width).to(device).eval()
 
     def without_padding(name: str) -> list[torch.Tensor]:
         return [tokens[tokens != tokenizer.pad_token_id] for tokens in rows[name].to(device)]
