@@ -29,7 +29,7 @@ from scipy import stats
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
 
-from eval_helpers import fail, or_fail  # noqa: E402
+from eval_helpers import fail, files_below, or_fail  # noqa: E402
 from run_metrics import read_metrics  # noqa: E402
 
 METHODS = {  # name, color, marker
@@ -104,7 +104,7 @@ def read_runs(sources: tuple[str, ...]) -> pandas.DataFrame:
         if source.is_file():
             with or_fail(f"{source} cannot be read"):
                 runs += map(json.loads, source.read_text().splitlines())
-        for file in sorted(source.rglob("args.json")):
+        for file in files_below(source, "**/args.json"):
             with or_fail(f"the run in {file.parent} cannot be read"):
                 settings = json.loads(file.read_text())
                 if (file.parent / "best_of_n.csv").exists():

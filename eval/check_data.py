@@ -23,6 +23,8 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from eval_helpers import cores  # noqa: E402
+
 from tldr_dataset import fail, or_fail  # noqa: E402
 
 
@@ -78,7 +80,7 @@ def main(args: Args):
     for split, rows in splits.items():
         with or_fail(f"{args.data}: {split} cannot be read. Make it again"), tempfile.TemporaryDirectory() as folder:
             widths = {column: len(rows[0][column]) for column in rows.column_names if column.endswith("_token")}
-            settings = {"num_proc": os.cpu_count() if len(rows) > 1000 else None, "new_fingerprint": "damage"}
+            settings = {"num_proc": cores() if len(rows) > 1000 else None, "new_fingerprint": "damage"}
             settings |= {"cache_file_name": f"{folder}/rows.arrow", "remove_columns": rows.column_names}
             found = rows.map(partial(find_damage, tokenizer=tokenizer, widths=widths), desc=split, **settings)
             damages = {i: damage for i, damage in enumerate(found["damage"]) if damage}

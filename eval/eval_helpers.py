@@ -1,5 +1,6 @@
 """Helpers that the tools share. The stage scripts have copies of their own."""
 
+import glob
 import importlib.util
 import os
 import subprocess
@@ -68,6 +69,16 @@ def nucleus(logits, top_p: float):
     return logits.new_empty(logits.shape).scatter_(1, order, ordered)
 
 
+def files_below(folder: str | Path, pattern: str) -> list[Path]:
+    """Return the sorted paths below a folder that match a pattern such as **/args.json, also behind symbolic links."""
+    return sorted(Path(folder, name) for name in glob.glob(pattern, root_dir=folder, recursive=True))
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use, which on a cluster are fewer than the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 class Job(NamedTuple):
     """A command, the log that it appends to, and the file that it leaves behind (None for data)."""
 
@@ -82,7 +93,7 @@ def run_jobs(jobs: Iterable[Job], side_by_side: int, root: Path):
     once the others have run."""
     if side_by_side < 1:
         fail(f"--jobs {side_by_side}: at least 1")
-    jobs, environment = list(jobs), os.environ | {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // side_by_side))}
+    jobs, environment = list(jobs), os.environ | {"OMP_NUM_THREADS": str(max(1, cores() // side_by_side))}
 
     def exit_code(job: Job) -> int:
         job.log.parent.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,7 @@ from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import fail, one_line, or_fail, save_checkpoint  # noqa: E402
+from eval_helpers import fail, files_below, one_line, or_fail, save_checkpoint  # noqa: E402
 
 import tldr_dataset  # noqa: E402
 from ppo import local_checkpoint  # noqa: E402
@@ -84,7 +84,7 @@ def parse_source(text: str) -> dict:
         fail(f"--sources {text}: write name=reader:path[:split][:tag]; the readers are {', '.join(READERS)}")
     path = Path(match["path"]).expanduser()
     endings = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
-    files = [file for file in sorted(path.rglob("*") if path.is_dir() else [path]) if file.name.endswith(endings)]
+    files = [file for file in (files_below(path, "**") if path.is_dir() else [path]) if file.name.endswith(endings)]
     if not files or not files[0].is_file():
         fail(f"--sources {text}: {path} is no file and has no files that end in {', '.join(endings)}")
     return {"files": files} | match.groupdict()

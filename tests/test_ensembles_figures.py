@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import statistics
 from pathlib import Path
 
@@ -56,7 +57,9 @@ def test_what_is_read(tmp_path, monkeypatch):
     write_json(Path("a/args.json"), {"stage": "reward"})
     make_ppo("single/4", ["a"], seed=4)
     make_ppo("warm", ["warm/model"], kl=0.5)
-    make_ppo("uwo", ["a", "b", "c"], "uwo", golds=(3.0, 2.0, 1.0))
+    folder = make_ppo("uwo", ["a", "b", "c"], "uwo", golds=(3.0, 2.0, 1.0))
+    shutil.move(folder, "disk")  # another one
+    folder.symlink_to(Path("disk").resolve())
     make_best_of_n("five", ["a", "b"], {"single_1": 7, "single": 1, "mean": 2, "wco": 3, "uwo": 4}, seed=2)
     make_best_of_n("warm", ["warm"], {"single_1": 5, "single": 5}, seed=2)
     write_json(Path("runs/sft/args.json"), {"stage": "sft"})

@@ -53,7 +53,7 @@ from transformers import (
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "eval")]
 
-from eval_helpers import fail  # noqa: E402
+from eval_helpers import cores, fail  # noqa: E402
 
 from reward import data_order  # noqa: E402
 
@@ -378,7 +378,7 @@ def machine(device: str) -> str:
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{(names or [platform.machine()])[0]}, {os.cpu_count()} cores, torch {torch.__version__}"
+    return f"{(names or [platform.machine()])[0]}, {cores()} cores, torch {torch.__version__}"
 
 
 def measure(stage: str, args: Args, work: Path) -> list[dict]:
@@ -420,7 +420,7 @@ def main(args: Args):
         fail("--script is a copy of one stage's script: name one stage")
     if args.peer != "none" and ("ppo" in args.stages) != (args.peer == "trl-1.11.0"):
         fail("ppo is compared with trl-1.11.0, the last version that has it, and the other stages with trl-1.16.0")
-    settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(os.cpu_count())}
+    settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(cores())}
     for key, value in (settings | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}).items():
         os.environ.setdefault(key, value)  # for ours and the peer's
     source = args.runs or (args.raw if Path(args.raw, "tldr_posts").exists() else "/generated")
