@@ -16,7 +16,6 @@ import os
 import re
 import sys
 from dataclasses import dataclass
-from math import sqrt
 from pathlib import Path
 from statistics import fmean, median
 
@@ -33,7 +32,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "eval"), str(ROOT / "quickstart")]
 
-from eval_helpers import markdown  # noqa: E402
+from eval_helpers import markdown, wilson, wins  # noqa: E402
 from metric import log_ratios  # noqa: E402
 from report import bootstrap_interval  # noqa: E402
 from rm_report import calibration  # noqa: E402
@@ -65,13 +64,6 @@ class Args:
     """folder of tldr_dataset.py that they were trained on"""
     output: Path = ROOT / "benchmark" / "results" / "pretrained"
     """folder of the tables and the picture"""
-
-
-def wilson(hits: float, n: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share of `hits` in n independent trials."""
-    z, share = 1.96, hits / n
-    centre, width = share + z * z / (2 * n), z * sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return (centre - width) / (1 + z * z / n), (centre + width) / (1 + z * z / n)
 
 
 def words_of(text: str) -> list[str]:
@@ -144,7 +136,7 @@ def agreement_rows(args: Args) -> tuple[list[dict], list[dict]]:
     for stage, name in (("reward", "reward model"), ("dpo", "DPO, implicit")):
         rewards = pandas.read_csv(args.runs / stage / "eval" / "pairs_validation.csv")
         gaps = (rewards["chosen_reward"] - rewards["rejected_reward"]).to_numpy()
-        hits[name] = list((gaps > 0).astype(float))
+        hits[name] = list(wins(rewards["chosen_reward"], rewards["rejected_reward"]))
         if stage == "reward":
             bins, error = calibration(gaps, 5)
     table = []

@@ -32,7 +32,7 @@ from rich.progress import track
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import save_checkpoint  # noqa: E402
+from eval_helpers import save_checkpoint, wins  # noqa: E402
 
 from ppo import fail, load_reward_model, load_splits, load_tokenizer, local_checkpoint, or_fail, rounded_width  # noqa: E402
 
@@ -78,18 +78,17 @@ def same_base(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> f
 def accuracies(model, pairs, pad_id: int, size: int, name: str) -> dict[str, float]:
     """Return {"all" or a value of the column `batch`: share of the pairs whose chosen response scores higher, ties
     half}."""
-    wins, device = defaultdict(list), next(model.parameters()).device
+    won, device = defaultdict(list), next(model.parameters()).device
     for start in track(range(0, len(pairs), size), name, console=Console(stderr=True), transient=True):
         batch = pairs[start : start + size]
         chosen = last_rewards(model, batch["query_chosen_token"].to(device), pad_id)
         rejected = last_rewards(model, batch["query_rejected_token"].to(device), pad_id)
         same = (batch["query_chosen_token"] == batch["query_rejected_token"]).all(1).to(device)
-        tied = same | ((chosen - rejected).abs() <= 1e-6 * (chosen.abs() + rejected.abs()))  # equal but for rounding
-        won = torch.where(tied, 0.5, (chosen > rejected).float()).tolist()
-        for label, win in zip(batch.get("batch", []), won, strict=False):
-            wins[label].append(win)
-        wins["all"] += won
-    return {label: sum(wins[label]) / len(wins[label]) for label in sorted(wins)}
+        hits = torch.where(same, 0.5, wins(chosen, rejected)).tolist()
+        for label, hit in zip(batch.get("batch", []), hits, strict=False):
+            won[label].append(hit)
+        won["all"] += hits
+    return {label: sum(won[label]) / len(won[label]) for label in sorted(won)}
 
 
 def main(args: Args):
@@ -108,7 +107,8 @@ def main(args: Args):
             fail(f"{path} has another tokenizer than {first}: their weights do not mean the same")
     pairs = load_splits("--preference-dataset", args.preference_dataset, COLUMNS, tokenizer)["validation"]
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    models = {path: load_reward_model(folder, tokenizer).eval() for path, folder in folders.items()}
+    width = max(len(pairs[0][key]) for key in COLUMNS[2:])
+    models = {path: load_reward_model(folder, tokenizer, width).eval() for path, folder in folders.items()}
     states = {path: model.model.state_dict() for path, model in models.items()}
     for path, state in states.items():
         shapes, wanted = ({name: tensor.shape for name, tensor in x.items()} for x in (state, states[first]))

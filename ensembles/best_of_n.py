@@ -40,7 +40,7 @@ from transformers import DynamicCache
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import fail, load_function, markdown, nucleus, or_fail  # noqa: E402
+from eval_helpers import fail, load_function, markdown, nucleus, or_fail, tied  # noqa: E402
 
 from ppo import (  # noqa: E402
     RewardModel,
@@ -260,7 +260,7 @@ def bon_values(objective: numpy.ndarray, values: list[numpy.ndarray], weights: n
     order = objective.argsort(1)
     ordered = numpy.take_along_axis(objective, order, 1)
     new = numpy.ones(ordered.shape, bool)  # differs from the sample before it
-    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    new[:, 1:] = ~tied(ordered[:, 1:], ordered[:, :-1])
     group = new.ravel().cumsum() - 1
     expected = []
     for value in values:

@@ -5,7 +5,8 @@
     python reward.py --preference-dataset data/alpaca/labelled/noise_25 --dataset data/alpaca/sft ...
 
 The better answer becomes the chosen one. Sampling noise depends on (seed, prompt, answer), so the batch size does not
-change the answers. Pairs are left out if the answers or their rewards are equal, or if an answer did not reach EOS.
+change the answers. Pairs are left out if the answers are equal, if their rewards are (rounding aside), or if an answer
+did not reach EOS.
 Labels that are flipped at a lower share are also flipped at a higher one, so the data sets differ in nothing else.
 
 OUTPUT_DIR/noise_N, one for each value of --label-noise (N in percent), holds train and validation in the columns of
@@ -29,7 +30,7 @@ from transformers import GenerationConfig, LogitsProcessor
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import fail, load_function, nucleus, or_fail  # noqa: E402
+from eval_helpers import fail, load_function, nucleus, or_fail, tied  # noqa: E402
 
 from ppo import (  # noqa: E402
     RewardModel,
@@ -205,7 +206,7 @@ def main(args: Args):
             kept = []
             for prompt, pair in zip(prompts, pairs, strict=True):
                 ended = all(answer["tokens"][-1] == tokenizer.eos_token_id for answer in pair)
-                if ended and pair[0]["tokens"] != pair[1]["tokens"] and pair[0]["gold"] != pair[1]["gold"]:
+                if ended and pair[0]["tokens"] != pair[1]["tokens"] and not tied(pair[0]["gold"], pair[1]["gold"]):
                     kept.append((prompt, pair))
             print(f"{split}: {len(kept)} pairs of {len(pairs)} prompts")
             if not kept:

@@ -1,11 +1,15 @@
 """Helpers that the tools share. The stage scripts have copies of their own."""
 
 import glob
+import hashlib
 import importlib.util
 import os
+import re
 import subprocess
+import sys
 from collections.abc import Iterable
 from contextlib import contextmanager
+from math import inf
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from statistics import mean, stdev
@@ -13,6 +17,11 @@ from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import track
+
+# relative; float32 forward passes in other batches and sums in another order differ by less, scores that mean more
+TIE = 1e-6
+# scripts without spaces between words: Thai, Lao, Burmese, Khmer, Japanese, Chinese
+SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"
 
 
 def fail(message: str):
@@ -27,6 +36,12 @@ def or_fail(message: str):
         yield
     except Exception as error:  # each file format raises its own kinds of error
         fail(f"{message} ({error!r:.300})")
+
+
+def at_least(flag: str, value: float, least: float):
+    """End with an error if a flag's value is below `least` or not finite."""
+    if not least <= value < inf:
+        fail(f"{flag} {value}: at least {least}")
 
 
 def one_line(error: Exception) -> str:
@@ -50,13 +65,50 @@ def with_sd(values, digits: int = 3) -> str:
 
 
 def load_function(flag: str, value: str):
-    """Return the function that a flag's value path.py:function names."""
+    """Return the function that a flag's value path.py:function names. As under `python path.py`, its file can import
+    neighbours, and dataclasses find their module."""
     path, _, name = value.rpartition(":")
     with or_fail(f"{flag} {value}: no function there"):
-        spec = importlib.util.spec_from_file_location("named_function", path)
-        module = importlib.util.module_from_spec(spec)
+        sys.path.insert(0, str(Path(path).resolve().parent))
+        spec = importlib.util.spec_from_file_location(f"file_{Path(path).stem}", path)
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return getattr(module, name)
+
+
+def digest_of(path: Path) -> str:
+    """Return a short digest of a file's bytes. It begins with h, so that pandas does not read it as a number."""
+    return f"h{hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a text, or its characters where they belong to a script without spaces."""
+    return re.findall(f"[{SPACELESS}]|[^\\s{SPACELESS}]+", text)
+
+
+def result_name(judge: str, rest: str = "") -> str:
+    """Return what the names of judge.py's files begin with. It is shortened to what file systems take."""
+    name = f"judge_{re.sub('[^A-Za-z0-9.-]+', '-', judge)}{rest}"
+    return name if len(name.encode()) <= 200 else f"{name[:40]}_{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+
+
+def tied(a, b):
+    """Return whether two scores (numbers, arrays or tensors) are equal but for rounding."""
+    return abs(a - b) <= TIE * (1 + abs(a) + abs(b))
+
+
+def wins(a, b):
+    """Return 1, 0.5 or 0 where the score a is above, as or below the score b (numbers, arrays or tensors)."""
+    tie = 1.0 * tied(a, b)
+    return 0.5 * tie + (1 - tie) * (a > b)
+
+
+def wilson(hits, n):
+    """Return Wilson's 95 % interval of a share of `hits` in n independent trials (numbers or arrays). It has a width at
+    0 and 1, where a bootstrap interval has none. Ties that count as half a hit make it wider than necessary."""
+    z = 1.96
+    middle, width = 2 * hits + z * z, z * (z * z + 4 * hits * (1 - hits / n)) ** 0.5
+    return (middle - width) / (2 * (n + z * z)), (middle + width) / (2 * (n + z * z))
 
 
 def nucleus(logits, top_p: float):

@@ -59,9 +59,8 @@ def tokens_of(tokenizer, samples: pandas.DataFrame) -> list[tuple[int, ...]]:
     """Return the tokens that a reward model reads of each sample."""
     rows = []
     for sample in samples.itertuples():
-        query, response = (tokenizer(x, add_special_tokens=False).input_ids for x in (sample.query, sample.response))
-        end = [tokenizer.eos_token_id] if sample.has_eos else []
-        rows.append((*query, *response, *end))
+        tokens = tokenizer(sample.query + sample.response, add_special_tokens=False).input_ids
+        rows.append((*tokens, *[tokenizer.eos_token_id] * sample.has_eos))
     return rows
 
 

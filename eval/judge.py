@@ -8,9 +8,10 @@ An endpoint gets the paper's prompt (appendix B); OPENAI_API_KEY holds its key. 
 per example. An answer that does not end with A or B in the requested form is invalid and enters no win rate. With a
 reward model, which reads EOS after every summary, or a function, the higher score wins.
 
-Reads eval/samples_validation.csv of a run, or any CSV file with its columns id, query, response, reference. Writes
-beside it judge_NAME.csv (a row per example), judge_NAME_rates.csv, judge_NAME_bins.csv and judge_NAME.jsonl (answers,
-which are kept for the next call). For a file with another name, the names begin with judge_NAME_of_FILE.
+Reads eval/samples_validation.csv of a run, or any CSV file with its columns id, query, response, reference. A reward
+model reads its columns *_token if they are its tokenizer's, else the texts and special tokens in them. Writes beside it
+judge_NAME.csv (a row per example), judge_NAME_rates.csv and judge_NAME_bins.csv (with a digest of the samples), and
+judge_NAME.jsonl (answers, which the next call reuses). NAME has --against, --seed and another file's name, too.
 """
 
 import contextlib
@@ -21,7 +22,8 @@ import random
 import re
 import sys
 from dataclasses import dataclass
-from math import isfinite
+from functools import partial
+from math import isfinite, isnan, nan
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Annotated
@@ -30,17 +32,17 @@ import numpy
 import pandas
 import torch
 import tyro
-from openai import OpenAI
+from openai import APIStatusError, OpenAI
 from rich.console import Console
 from rich.progress import track
-from scipy import optimize, special, stats
+from scipy import optimize, special
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eval_helpers import fail, load_function, markdown, or_fail  # noqa: E402
+from eval_helpers import digest_of, fail, load_function, markdown, or_fail, result_name, wilson, wins, words  # noqa: E402
 
 from ppo import load_reward_model, load_tokenizer, local_checkpoint  # noqa: E402
-from tldr_dataset import encode, pad_right  # noqa: E402
+from tldr_dataset import pad_right  # noqa: E402
 
 # appendix B
 PROMPT = """Which of the following summaries does a better job of summarizing the most \\
@@ -79,7 +81,7 @@ class Args:
     base_url: str | None = None
     """address of the endpoint; default OpenAI's, or OPENAI_BASE_URL"""
     seed: int = 1
-    """seed of the order in which the judge sees two summaries, and of the bootstrap"""
+    """seed of the order in which the judge sees two summaries"""
 
 
 # ---- examples ----------------------------------------------------------------------------------------------------
@@ -94,22 +96,24 @@ def samples_file(path: str) -> Path:
 
 
 def read_samples(path: str) -> pandas.DataFrame:
-    """Return the columns id, query, summary and other (the reference) of a file of samples, all of them text."""
+    """Return the columns id, query, summary, other (the reference) and *_token ("" if absent) of a file, all texts."""
     file = samples_file(path)
     with or_fail(f"{file} does not have the columns {', '.join(COLUMNS)}"):
-        frame = pandas.read_csv(file, keep_default_na=False, dtype=str, usecols=COLUMNS)[COLUMNS]
+        frame = pandas.read_csv(file, keep_default_na=False, dtype=str)
+        frame = frame[COLUMNS].join(frame.reindex(columns=[f"{x}_token" for x in COLUMNS[1:]], fill_value=""))
     if frame.empty or frame["id"].duplicated().any():
         fail(f"{file}: no rows, or an id twice")
-    return frame.rename(columns={"response": "summary", "reference": "other"})
+    return frame.rename(columns=lambda name: name.replace("response", "summary").replace("reference", "other"))
 
 
 def read_examples(args: Args, samples: str) -> pandas.DataFrame:
-    """Return the columns id, query, summary and other (the reference, or the --against run's summary of that post)."""
+    """Return read_samples' columns. With --against, `other` is that run's summary of the post."""
     frame = read_samples(samples)
     if not args.against:
         return frame
-    theirs = read_samples(args.against)[["id", "query", "summary"]].rename(columns={"summary": "other"})
-    both = frame.drop(columns="other").merge(theirs, on=["id", "query"])
+    theirs = read_samples(args.against)[["id", "query", "summary", "summary_token"]]
+    theirs.columns = ["id", "query", "other", "other_token"]
+    both = frame.drop(columns=["other", "other_token"]).merge(theirs, on=["id", "query"])
     if len(both) < len(frame):
         fail(f"--against {args.against}: {len(frame) - len(both)} of {len(frame)} posts are not there")
     return both
@@ -132,7 +136,7 @@ def verdict(answer: str) -> str | None:
 
 def ask(args: Args, prompts: list[str], file: Path) -> dict[str, str]:
     """Return {prompt: answer} of the endpoint. Answers in `file` are not asked for again, and new ones are appended as
-    they arrive, so that a stopped run continues. An answer without content (cut off or filtered) is an empty one."""
+    they arrive, so that a stopped run continues. A refused, empty or cut answer is ""; `file` has the reason."""
     api_key = os.environ.get("OPENAI_API_KEY", "none")  # a local endpoint needs none
     client = OpenAI(base_url=args.base_url, max_retries=RETRIES, timeout=TIMEOUT, api_key=api_key)
     endpoint, known = f"{client.base_url} {args.judge} {TEMPERATURE}", {}
@@ -140,21 +144,29 @@ def ask(args: Args, prompts: list[str], file: Path) -> dict[str, str]:
         with contextlib.suppress(ValueError, KeyError):  # a stopped run can leave half a line
             row = json.loads(line)
             if row["endpoint"] == endpoint:
-                known[row["prompt"]] = row["answer"]
+                known[row["prompt"]] = "" if row.get("reason") else row["answer"]
     wanted = [prompt for prompt in dict.fromkeys(prompts) if prompt not in known]
     print(f"{len(wanted):,} questions to ask {args.judge}, about {sum(map(len, wanted)) / 4:,.0f} tokens")
 
-    def one(prompt: str) -> tuple[str, str]:
-        messages = [{"role": "user", "content": prompt}]
-        response = client.chat.completions.create(model=args.judge, messages=messages, temperature=TEMPERATURE)
-        return prompt, response.choices[0].message.content or ""
+    def one(prompt: str) -> dict:
+        row, messages = {"endpoint": endpoint, "prompt": prompt}, [{"role": "user", "content": prompt}]
+        try:
+            response = client.chat.completions.create(model=args.judge, messages=messages, temperature=TEMPERATURE)
+        except APIStatusError as error:
+            if error.status_code not in (400, 413, 422):  # refused by a content filter, or too long
+                raise
+            return row | {"answer": "", "reason": str(error)}
+        choice = next(iter(response.choices or []), None)
+        text, end = (choice.message.content or "", choice.finish_reason) if choice else ("", "no choices")
+        whole = text and end not in ("length", "content_filter")
+        return row | {"answer": text, "reason": None if whole else f"{end}, {len(text)} characters"}
 
     failed = f"--judge {args.judge}: a request failed. The same command continues with the answers so far"
     with or_fail(failed), ThreadPool(CONCURRENCY) as pool, file.open("a") as answers:
         answered = pool.imap_unordered(one, wanted)
-        for prompt, answer in track(answered, args.judge, len(wanted), console=Console(stderr=True)):
-            known[prompt] = answer
-            answers.write("\n" + json.dumps({"endpoint": endpoint, "prompt": prompt, "answer": answer}))
+        for row in track(answered, args.judge, len(wanted), console=Console(stderr=True)):
+            known[row["prompt"]] = "" if row["reason"] else row["answer"]
+            answers.write("\n" + json.dumps(row))
             answers.flush()
     return known
 
@@ -168,8 +180,19 @@ def by_endpoint(args: Args, frame: pandas.DataFrame, file: Path) -> numpy.ndarra
         a, b = (row.summary, row.other) if row.summary_is_a else (row.other, row.summary)
         prompts.append(PROMPT.format(post=row.query, a=a, b=b))
     answers = ask(args, prompts, file)
-    preferred = pandas.Series([verdict(answers[prompt]) for prompt in prompts], index=frame.index)
+    preferred = pandas.Series([verdict(answers[prompt]) for prompt in prompts], index=frame.index, dtype=object)
     return numpy.where(preferred.isna(), numpy.nan, (preferred == "A") == frame["summary_is_a"])
+
+
+def row_tokens(tokenizer, rows: list[tuple[str, str, str, str]]) -> list[tuple[int, ...]]:
+    """Return what a reward model reads of rows (query, response, ids of both or ""), with EOS at the end. The ids count
+    if most of them decode to the response; else they are another tokenizer's, and the texts are read."""
+    eos, ids = tokenizer.eos_token_id, [[json.loads(cell or "[]") for cell in row[2:]] for row in rows]
+    same = [tokenizer.decode(x, skip_special_tokens=True) == row[1] for row, (_, x) in zip(rows, ids, strict=True)]
+    if 2 * sum(same) <= len(rows) or not ids[0][0]:
+        texts = [row[0] + row[1].removesuffix(tokenizer.eos_token) for row in rows]
+        ids = [(tokens, []) for tokens in tokenizer(texts, add_special_tokens=False, verbose=False).input_ids]
+    return [(*query, *(x for x in response if x != eos), eos) for query, response in ids]
 
 
 @torch.no_grad()
@@ -215,18 +238,12 @@ def scores_of(flag: str, judge: str, texts, names: list[str], tokens_of) -> nump
 
 
 def by_scores(args: Args, frame: pandas.DataFrame, file: Path) -> numpy.ndarray:
-    """Return (n,): 1, 0.5 or 0 where a reward model, or a function of post and summary, scores the summary above, as or
-    below the other one."""
-    texts = [*zip(frame["query"], frame["summary"], strict=True), *zip(frame["query"], frame["other"], strict=True)]
-    names = [f"{file}, id {name}" for name in frame["id"]] * 2
-
-    def tokens_of(tokenizer) -> list[tuple[int, ...]]:
-        # a summary begins with a space, as in training, whether its column kept it or not
-        return [(*encode(tokenizer, f"{q.strip()} {s.strip()}"), tokenizer.eos_token_id) for q, s in texts]
-
-    scores = scores_of("--judge", args.judge, texts, names, tokens_of).reshape(2, -1)
-    difference = scores[0] - scores[1]
-    return numpy.where(abs(difference) <= 1e-9, 0.5, difference > 0)  # sums of equal terms tie in any order
+    """Return (n,): 1, 0.5 or 0 where a reward model or a function scores the summary above, as or below the other."""
+    rows = []
+    for side in ("summary", "other"):
+        rows += frame[["query", side, "query_token", f"{side}_token"]].itertuples(index=False, name=None)
+    texts, names = [row[:2] for row in rows], [f"{file}, id {name}" for name in frame["id"]] * 2
+    return wins(*scores_of("--judge", args.judge, texts, names, partial(row_tokens, rows=rows)).reshape(2, -1))
 
 
 def is_function(judge: str) -> bool:
@@ -239,32 +256,33 @@ def is_function(judge: str) -> bool:
 
 def length_controlled(wins: numpy.ndarray, ratios: numpy.ndarray) -> tuple[float, float]:
     """Return (win rate at equal length, slope) of the logistic regression of wins (n,) in [0, 1] on log length ratios
-    (n,); a ridge of 1e-6 keeps it finite where the lengths separate wins from losses."""
+    (n,). Both are nan if all ratios are equal or one separates wins from losses, because no weights fit best then. The
+    win rate is also nan if all summaries are longer, or all shorter, than the other ones."""
+    won, lost = ratios[wins > 0], ratios[wins < 1]  # a tie is half of each
+    if not (won.size and lost.size and won.min() < lost.max() and lost.min() < won.max()):
+        return nan, nan
     design = numpy.stack([numpy.ones_like(ratios), ratios], 1)
-
-    def gradient(weights):
-        return design.T @ (special.expit(design @ weights) - wins) + 1e-6 * weights
-
-    intercept, slope = optimize.root(gradient, numpy.zeros(2), method="lm", options={"xtol": 1e-12, "ftol": 1e-12}).x
-    return float(special.expit(intercept)), float(slope)
+    solve = partial(optimize.root, x0=numpy.zeros(2), method="lm", options={"xtol": 1e-12, "ftol": 1e-12})
+    intercept, slope = solve(lambda weights: design.T @ (special.expit(design @ weights) - wins)).x
+    return float(special.expit(intercept)) if ratios.min() <= 0 <= ratios.max() else nan, float(slope)
 
 
-def win_rates(frame: pandas.DataFrame, seed: int) -> tuple[dict, pandas.DataFrame]:
-    """Return the numbers over all examples, with the 95 % bootstrap interval of the win rate, and the win rate and its
-    standard error by log length ratio (figure 12)."""
+def win_rates(frame: pandas.DataFrame) -> tuple[dict, pandas.DataFrame]:
+    """Return the numbers over all examples, with Wilson's 95 % interval of the win rate, and the win rate by log length
+    ratio (figure 12) with a standard error, which is a share of Wilson's interval and so never 0."""
     valid = frame.dropna(subset="win").astype({"win": float})
     if len(valid) < 2:
-        fail(f"{len(valid)} valid answers: read the answers, the judge does not keep to the form")
-    wins, ratios = valid["win"].to_numpy(), valid["length_ratio"].to_numpy()
-    draws = {"n_resamples": 10_000, "batch": 100, "method": "percentile", "rng": numpy.random.default_rng(seed)}
-    low, high = stats.bootstrap((wins,), numpy.mean, **draws).confidence_interval
-    controlled, slope = length_controlled(wins, ratios)
+        fail(f"{len(valid)} valid answers: read the others in judge_*.jsonl. A line that you remove is asked for again")
+    wins, ratios = valid["win"].to_numpy(), valid["log_length_ratio"].to_numpy()
+    low, high = wilson(wins.sum(), len(wins))
     summary = {"examples": len(frame), "invalid": len(frame) - len(valid), "ties": int((wins == 0.5).sum())}
     summary |= {"win_rate": wins.mean(), "win_rate_low": low, "win_rate_high": high}
-    summary |= {"length_controlled_win_rate": controlled, "log_odds_per_log_ratio": slope}
-    summary |= {"mean_length_ratio": ratios.mean()}
-    groups = valid.groupby(pandas.cut(valid["length_ratio"], BINS, right=False), observed=True)["win"]
-    bins = groups.agg(examples="size", win_rate="mean", se="sem")
+    summary["length_controlled_win_rate"], summary["log_odds_per_log_ratio"] = length_controlled(wins, ratios)
+    summary["mean_log_length_ratio"] = ratios.mean()
+    groups = valid.groupby(pandas.cut(valid["log_length_ratio"], BINS, right=False), observed=True)["win"]
+    bins = groups.agg(examples="size", win_rate="mean")
+    ends = wilson(groups.sum(), bins["examples"])
+    bins["se"] = (ends[1] - ends[0]) / (2 * 1.96)
     bins.insert(0, "from", [interval.left for interval in bins.index])
     bins.insert(1, "to", [interval.right for interval in bins.index])
     return summary, bins
@@ -273,22 +291,26 @@ def win_rates(frame: pandas.DataFrame, seed: int) -> tuple[dict, pandas.DataFram
 def judge_samples(args: Args, samples: str) -> dict:
     """Judge one run's samples and write its files. Returns the numbers over all examples."""
     file = samples_file(samples)
-    frame = read_examples(args, samples)
-    against = f"_vs_{'_'.join(Path(args.against).parts[-3:])}" if args.against else ""  # stage, model, seed
-    of = "" if file.stem == "samples_validation" else f"_of_{file.stem}"
-    stem = file.with_name(f"judge_{re.sub('[^A-Za-z0-9.-]+', '-', args.judge)}{against}{of}")
+    frame, digest = read_examples(args, samples), digest_of(file)
+    rest = "" if file.stem == "samples_validation" else f"_of_{file.stem}"
+    if args.against:  # stage, model, seed, and a digest, because another study has them too
+        parts = [*Path(args.against).parts[-3:], digest_of(samples_file(args.against))]
+        rest = f"_vs_{'_'.join(parts).lstrip('/_')}{rest}"
+    stem = file.with_name(result_name(args.judge, rest + f"_seed{args.seed}" * (args.seed != 1)))
     frame["summary_is_a"] = [first_is_a(args.seed, identity) for identity in frame["id"]]
-    is_model = not args.base_url and (Path(args.judge).is_dir() or "@" in args.judge)
+    has_endpoint = args.base_url or os.environ.get("OPENAI_BASE_URL")  # whose model can have an @ in its name
+    is_model = not args.base_url and Path(args.judge).is_dir() or not has_endpoint and "@" in args.judge
     if is_function(args.judge) or is_model:
         frame["win"] = by_scores(args, frame, file)
     else:
         frame["win"] = by_endpoint(args, frame, Path(f"{stem}.jsonl"))
-    words = frame[["summary", "other"]].map(lambda text: max(len(text.split()), 1))  # an empty text counts as a word
-    frame["length_ratio"] = numpy.log(words["summary"] / words["other"])
-    summary, bins = win_rates(frame, args.seed)
-    frame.drop(columns="query").to_csv(f"{stem}.csv", index=False, quoting=csv.QUOTE_NONNUMERIC)
-    pandas.DataFrame([summary]).to_csv(f"{stem}_rates.csv", index=False)
-    bins.to_csv(f"{stem}_bins.csv", index=False)
+    lengths = frame[["summary", "other"]].map(lambda text: max(len(words(text)), 1))  # an empty text counts as a word
+    frame["log_length_ratio"] = numpy.log(lengths["summary"] / lengths["other"])
+    summary, bins = win_rates(frame)
+    columns = ["id", "summary", "other", "summary_is_a", "win", "log_length_ratio"]
+    frame[columns].to_csv(f"{stem}.csv", index=False, quoting=csv.QUOTE_NONNUMERIC)
+    pandas.DataFrame([summary | {"samples": digest}]).to_csv(f"{stem}_rates.csv", index=False)
+    bins.assign(samples=digest).to_csv(f"{stem}_bins.csv", index=False)
     return summary
 
 
@@ -297,6 +319,10 @@ def main(args: Args):
         read_examples(args, samples)
     rates = [{"samples": samples} | judge_samples(args, samples) for samples in args.samples]
     print(f"# Win rates against {args.against or 'the references'}, judged by {args.judge}\n\n{markdown(rates)}")
+    if any(isnan(row["length_controlled_win_rate"]) for row in rates):
+        print(
+            "nan: no win rate at equal length, because all summaries are longer, all shorter, or length decides alone"
+        )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mode
 
 import numpy
 import pandas
@@ -92,11 +93,18 @@ def judge_agreement(pairs: dict, judged: pandas.DataFrame) -> dict[tuple[str, in
 
 
 def write_pairs(args: Args):
-    """Write the validation pairs in judge.py's columns, without the end-of-text token that closes a stored response."""
-    data, rows = load_from_disk(args.preference_dataset)["validation"], []
-    for i, row in enumerate(data.select_columns(["query", "chosen", "rejected"])):
-        chosen, rejected = (re.sub(r"(<\|\w+\|>|</s>)$", "", row[side]).strip() for side in ("chosen", "rejected"))
-        rows.append({"id": i, "query": row["query"], "response": chosen, "reference": rejected})
+    """Write the validation pairs in judge.py's columns, with tokens if the data has them, and texts without EOS. EOS is
+    what most texts end with, from their last < or [ on."""
+    data = load_from_disk(args.preference_dataset)["validation"]
+    eos = mode(re.search(r"([<\[][^\s<\[]*)?$", text)[0] for side in ("chosen", "rejected") for text in data[side])
+    rows = []
+    for i, row in enumerate(data):
+        texts = {"response": row["chosen"].removesuffix(eos), "reference": row["rejected"].removesuffix(eos)}
+        rows.append({"id": i, "query": row["query"]} | texts)
+        if "chosen_token" in row:
+            rows[-1]["query_token"] = row["query_token"][-row["query_token_len"] :]
+            rows[-1]["response_token"] = row["chosen_token"][: row["chosen_token_len"]]
+            rows[-1]["reference_token"] = row["rejected_token"][: row["rejected_token_len"]]
     # Python's csv module leaves a text with a lone carriage return unquoted in some versions
     pandas.DataFrame(rows).to_csv(args.write_pairs, index=False, quoting=csv.QUOTE_NONNUMERIC)
     print(f"wrote {len(rows)} pairs of {args.preference_dataset} to {args.write_pairs}")
@@ -115,10 +123,10 @@ def main(args: Args):
     text = "# Reward models\n\n## Table 5: mean ± sample standard deviation over seeds\n\n"
     text += markdown(table_5(accuracies, statistics, models))
 
-    differences = {key: (x["chosen_reward"] - x["rejected_reward"]).to_numpy() for key, x in pairs.items()}
+    differences = {key: (x["chosen_reward"] - x["rejected_reward"]) * ~x["tie"] for key, x in pairs.items()}
     curves, errors = [], {}
     for m in models:
-        of_model = [x for key, x in differences.items() if key[0] == m]
+        of_model = [x.to_numpy() for key, x in differences.items() if key[0] == m]
         errors[m] = with_sd([calibration(x, args.bins)[1] for x in of_model])
         curves += [{"model": m} | row for row in calibration(numpy.concatenate(of_model), args.bins)[0]]
     pandas.DataFrame(curves).to_csv(f"{args.output}_calibration.csv", index=False)

@@ -6,8 +6,9 @@
 
 A checkpoint is a run folder, a checkpoint folder or a Hub id[@revision]. Of a run folder seed, data and response length
 are the run's, and the tables go into its eval/: samples_{split}.csv, a row a post in the order of the data, and
-rouge.csv, their means. Nothing else of a run is touched. Sampling is Gumbel-max with noise keyed by (seed, row,
-position) at temperature 0.01, as in the authors' code: the number of processes and the batch size change nothing.
+rouge.csv, their means. An earlier call's samples of splits that this call leaves out are removed, because rouge.csv no
+longer has them. Nothing else of a run is touched. Sampling is Gumbel-max with noise keyed by (seed, row, position) at
+temperature 0.01, as in the authors' code: the number of processes and the batch size change nothing.
 """
 
 import csv
@@ -30,6 +31,8 @@ from rouge_score.rouge_scorer import RougeScorer
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from eval_helpers import at_least, wins  # noqa: E402
 
 from ppo import (  # noqa: E402
     fail,
@@ -83,7 +86,7 @@ def sampled(accelerator: Accelerator, policy, reward_model, data, tokenizer, arg
     """Return a sampled summary of every row of a split, in order: dicts of id, query, response, reference,
     response_tokens (EOS counted), has_eos, with a reward model score (whether there is an EOS or not) and
     reference_score, and the F-measures rouge1, rouge2, rougeL (no stemming, as the authors). A score that is not finite
-    is an error."""
+    is an error. The last columns are the tokens of query, response and reference, without [PAD]."""
     pad_id = tokenizer.pad_token_id
     rouge = RougeScorer(["rouge1", "rouge2", "rougeL"])
     samples = []
@@ -110,6 +113,8 @@ def sampled(accelerator: Accelerator, policy, reward_model, data, tokenizer, arg
                     fail(f"{where} gives the {name} {values[i]}, which is not finite. Choose another reward model")
             for name, measure in rouge.score(row["reference"], row["response"]).items():
                 row[name] = measure.fmeasure
+            ids = {"query": posts["query_token"], "response": responses, "reference": posts["reference_response_token"]}
+            row |= {f"{name}_token": [x for x in rows[i].tolist() if x != pad_id] for name, rows in ids.items()}
             samples.append(row)
     return gather_object(samples)
 
@@ -123,12 +128,12 @@ def end_rewards(accelerator: Accelerator, reward_model, queries, responses, pad_
 
 
 def sample_summary(split: str, rows: list[dict]) -> dict:
-    """Return means over the rows of a split: ROUGE, length in tokens (EOS counted), share that ended with EOS, and
-    scores."""
+    """Return means over the rows of a split: ROUGE, length in tokens (EOS counted), share that ended with EOS, scores,
+    and the share that scores above the reference (ties half)."""
     keys = ("rouge1", "rouge2", "rougeL", "response_tokens", "has_eos", "score", "reference_score")
     means = {key: sum(float(row[key]) for row in rows) / len(rows) for key in keys if key in rows[0]}
     if "score" in means:
-        means["score_above_reference"] = sum(row["score"] > row["reference_score"] for row in rows) / len(rows)
+        means["score_above_reference"] = sum(wins(row["score"], row["reference_score"]) for row in rows) / len(rows)
     return {"split": split, "rows": len(rows)} | means
 
 
@@ -159,7 +164,11 @@ def dataset_of(checkpoint: str, known: dict) -> str:
 def main(args: Args):
     known = settings_of(Path(args.checkpoint))
     args.seed = known.get("seed", 44413) if args.seed is None else args.seed
-    args.response_length = args.response_length or known.get("response_length", 53)
+    if args.response_length is None:
+        args.response_length = known.get("response_length", 53)
+    at_least("--response-length", args.response_length, 1)
+    at_least("--temperature", args.temperature, 0)
+    at_least("--batch-size", args.batch_size, 1)
     args.dataset = args.dataset or dataset_of(args.checkpoint, known)
     local = Path(args.checkpoint).exists()
     name = Path(args.checkpoint if local else args.checkpoint.partition("@")[0]).name
@@ -181,12 +190,15 @@ def main(args: Args):
     data = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
     if not [split for split in args.splits if split in data]:
         fail(f"--splits {' '.join(args.splits)}: {args.dataset} has {', '.join(data)}")
-    policy, reward_model = load_policy(folder, tokenizer).to(accelerator.device).eval(), None
+    first = next(iter(data.values()))[0]
+    longest = max(args.response_length, len(first["reference_response_token"]))
+    width = max(len(rows[0]["query_token"]) for rows in data.values()) + longest
+    policy, reward_model = load_policy(folder, tokenizer, width).to(accelerator.device).eval(), None
     if args.reward_model_path:
         reward_folder = local_checkpoint("--reward-model-path", args.reward_model_path)
         if load_tokenizer(reward_folder).get_vocab() != tokenizer.get_vocab():
             fail(f"--reward-model-path {reward_folder}: a reward model of another tokenizer than {folder}")
-        reward_model = load_reward_model(reward_folder, tokenizer).to(accelerator.device).eval()
+        reward_model = load_reward_model(reward_folder, tokenizer, width).to(accelerator.device).eval()
     if accelerator.mixed_precision == "bf16":  # half the memory; autocast would keep a copy of the weights beside them
         for name, parameter in [*policy.named_parameters(), *(reward_model or nn.Module()).named_parameters()]:
             parameter.data = parameter.data if "score." in name else parameter.data.bfloat16()
@@ -204,6 +216,10 @@ def main(args: Args):
         write_quoted(accelerator, args, f"samples_{split}", rows)
         if args.track and accelerator.is_main_process:
             tracker.log_table(f"samples/{split}", dataframe=pandas.DataFrame(rows[:64]))
+    tables = Path(args.output_dir, "eval")
+    if accelerator.is_main_process and (tables / "rouge.csv").exists():
+        for split in {*pandas.read_csv(tables / "rouge.csv")["split"]} - {row["split"] for row in table}:
+            (tables / f"samples_{split}.csv").unlink(missing_ok=True)  # its row in rouge.csv is about to go
     write_quoted(accelerator, args, "rouge", table, f"samples of {folder}")
     if args.track and accelerator.is_main_process:
         tracker.finish()

@@ -23,7 +23,9 @@ from accelerate import Accelerator
 from rouge_score.rouge_scorer import RougeScorer
 from truth import find_facts, judge, score
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
+
+from eval_helpers import wins  # noqa: E402
 
 import ppo  # noqa: E402
 from tldr_dataset import query_columns  # noqa: E402
@@ -127,9 +129,8 @@ def accuracy(accelerator, reward_model, pairs: list[dict], tokenizer, settings) 
         responses = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").input_ids
         batch = ppo.make_batch(torch.tensor(queries), responses, tokenizer.pad_token_id)
         scores.append(ppo.reward_scores(accelerator, reward_model, batch, settings))
-    choices = torch.tensor([pair["choice"] for pair in pairs])
-    gaps = (scores[1] - scores[0]) * (2 * choices - 1)  # above 0: the choice scores higher
-    return (0.5 * (gaps.sign() + 1)).mean().item()
+    choices = torch.tensor([pair["choice"] for pair in pairs]).bool()
+    return torch.where(choices, wins(scores[1], scores[0]), wins(scores[0], scores[1])).mean().item()
 
 
 if __name__ == "__main__":

@@ -458,9 +458,10 @@ def test_detail_17_agreement_with_a_judge():
         "coherence.\n\nPost:\nP\n\nSummary A:\n1\n\nSummary B:\n2\n\nFIRST provide a one-sentence comparison"
     )
     judged = pandas.DataFrame({"id": [0, 1, 2, 3, 4], "win": ["1.0", "0.5", "", "0.0", "1.0"]})
-    rewards = pandas.DataFrame({"chosen_reward": [1.0, 1, 1, 1, 1], "rejected_reward": 0.0, "tie": False})
-    pairs = {("m", 1): rewards}  # a tie of the judge and a missing answer are left out
-    assert rm_report.judge_agreement(pairs, judged) == {("m", 1): (3, 2 / 3)}
+    rewards = pandas.DataFrame({"chosen_reward": [1.0, 1, 1, 1, 1], "rejected_reward": 0.0})
+    # a tie of the judge and a missing answer are left out, and a tie of the reward model is no hit
+    assert rm_report.judge_agreement({1: rewards.assign(tie=False)}, judged) == {1: (3, 2 / 3)}
+    assert rm_report.judge_agreement({1: rewards.assign(tie=rewards.index == 4)}, judged) == {1: (3, 1 / 3)}
 
 
 def test_detail_18_calibration():

@@ -22,13 +22,6 @@ import sft
 import tldr_dataset
 
 
-def test_wilson():
-    # by hand: the roots of (p - share)^2 = 1.96^2 p (1 - p) / n
-    for hits, n in ((10, 20), (0, 24), (24, 24), (88.5, 129)):
-        for p in pretrained.wilson(hits, n):
-            assert abs((p - hits / n) ** 2 - 1.96**2 * p * (1 - p) / n) < 1e-12
-
-
 def test_copied_words_and_runs_of_words():
     source = "My dog ate the cake. Then the dog slept, and I ate the cake"
     assert pretrained.copied("The DOG ate a cake!", source, 1) == 4 / 5

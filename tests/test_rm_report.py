@@ -4,20 +4,20 @@ from pathlib import Path
 
 import numpy
 import pandas
-import pytest
 import rm_report
 from conftest import write_csv
+from datasets import Dataset, DatasetDict
 
 
 def pairs(differences: list[float]) -> list[dict]:
-    return [{"batch": "b", "chosen_reward": 1.0 + x, "rejected_reward": 1.0} for x in differences]
+    return [{"batch": "b", "chosen_reward": 1.0 + x, "rejected_reward": 1.0, "tie": abs(x) < 1e-6} for x in differences]
 
 
 def test_the_tables(tmp_path, capsys):
     """Reward models of two sizes and two seeds, with four pairs each."""
     for size, seed, differences, accuracy in (
         ("xs", 1, [1, -1, 2, -3], 0.5),
-        ("xs", 2, [1, 1, 1, -1], 0.75),
+        ("xs", 2, [1, 1, 1, 1e-7], 0.75),
         ("s", 1, [1, 2, 3, 4], 1.0),
         ("s", 2, [1, 2, 3, -4], 0.75),
     ):
@@ -35,12 +35,21 @@ def test_the_tables(tmp_path, capsys):
     assert "2 of 6 are not there" in capsys.readouterr().out  # the runs of seed 3
     curve = pandas.read_csv(f"{output}_calibration.csv")
     assert curve[curve["model"] == "s"]["pairs"].sum() == 8  # of both seeds
+    assert (curve["accuracy"] * curve["pairs"])[curve["model"] == "xs"].sum() == 5  # a tie by rounding is no hit
     by_hand = [numpy.array(x, float) for x in ([1, 2, 3, 4], [1, 2, 3, -4])]
     each = [rm_report.calibration(x, 2)[1] for x in by_hand]
     assert f" | {numpy.mean(each):.3f} ± {numpy.std(each, ddof=1):.3f} |" in lines[-1]
 
 
-def test_a_tie_is_no_hit():
-    frame = pandas.DataFrame(pairs([1, 1e-7, -1])).assign(tie=[False, True, False])
-    judged = pandas.DataFrame({"id": range(3), "win": 1.0})
-    assert rm_report.judge_agreement({("m", 1): frame}, judged) == {("m", 1): (3, pytest.approx(1 / 3))}
+def test_the_pairs_are_the_data_s_texts_without_eos_and_its_tokens(tmp_path):
+    """The EOS is what most texts end with, whatever it is called. Data of texts alone have no tokens."""
+    columns = {"query": ["q", "r"], "chosen": [" good.[EOS]", " a < b[EOS]"], "rejected": [" [sic] bad.[EOS]", " cut"]}
+    columns |= {"query_token": [[0, 7], [8, 9]], "chosen_token": [[5, 1], [1, 0]], "rejected_token": [[6, 1], [3, 4]]}
+    columns |= {"query_token_len": [1, 2], "chosen_token_len": [2, 1], "rejected_token_len": [2, 2]}
+    data, file = Dataset.from_dict(columns), str(tmp_path / "pairs.csv")
+    tokens = [["[7]", "[5, 1]", "[6, 1]"], ["[8, 9]", "[1]", "[3, 4]"]]
+    for rows, ids in ((data, tokens), (data.select_columns(["query", "chosen", "rejected"]), [[], []])):
+        DatasetDict(validation=rows).save_to_disk(str(tmp_path / "data"))
+        rm_report.main(rm_report.Args(write_pairs=file, preference_dataset=str(tmp_path / "data")))
+        expected = [[0, "q", " good.", " [sic] bad.", *ids[0]], [1, "r", " a < b", " cut", *ids[1]]]
+        assert pandas.read_csv(file).values.tolist() == expected

@@ -14,7 +14,7 @@ import samples
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import files, free_port, make_reward_model, make_talker, sample_by_hand
+from conftest import edit_config, files, free_port, make_reward_model, make_talker, sample_by_hand
 from datasets import Dataset, load_from_disk
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -23,6 +23,7 @@ import reward
 
 SEED, LENGTH, TEMPERATURE = 5, 10, 0.7
 COLUMNS = ["id", "query", "response", "reference", "response_tokens", "has_eos", "rouge1", "rouge2", "rougeL"]
+COLUMNS += ["query_token", "response_token", "reference_token"]
 SCORED = [*COLUMNS[:6], "score", "reference_score", *COLUMNS[6:]]
 
 
@@ -77,9 +78,11 @@ def test_samples_and_scores_are_those_of_plain_forward_passes(made, world):
         ended = response[-1] == tokenizer.eos_token_id
         assert (ours["response_tokens"], ours["has_eos"]) == (len(response), ended)
         assert ours["response"] == tokenizer.decode(response[: len(response) - ended])
+        assert [json.loads(ours[name]) for name in COLUMNS[9:11]] == [query, response]
         assert ours["query"] == row["query"] and f"{ours['reference']}<|endoftext|>" == row["reference_response"]
         assert ours["score"] == pytest.approx(score(query + response), abs=1e-5)
         reference = tokenizer(row["reference_response"], add_special_tokens=False).input_ids
+        assert json.loads(ours["reference_token"]) == reference
         assert ours["reference_score"] == pytest.approx(score(query + reference), abs=1e-5)
 
 
@@ -103,10 +106,12 @@ def test_rouge_takes_words_as_they_are_and_its_means(made, world, monkeypatch):
     assert found[0]["reference"] == " I feel sad about my laptop" and "score" not in found[0]
 
     rows, [means] = table(made.run, "samples_validation"), table(made.run, "rouge").to_dict("records")
-    expected = rows[["response_tokens", "has_eos", *SCORED[6:]]].astype(float).mean().to_dict()
+    expected = rows[["response_tokens", "has_eos", *SCORED[6:11]]].astype(float).mean().to_dict()
     expected["score_above_reference"] = (rows["score"] > rows["reference_score"]).mean()
     assert (means.pop("split"), means.pop("rows")) == ("validation", 16) and means == pytest.approx(expected)
     assert 0 < means["score_above_reference"] < 1
+    tied = [{"score": score, "reference_score": 0.3} for score in (0.1 + 0.2, 0.4, 0.2, 0.2)]
+    assert samples.sample_summary("test", tied)["score_above_reference"] == 1.5 / 4
 
 
 def test_a_run_gets_its_tables_and_nothing_else_of_it_changes(made, tmp_path):
@@ -118,6 +123,9 @@ def test_a_run_gets_its_tables_and_nothing_else_of_it_changes(made, tmp_path):
     plain, scored = table(tmp_path, "samples_validation"), table(made.run, "samples_validation")
     assert list(plain.columns) == COLUMNS and plain.equals(scored[COLUMNS])
     assert len(table(tmp_path, "samples_test")) == 8
+    Path(tmp_path, "eval/samples_mine.csv").write_text("")
+    run(made.run, output_dir=str(tmp_path), splits=("validation",))  # its rouge.csv has no row of the test split
+    assert [*files(tmp_path)] == [f"eval/{name}.csv" for name in ("rouge", "samples_mine", "samples_validation")]
 
 
 def test_a_checkpoint_that_is_no_run_gets_a_folder_of_its_name(made, world, tmp_path, monkeypatch):
@@ -164,12 +172,18 @@ def test_a_run_on_pairs_has_the_posts_of_its_sft_run(tmp_path, monkeypatch):
 
 def test_bad_input_is_one_message(made, world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for source, folder in ((made.run / "model", "policy"), (made.reward, "reward")):
+        edit_config(Path(shutil.copytree(source, folder)), max_position_embeddings=64)
     monkeypatch.setattr(samples, "end_rewards", lambda *args: [float("nan")] * len(args[2]))
     for checkpoint, flags, named in (
         (made.run, {"splits": ("tset",)}, "--splits tset"),
         (made.run, {"reward_model_path": str(made.reward)}, f"validation, row 0, id .*: .* {made.reward} gives"),
         (made.run / "model", {"dataset": str(world.dataset), "track": True}, "--track"),
+        (made.run, {"temperature": -0.7}, "--temperature -0.7: at least 0"),
+        (made.run, {"batch_size": 0}, "--batch-size 0: at least 1"),
+        ("policy", {"dataset": str(world.dataset)}, "policy: .* has 64 positions, but rows need 565"),
+        (made.run, {"reward_model_path": "reward"}, "reward: .* has 64 positions, but rows need 565"),
     ):
         with pytest.raises(SystemExit, match=f"^error: {named}"):
             run(checkpoint, **flags, output_dir=str(tmp_path / "out"))
-    assert not [*tmp_path.iterdir()]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "reward"]
