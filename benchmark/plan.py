@@ -23,7 +23,7 @@ import tyro
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
 
-from eval_helpers import fail, markdown  # noqa: E402
+from eval_helpers import at_least, fail, markdown  # noqa: E402
 
 # width, layers, rows of the embedding and of the head (config.json of EleutherAI/pythia-*-deduped)
 SHAPES = {"1b": (2048, 16, 50304), "2.8b": (2560, 32, 50304), "6.9b": (4096, 32, 50432)}
@@ -174,9 +174,13 @@ def plan(args: Args) -> dict:
     "terms" {phase: {term: bytes}}, "peak" (bytes of a device), "host" (bytes of a machine) and "hours" (None with LoRA,
     whose speed was not measured)."""
     batch, items, chosen = STAGES[args.stage]
+    for name in ("gpus", "micro_batch_size", "sample_batch_size", "reward_models"):
+        at_least(f"--{name.replace('_', '-')}", 1 if getattr(args, name) is None else getattr(args, name), 1)
+    for name in ("gpu_memory", "lora_r", "reserve"):
+        at_least(f"--{name.replace('_', '-')}", getattr(args, name), 0)
     if args.offload_optimizer and not args.zero:
         fail("--offload-optimizer needs DeepSpeed: --zero 2")
-    if args.gpus < 1 or batch % args.gpus:
+    if batch % args.gpus:
         fail(f"--gpus {args.gpus}: must divide the batch of {batch}")
     if args.lora_r and (args.stage != "ppo" or args.zero or args.offload):
         fail("--lora-r works only for ppo with --zero 0 and without --offload")

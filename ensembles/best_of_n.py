@@ -40,7 +40,7 @@ from transformers import DynamicCache
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import fail, load_function, markdown, nucleus, or_fail, tied  # noqa: E402
+from eval_helpers import at_least, fail, load_function, markdown, nucleus, or_fail, tied  # noqa: E402
 
 from ppo import (  # noqa: E402
     RewardModel,
@@ -314,6 +314,8 @@ def main(args: Args):
         return make_tables(args, settings)
     if not (args.policy and args.reward_model_paths and args.gold):
         fail("--policy, --reward-model-paths and --gold are required without --estimate")
+    for name in ("prompts", "samples", "response_length", "micro_batch_size", "standardise_posts"):
+        at_least(f"--{name.replace('_', '-')}", getattr(args, name), 1)
     if not (args.temperature > 0 and 0 < args.top_p <= 1):
         fail(f"--temperature {args.temperature} --top-p {args.top_p}: above 0, and in (0, 1]")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

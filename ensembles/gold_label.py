@@ -30,7 +30,7 @@ from transformers import GenerationConfig, LogitsProcessor
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import fail, load_function, nucleus, or_fail, tied  # noqa: E402
+from eval_helpers import at_least, fail, load_function, nucleus, or_fail, tied  # noqa: E402
 
 from ppo import (  # noqa: E402
     RewardModel,
@@ -157,8 +157,11 @@ def main(args: Args):
         fail(f"{output_dir} already holds data: remove it, or choose another --output-dir")
     if not args.label_noise or not all(0 <= share <= 1 for share in args.label_noise):
         fail(f"--label-noise {args.label_noise}: shares of flipped labels, from 0 to 1")
-    if not (args.temperature > 0 and 0 < args.top_p <= 1 and args.response_length > 0):
-        fail("--temperature and --response-length are above 0, --top-p in (0, 1]")
+    for name in ("prompts", "response_length", "micro_batch_size"):
+        value = getattr(args, name)
+        at_least(f"--{name.replace('_', '-')}", 1 if value is None else value, 1)
+    if not (args.temperature > 0 and 0 < args.top_p <= 1):
+        fail(f"--temperature {args.temperature} --top-p {args.top_p}: above 0, and in (0, 1]")
     folder = local_checkpoint("--policy", args.policy)
     tokenizer = load_tokenizer(folder)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

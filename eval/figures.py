@@ -12,7 +12,6 @@ Bands and error bars are one sample standard deviation over the seeds, or the st
 """
 
 import os
-import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ os.environ["MPLBACKEND"] = "agg"  # the backend that a notebook chooses may not 
 import numpy
 import pandas
 import tyro
-from eval_helpers import fail, markdown, with_sd
+from eval_helpers import digest_of, fail, markdown, result_name, with_sd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from run_metrics import read_metrics
@@ -72,31 +71,42 @@ class Args:
     """the --judge of the judge.py calls whose win rates are shown; without it none are"""
 
 
-def judged(run: Path, judge: str | None, name: str) -> Path:
-    """Return the path of the table `name` that judge.py made of a run's samples."""
-    return run / "eval" / f"judge_{re.sub('[^A-Za-z0-9.-]+', '-', judge or '')}_{name}.csv"
+def read_judged(run: Path, judge: str | None, name: str) -> pandas.DataFrame:
+    """Return the table `name` that judge.py made of a run's samples, empty if there is none or the samples are new."""
+    file, samples = run / "eval" / f"{result_name(judge or '')}_{name}.csv", run / "eval/samples_validation.csv"
+    table = read_table(file)
+    if "samples" in table and (not samples.exists() or table["samples"].iloc[0] != digest_of(samples)):
+        print(f"{file} is stale, because its samples are not there any more, so it is left out: run judge.py again")
+        return table[:0]
+    return table
 
 
-def read_number(file: Path, column: str, rows: str = "index >= 0") -> float:
-    """Return a number of a CSV file: its column in the first row that a pandas query selects, NaN if there is none."""
-    values = pandas.read_csv(file).query(rows)[column] if file.exists() else []
+def number_of(table: pandas.DataFrame, column: str, rows: str = "index >= 0") -> float:
+    """Return a column of a table in the first row that a pandas query selects, NaN if there is none."""
+    values = table.query(rows)[column] if len(table) else []
     return values.iloc[0] if len(values) else numpy.nan
+
+
+def read_table(file: Path) -> pandas.DataFrame:
+    """Return a table, empty if there is no such file."""
+    return pandas.read_csv(file) if file.exists() else pandas.DataFrame()
 
 
 def read_results(args: Args, folders: dict[tuple, Path]) -> pandas.DataFrame:
     """Return a row per run: its stage, model, seed and the results of its evaluation."""
-    agreement = Path(args.output_dir, "rm_report_agreement.csv")
+    agreement = read_table(Path(args.output_dir, "rm_report_agreement.csv"))
     results = []
     for (stage, model, seed), run in folders.items():
-        rates, rouge, accuracy = judged(run, args.judge, "rates"), run / "eval/rouge.csv", run / "eval/accuracy.csv"
+        rates = read_judged(run, args.judge, "rates")
+        rouge, accuracy = read_table(run / "eval/rouge.csv"), read_table(run / "eval/accuracy.csv")
         row = {"stage": stage, "model": model, "seed": seed}
-        row["win rate"] = read_number(rates, "win_rate")
-        row["at equal length"] = read_number(rates, "length_controlled_win_rate")
-        row["tokens"] = read_number(rouge, "response_tokens", "split == 'validation'")
-        row["ROUGE-L"] = read_number(rouge, "rougeL", "split == 'validation'")
-        row[VALIDATION] = read_number(accuracy, "accuracy", "data == 'validation' and group == 'overall'")
-        row[CNNDM] = read_number(accuracy, "accuracy", "data == 'validation_cnndm' and group == 'overall'")
-        row[AGREEMENT] = read_number(agreement, "agreement", f"model == '{model}' and seed == {seed}")
+        row["win rate"] = number_of(rates, "win_rate")
+        row["at equal length"] = number_of(rates, "length_controlled_win_rate")
+        row["tokens"] = number_of(rouge, "response_tokens", "split == 'validation'")
+        row["ROUGE-L"] = number_of(rouge, "rougeL", "split == 'validation'")
+        row[VALIDATION] = number_of(accuracy, "accuracy", "data == 'validation' and group == 'overall'")
+        row[CNNDM] = number_of(accuracy, "accuracy", "data == 'validation_cnndm' and group == 'overall'")
+        row[AGREEMENT] = number_of(agreement, "agreement", f"model == '{model}' and seed == {seed}")
         results.append(row)
     return pandas.DataFrame(results)
 
@@ -190,8 +200,8 @@ def by_length_ratio(args: Args, folders: dict[tuple, Path]) -> dict[str, dict]:
     """Return a panel for each model and seed: the policies' win rate over log(summary length / reference length)."""
     panels = {f"{model}, seed {seed}": {} for model in args.models for seed in args.seeds}
     for (stage, model, seed), run in folders.items():
-        if (file := judged(run, args.judge, "bins")).exists():
-            bins = pandas.read_csv(file).rename(columns={"win_rate": "y", "se": "sd", "examples": "n"})
+        bins = read_judged(run, args.judge, "bins").rename(columns={"win_rate": "y", "se": "sd", "examples": "n"})
+        if len(bins):
             bins["x"] = (bins["from"].clip(lower=-1.5) + bins["to"].clip(upper=1.5)) / 2  # the outer bins have no end
             panels[f"{model}, seed {seed}"][STAGES[stage]] = bins[["x", "y", "sd", "n"]]
     return panels

@@ -28,7 +28,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eval_helpers import fail, or_fail  # noqa: E402
+from eval_helpers import fail, files_below, or_fail  # noqa: E402
 from judge import scores_of  # noqa: E402
 
 
@@ -42,7 +42,7 @@ class Args:
 
 def read_samples(folders: tuple[str, ...]) -> pandas.DataFrame:
     """Return the samples of all runs in or below the folders, with the columns run and update."""
-    files = {file.resolve() for folder in folders for file in Path(folder).rglob("samples/update_*.csv")}
+    files = {file.resolve() for folder in folders for file in files_below(folder, "**/samples/update_*.csv")}
     frames = []
     for file in sorted(files):
         with or_fail(f"{file} cannot be read"):

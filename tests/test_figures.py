@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import eval_helpers
 import figures
 import judge
 import numpy
@@ -181,6 +182,16 @@ def test_figures_sh_calls_the_tools_with_flags_that_they_know(tmp_path):
     assert args[2].judged == "runs/judge_x-y.py-score_of_pairs_validation.csv"
     assert (args[3].ppo, args[3].dpo) == ("runs/ppo/b/1", None)
     assert args[4] == figures.Args(("a", "b"), (1, 2), "runs", "runs/figures", "x/y.py:score")
+
+
+def test_win_rates_of_older_samples_are_left_out(tmp_path, capsys):
+    samples = tmp_path / "eval/samples_validation.csv"
+    samples.parent.mkdir()
+    samples.write_text("id\n1\n")
+    write_csv(tmp_path / "eval/judge_j_rates.csv", [{"win_rate": 0.7, "samples": eval_helpers.digest_of(samples)}])
+    assert figures.read_judged(tmp_path, "j", "rates")["win_rate"].tolist() == [0.7]
+    samples.write_text("id\n2\n")
+    assert figures.read_judged(tmp_path, "j", "rates").empty and "judge_j_rates.csv is stale" in capsys.readouterr().out
 
 
 def test_the_backend_of_a_notebook_is_not_needed():

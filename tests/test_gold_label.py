@@ -121,6 +121,7 @@ def test_a_reward_model_as_gold(policy, world, tmp_path, monkeypatch):
     [
         ({"gold": "nan.py:score"}, "train, prompt 0 .* the score nan"),
         ({"label_noise": (1.5,)}, "--label-noise"),
+        ({"prompts": 0}, "--prompts 0: at least 1"),
         ({"response_length": 1}, "no pair is left"),
     ],
 )
