@@ -164,12 +164,12 @@ def test_one_run_against_another(tmp_path):
     assert judged["log_length_ratio"].tolist() == pytest.approx([math.log(x) for x in (3, 2 / 4, 1 / 3, 1 / 5)])
     other = tmp_path / "study" / "sft" / "eval" / "samples_validation.csv"
     write_samples(other, [(1, 5), (4, 5), (3, 5), (2, 5)])
-    for more in ({"against": str(other)}, {"against": str(theirs), "seed": 2}):
-        judge.main(judge.Args((str(ours),), words, **more))
+    for against, seed in ((other, 1), (theirs, 1), (theirs, 2)):
+        judge.main(judge.Args((str(ours),), words, str(against), seed=seed))
     digest = "h" + hashlib.sha256(ours.read_bytes()).hexdigest()[:12]
     for ending in ("rates", "bins"):
         found = [pandas.read_csv(file) for file in ours.parent.glob(f"judge_*_{ending}.csv")]
-        assert len(found) == 3 and {x for rows in found for x in rows["samples"]} == {digest}
+        assert len(found) == 4 and {x for rows in found for x in rows["samples"]} == {digest}
 
 
 def test_a_score_that_is_no_finite_number_and_a_missing_key_are_errors(tmp_path, monkeypatch):
