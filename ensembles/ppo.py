@@ -943,6 +943,7 @@ def validation_samples(accelerator, model, ref_policy, reward_models, data, toke
         "id": posts["id"],
         "query": posts["query"],
         "response": tokenizer.batch_decode(responses, skip_special_tokens=True),
+        "response_token": [[i for i in row if i != tokenizer.pad_token_id] for row in responses.tolist()],
         "has_eos": (responses == tokenizer.eos_token_id).any(1).tolist(),
         "tokens": batch["lengths"].tolist(),
         "kl_k2": (0.5 * (batch["logprobs"] - batch["ref_logprobs"]).square()).sum(1).tolist(),

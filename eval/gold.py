@@ -12,11 +12,12 @@ gold.csv            a row for each update: means of its samples' gold reward, sc
                     gold_se, the standard error over posts; and sqrt_kl, the square root of the mean KL
 
 All updates have the same posts and the same noise, so compare two updates by their differences post by post. A reward
-model reads the tokens that its own tokenizer makes of query and response (special tokens in the query included, as the
-turns of a dialogue are), and EOS where the response ended. A function gets the texts of both.
+model reads the sampled tokens or, if it has another tokenizer, its own tokens of the response's text, with EOS where it
+ended. A function gets the texts of query and response.
 """
 
 import csv
+import json
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -56,12 +57,16 @@ def read_samples(folders: tuple[str, ...]) -> pandas.DataFrame:
 
 
 def tokens_of(tokenizer, samples: pandas.DataFrame) -> list[tuple[int, ...]]:
-    """Return the tokens that a reward model reads of each sample."""
-    rows = []
-    for sample in samples.itertuples():
-        tokens = tokenizer(sample.query + sample.response, add_special_tokens=False).input_ids
-        rows.append((*tokens, *[tokenizer.eos_token_id] * sample.has_eos))
-    return rows
+    """Return the tokens that a reward model reads of each sample: those that were sampled or, if they are another
+    tokenizer's, its own of the text."""
+    texts, ends = samples["response"].tolist(), samples["has_eos"].tolist()
+    ids = samples.get("response_token", pandas.Series("[]", samples.index)).fillna("[]")  # older samples have none
+    responses = ids.map(json.loads).tolist()
+    if tokenizer.batch_decode(responses, skip_special_tokens=True) != texts:
+        encoded = tokenizer(texts, add_special_tokens=False).input_ids
+        responses = [ids + [tokenizer.eos_token_id] * end for ids, end in zip(encoded, ends, strict=True)]
+    queries = tokenizer(samples["query"].tolist(), add_special_tokens=False).input_ids
+    return [(*query, *response) for query, response in zip(queries, responses, strict=True)]
 
 
 def main(args: Args):

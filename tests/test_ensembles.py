@@ -152,11 +152,9 @@ def plain_samples(setting, world, policy_folder: Path, update: int = -1, tempera
             logits = (model(both).logits[0, before].double() / (temperature + 1e-7))[:, allowed]
             logs.append(logits.log_softmax(1).gather(1, torch.searchsorted(allowed, torch.tensor(tokens))[:, None]))
         text = tokenizer.decode(tokens, skip_special_tokens=True)
-        again = query + tokenizer(text, add_special_tokens=False).input_ids  # what the gold reward reads
-        again += [tokenizer.eos_token_id] * (tokens[-1] == tokenizer.eos_token_id)
         scores = [
-            (model(torch.tensor([x])).last_hidden_state[0, -1] @ weight[0]).item() + constant
-            for model, x, (weight, constant) in zip(backbones, [query + tokens] * 2 + [again], heads, strict=True)
+            (model(both).last_hidden_state[0, -1] @ weight[0]).item() + constant
+            for model, (weight, constant) in zip(backbones, heads, strict=True)
         ]
         kl = sum(0.5 * x**2 for x in (logs[0] - logs[1]).flatten().tolist())
         found.append(SimpleNamespace(query=row["query"], tokens=tokens, text=text, scores=scores[:2], kl=kl))
@@ -187,6 +185,7 @@ def test_gold_of_each_update_is_that_of_plain_code(setting, world, single, golde
             x.score = x.scores[0] if members == 1 else worth(x)
         columns = {"id": load_from_disk(str(world.dataset))["validation"][:ROWS]["id"]}
         columns |= {"query": [x.query for x in samples], "response": [x.text for x in samples]}
+        columns["response_token"] = [str(x.tokens) for x in samples]
         columns |= {"has_eos": [x.has_eos for x in samples], "tokens": [len(x.tokens) for x in samples]}
         columns |= {"kl_k2": [x.kl for x in samples], "score": [x.score for x in samples]}
         columns |= {f"score_{i + 1}": [x.scores[i] for x in samples] for i in range(members)}
