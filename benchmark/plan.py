@@ -174,10 +174,8 @@ def plan(args: Args) -> dict:
     "terms" {phase: {term: bytes}}, "peak" (bytes of a device), "host" (bytes of a machine) and "hours" (None with LoRA,
     whose speed was not measured)."""
     batch, items, chosen = STAGES[args.stage]
-    for name in ("gpus", "micro_batch_size", "sample_batch_size", "reward_models"):
-        at_least(f"--{name.replace('_', '-')}", 1 if getattr(args, name) is None else getattr(args, name), 1)
-    for name in ("gpu_memory", "lora_r", "reserve"):
-        at_least(f"--{name.replace('_', '-')}", getattr(args, name), 0)
+    at_least(1, args, "gpus", "micro_batch_size", "sample_batch_size", "reward_models")
+    at_least(0, args, "gpu_memory", "lora_r", "reserve")
     if args.offload_optimizer and not args.zero:
         fail("--offload-optimizer needs DeepSpeed: --zero 2")
     if batch % args.gpus:

@@ -30,7 +30,7 @@ from rich.progress import track
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval", "llama2")]
 
-from eval_helpers import fail, or_fail, save_checkpoint  # noqa: E402
+from eval_helpers import at_least, fail, or_fail, save_checkpoint  # noqa: E402
 from preference_dataset import TURNS, load_base  # noqa: E402
 
 from tldr_dataset import column_types, encode, padded_columns, read_file, text_field, unfinished_folder  # noqa: E402
@@ -118,6 +118,7 @@ def instruction_columns(row: dict, tokenizer, max_query_length: int, max_respons
 
 def main(args: Args):
     disable_progress_bars()  # of `datasets`
+    at_least(1, args, "max_query_length", "max_response_length")
     output_dir = Path(args.output_dir).expanduser()
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         fail(f"{output_dir} already holds data: remove it, or choose another --output-dir")

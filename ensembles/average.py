@@ -32,7 +32,7 @@ from rich.progress import track
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import save_checkpoint, wins  # noqa: E402
+from eval_helpers import at_least, save_checkpoint, wins  # noqa: E402
 
 from ppo import fail, load_reward_model, load_splits, load_tokenizer, local_checkpoint, or_fail, rounded_width  # noqa: E402
 
@@ -93,6 +93,7 @@ def accuracies(model, pairs, pad_id: int, size: int, name: str) -> dict[str, flo
 
 def main(args: Args):
     # ---- input -----------------------------------------------------------------------------------
+    at_least(1, args, "micro_batch_size")
     output_dir = Path(args.output_dir)
     if output_dir.exists():
         fail(f"{output_dir} exists; remove it (rm -r {output_dir}) or name another --output-dir")

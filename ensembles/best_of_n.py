@@ -314,8 +314,7 @@ def main(args: Args):
         return make_tables(args, settings)
     if not (args.policy and args.reward_model_paths and args.gold):
         fail("--policy, --reward-model-paths and --gold are required without --estimate")
-    for name in ("prompts", "samples", "response_length", "micro_batch_size", "standardise_posts"):
-        at_least(f"--{name.replace('_', '-')}", getattr(args, name), 1)
+    at_least(1, args, "prompts", "samples", "response_length", "micro_batch_size", "standardise_posts")
     if not (args.temperature > 0 and 0 < args.top_p <= 1):
         fail(f"--temperature {args.temperature} --top-p {args.top_p}: above 0, and in (0, 1]")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -157,9 +157,7 @@ def main(args: Args):
         fail(f"{output_dir} already holds data: remove it, or choose another --output-dir")
     if not args.label_noise or not all(0 <= share <= 1 for share in args.label_noise):
         fail(f"--label-noise {args.label_noise}: shares of flipped labels, from 0 to 1")
-    for name in ("prompts", "response_length", "micro_batch_size"):
-        value = getattr(args, name)
-        at_least(f"--{name.replace('_', '-')}", 1 if value is None else value, 1)
+    at_least(1, args, "prompts", "response_length", "micro_batch_size")
     if not (args.temperature > 0 and 0 < args.top_p <= 1):
         fail(f"--temperature {args.temperature} --top-p {args.top_p}: above 0, and in (0, 1]")
     folder = local_checkpoint("--policy", args.policy)

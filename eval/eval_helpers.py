@@ -38,10 +38,12 @@ def or_fail(message: str):
         fail(f"{message} ({error!r:.300})")
 
 
-def at_least(flag: str, value: float, least: float):
-    """End with an error if a flag's value is below `least` or not finite."""
-    if not least <= value < inf:
-        fail(f"{flag} {value}: at least {least}")
+def at_least(least: float, args, *names: str):
+    """End with an error if one of these arguments is below `least` or not finite. None stands for a default."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not least <= value < inf:
+            fail(f"--{name.replace('_', '-')} {value}: at least {least}")
 
 
 def one_line(error: Exception) -> str:

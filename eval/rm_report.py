@@ -22,7 +22,7 @@ import numpy
 import pandas
 import tyro
 from datasets import load_from_disk
-from eval_helpers import fail, markdown, with_sd
+from eval_helpers import at_least, fail, markdown, with_sd
 
 
 @dataclass
@@ -114,6 +114,7 @@ def main(args: Args):
     if args.write_pairs:
         write_pairs(args)
         return
+    at_least(1, args, "bins")
     accuracies, statistics = read(args, "accuracy.csv"), read(args, "reference_rewards.csv")
     pairs = read(args, "pairs_validation.csv")
     if not pairs:

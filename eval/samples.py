@@ -166,9 +166,8 @@ def main(args: Args):
     args.seed = known.get("seed", 44413) if args.seed is None else args.seed
     if args.response_length is None:
         args.response_length = known.get("response_length", 53)
-    at_least("--response-length", args.response_length, 1)
-    at_least("--temperature", args.temperature, 0)
-    at_least("--batch-size", args.batch_size, 1)
+    at_least(1, args, "response_length", "batch_size")
+    at_least(0, args, "temperature")
     args.dataset = args.dataset or dataset_of(args.checkpoint, known)
     local = Path(args.checkpoint).exists()
     name = Path(args.checkpoint if local else args.checkpoint.partition("@")[0]).name

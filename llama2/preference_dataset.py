@@ -37,7 +37,7 @@ from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import fail, files_below, one_line, or_fail, save_checkpoint  # noqa: E402
+from eval_helpers import at_least, fail, files_below, one_line, or_fail, save_checkpoint  # noqa: E402
 
 import tldr_dataset  # noqa: E402
 from ppo import local_checkpoint  # noqa: E402
@@ -490,8 +490,9 @@ def main(args: Args):
     output_dir = Path(args.output_dir).expanduser()
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         fail(f"{output_dir} already holds data: remove it, or choose another --output-dir")
-    if not 0 <= args.validation_share < 1 or args.max_query_length < 1 or args.max_response_length < 1:
-        fail("--validation-share is from 0 to below 1, --max-query-length and --max-response-length are at least 1")
+    at_least(1, args, "max_query_length", "max_response_length")
+    if not 0 <= args.validation_share < 1:
+        fail(f"--validation-share {args.validation_share}: from 0 to below 1")
     sources = [parse_source(text) for text in args.sources]
     counts = {source["name"]: Counter() for source in sources}
     shares = parse_mix(args.mix, list(counts))

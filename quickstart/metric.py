@@ -25,7 +25,7 @@ from truth import find_facts, judge, score
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import wins  # noqa: E402
+from eval_helpers import at_least, wins  # noqa: E402
 
 import ppo  # noqa: E402
 from tldr_dataset import query_columns  # noqa: E402
@@ -89,6 +89,7 @@ def log_ratios(policy, sft, batch: dict) -> torch.Tensor:
 @torch.no_grad()
 def measure(args: Args) -> tuple[dict[str, float], list[dict], list[str]]:
     """Return the numbers of the docstring above, the posts, and the policy's summary of each."""
+    at_least(1, args, "posts", "response_length")
     accelerator = Accelerator(cpu=True)
     folders = {name: ppo.local_checkpoint(f"--{name}", getattr(args, name)) for name in ("policy", "sft", "reward")}
     tokenizer = ppo.load_tokenizer(folders["sft"])

@@ -32,7 +32,7 @@ from truth import FACTS, score
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
 
-from eval_helpers import fail  # noqa: E402
+from eval_helpers import at_least, fail  # noqa: E402
 
 
 @dataclass
@@ -229,10 +229,8 @@ def write_jsonl(path: Path, rows: list[dict]):
 
 def main(args: Args):
     # ---- arguments --------------------------------------------------------------------------------------------------
-    for name, value in vars(args).items():
-        least = 0 if name in ("num_cnndm_comparisons", "num_pretraining") else 1
-        if name.startswith("num_") and value < least:
-            fail(f"--{name.replace('_', '-')} is {value}; it must be {least} or more")
+    at_least(1, args, "num_train", "num_validation", "num_test", "num_comparisons", "num_validation_comparisons")
+    at_least(0, args, "num_cnndm_comparisons", "num_pretraining")
     if not 0 <= args.label_noise <= 1:
         fail(f"--label-noise is {args.label_noise}; it must be between 0 and 1")
     output_dir = Path(args.output_dir)

@@ -54,7 +54,7 @@ from paired import noise_pairs, summarise, verdict
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "eval"))
 
-from eval_helpers import fail, markdown, with_sd  # noqa: E402
+from eval_helpers import at_least, fail, markdown, with_sd  # noqa: E402
 
 # what run.sh sets beside the papers' tables; PPO has half of its episodes and one micro-batch an update
 BASE = {
@@ -413,6 +413,7 @@ def draw(tables: dict[str, pandas.DataFrame], path: Path):
 def main(args: Args):
     if not args.confirm and (used := sorted(set(args.seeds) & set(CONFIRM))):
         fail(f"--seeds has {used[0]}: seeds {CONFIRM[0]} to {CONFIRM[-1]} are kept for --confirm")
+    at_least(1, args, "jobs")
     seeds = CONFIRM if args.confirm else args.seeds
     chosen = [candidate(text) for text in args.candidates if not args.commit]
     if len(chosen) == 1:

@@ -53,7 +53,7 @@ from transformers import (
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "eval")]
 
-from eval_helpers import cores, fail  # noqa: E402
+from eval_helpers import at_least, cores, fail  # noqa: E402
 
 from reward import data_order  # noqa: E402
 
@@ -414,6 +414,9 @@ def measure(stage: str, args: Args, work: Path) -> list[dict]:
 
 
 def main(args: Args):
+    at_least(1, args, "batch_size", "micro_batch_size", "forward_batch_size", "sample_batch_size")
+    at_least(0, args, "warmup")
+    at_least(args.warmup + 1, args, "updates")
     os.chdir(ROOT)
     disable_progress_bars()
     if args.script and len(args.stages) > 1:
