@@ -3,13 +3,20 @@
     python llama2/preference_dataset.py --base EleutherAI/pythia-1.4b --output-dir data/llama2 --bad-rows skip \
         --sources helpful=hh:raw/hh/helpful-base harmless=hh:raw/hh/harmless-base:safety --mix helpful=1/4 harmless=0.75
 
-A source is name=reader:path[:train|:validation][:helpfulness|:safety]. Its path is a file or a folder of files: JSON
-Lines or a JSON array, gzipped or not, or Parquet. Each reader knows the columns of one published set and turns its
-scale into the grades of Llama 2. README.md lists the readers, their rules and the rows that are left out.
+Your own pairs, with prompt, chosen and rejected as texts or as lists of messages (the forms of TRL and UltraFeedback):
 
-A dialogue becomes <|prompter|>TEXT<|endoftext|><|assistant|>TEXT<|endoftext|>… If --base lacks the two turn tokens,
-OUTPUT_DIR/base is a copy that has them; use it for all later stages. Posts (tldr) have the format of tldr_dataset.py.
-Dialogues longer than --max-query-length lose their oldest exchanges, and posts lose their end (Detail 2).
+    python llama2/preference_dataset.py --base EleutherAI/pythia-1b-deduped --sources mine=pairs:pairs.jsonl
+
+A source is name=reader:path[:train|:validation][:helpfulness|:safety]. Its path is a file or a folder of files, on disk
+or in a data set on the Hub (OWNER/NAME[@revision][/FOLDER or FILE]): JSON Lines or a JSON array, gzipped or not, or
+Parquet. Each reader knows the columns of one published set and turns its scale into the grades of Llama 2. README.md
+lists the readers, their rules and the rows that are left out.
+
+A dialogue becomes <|prompter|>TEXT<|endoftext|><|assistant|>TEXT<|endoftext|>… A system message stands at the start of
+the first turn, before an empty line. If --base lacks the two turn tokens, OUTPUT_DIR/base is a copy that has them, with
+this format as its chat template; use it for all later stages. A prompt and responses that are plain texts are taken as
+they are, and posts (tldr) have the format of tldr_dataset.py. Dialogues longer than --max-query-length lose their
+oldest exchanges, and posts lose their end (Detail 2).
 
 This writes OUTPUT_DIR/preference, OUTPUT_DIR/sft and OUTPUT_DIR/statistics, which README.md describes.
 """
@@ -33,6 +40,7 @@ import pyarrow.parquet
 import torch
 import tyro
 from datasets import Dataset, DatasetDict, Features, Value
+from huggingface_hub import snapshot_download
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
@@ -43,6 +51,12 @@ import tldr_dataset  # noqa: E402
 from ppo import local_checkpoint  # noqa: E402
 
 TURNS = ("<|prompter|>", "<|assistant|>")
+# what dialogue_columns makes of messages, for tokenizer.apply_chat_template
+CHAT_TEMPLATE = """{% if messages[0].role == "system" %}{% set system = messages[0].content + "\n\n" %}\
+{% set messages = messages[1:] %}{% else %}{% set system = "" %}{% endif %}\
+{% for message in messages %}{{ "<|prompter|>" if message.role == "user" else "<|assistant|>" }}\
+{{ system if loop.first else "" }}{{ message.content + eos_token }}{% endfor %}\
+{{ "<|assistant|>" if add_generation_prompt else "" }}"""
 MARGINS = {"significantly": 1.0, "better": 2 / 3, "slightly": 1 / 3, "negligibly": 0.0, "none": 0.0}  # table 27, small
 OPTIONAL = ("chosen_safe", "rejected_safe", "choice", "policies", "chosen_policy", "rejected_policy")
 FATES = ["rows", "bad rows", "ties", "unsafe chosen", "duplicates", "prompt too long", "response too long"]
@@ -84,6 +98,11 @@ def parse_source(text: str) -> dict:
         fail(f"--sources {text}: write name=reader:path[:split][:tag]; the readers are {', '.join(READERS)}")
     path = Path(match["path"]).expanduser()
     endings = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
+    if not path.exists() and (hub := re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+))?", match["path"])):
+        repository, revision, inside = hub.groups()
+        with or_fail(f"--sources {text}: no such file or folder, and no data set on the Hub"):
+            wanted = {"repo_type": "dataset", "revision": revision, "allow_patterns": inside and f"{inside}*"}
+            path = Path(snapshot_download(repository, **wanted), inside or "")
     files = [file for file in (files_below(path, "**") if path.is_dir() else [path]) if file.name.endswith(endings)]
     if not files or not files[0].is_file():
         fail(f"--sources {text}: {path} is no file and has no files that end in {', '.join(endings)}")
@@ -113,6 +132,7 @@ def load_base(path: str, turns: bool) -> tuple:
         fail(f"--base {path}: its tokenizer has no EOS token, which ends every turn and response")
     if model is not None:
         tokenizer.add_tokens([AddedToken(turn, normalized=False) for turn in TURNS])
+        tokenizer.chat_template = CHAT_TEMPLATE
         if model.get_input_embeddings().num_embeddings < len(tokenizer) + 1:  # and [PAD], which the stages add
             torch.manual_seed(1)
             model.resize_token_embeddings(len(tokenizer) + 1, pad_to_multiple_of=64, mean_resizing=False)
@@ -134,9 +154,9 @@ def stream_rows(path: Path) -> Iterator[object]:
 
 
 # ---- readers -------------------------------------------------------------------------------------
-# Each turns a row into chosen and rejected (texts), messages (the dialogue before them) or post (for format_query), and
-# grade (a key of MARGINS, or "tie"). Optional: margin, confidence and the columns in OPTIONAL. A bad row raises an
-# exception, here or in check_pair.
+# Each turns a row into chosen and rejected (texts), messages (the dialogue before them), prompt (a plain text) or post
+# (for format_query), and grade (a key of MARGINS, or "tie"). Optional: margin, confidence and the columns in OPTIONAL.
+# A bad row raises an exception, here or in check_pair.
 
 
 def require(condition: bool, message: str):
@@ -161,6 +181,14 @@ def grade_of(gap: float) -> str:
 def dialogue(*texts: str) -> list[dict]:
     """Return the messages of a dialogue that the user begins."""
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def without_system(messages: list[dict]) -> list[dict]:
+    """Return messages whose first turn begins with the system message, if there is one, and an empty line."""
+    if messages[0].get("role") != "system":
+        return messages
+    system, first, *others = messages
+    return [first | {"content": f"{system['content']}\n\n{first['content']}"}, *others]
 
 
 def by_choice(messages: list[dict], texts: list[str], choice: int, grade: str) -> dict:
@@ -247,9 +275,27 @@ def read_five_levels(row: dict) -> dict:
     return by_choice(dialogue(row["prompt"]), [row["completion_a"], row["completion_b"]], *levels[row["preference"]])
 
 
+def read_gptj(row: dict) -> dict:
+    return read_pairs(row | {"messages": dialogue(row["prompt"])})
+
+
 def read_pairs(row: dict) -> dict:
-    pair = {"messages": row.get("messages") or dialogue(row["prompt"]), "grade": "none"}
-    pair |= {"chosen": row["chosen"], "rejected": row["rejected"]}
+    prompt, before, pair = row.get("messages") or row.get("prompt"), {}, {"grade": "none"}
+    for side in ("chosen", "rejected"):  # a text, the last message, or the whole dialogue
+        turns = row[side] if isinstance(row[side], list) else [{"role": "assistant", "content": row[side]}]
+        *before[side], answer = ({name: turn[name] for name in ("role", "content")} for turn in turns)
+        require(answer["role"] == "assistant", f"{side} should end with a message of the assistant")
+        pair[side] = answer["content"]
+    require(before["chosen"] == before["rejected"], "chosen and rejected do not begin with the same messages")
+    if isinstance(prompt, str) and (row.get("system") or isinstance(row["chosen"], list)):
+        prompt = dialogue(prompt)
+    messages = before["chosen"] or prompt
+    require(messages is not None, "there is neither a prompt nor messages")
+    if isinstance(messages, str):
+        pair["prompt"] = messages
+    else:
+        system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        pair["messages"] = without_system([*system, *messages])
     rating = row.get("rating")
     if isinstance(rating, str):
         pair["grade"] = rating.lower().removesuffix(" / unsure").removesuffix(" better")
@@ -263,7 +309,7 @@ def read_pairs(row: dict) -> dict:
 
 
 READERS = {"hh": read_hh, "tldr": read_tldr, "webgpt": read_webgpt, "stack_exchange": read_stack_exchange}
-READERS |= {"shp": read_shp, "gptj": read_pairs, "helpsteer2": read_helpsteer2, "strength": read_strength}
+READERS |= {"shp": read_shp, "gptj": read_gptj, "helpsteer2": read_helpsteer2, "strength": read_strength}
 READERS |= {"five_levels": read_five_levels, "pairs": read_pairs}
 
 
@@ -273,6 +319,9 @@ def check_pair(pair: dict):
     texts = [tldr_dataset.text_field(pair, side, side) for side in ("chosen", "rejected")]
     require(texts[0].strip() != texts[1].strip(), "chosen and rejected are equal")
     if "post" in pair:
+        return
+    if "prompt" in pair:
+        tldr_dataset.text_field(pair, "prompt", "prompt")
         return
     for i, message in enumerate(pair["messages"]):
         role = ("user", "assistant")[i % 2]
@@ -307,6 +356,15 @@ def read_pair(where: str, row: object, source: dict, args: Args) -> dict:
     return pair
 
 
+def begins_with_dialogue(source: dict) -> bool:
+    """Return whether the first row of a source is a dialogue, or bad, and not a post or a plain text."""
+    try:
+        row = next(stream_rows(source["files"][0]))
+        return "messages" in READERS[source["reader"]](json.loads(row) if isinstance(row, str) else row)
+    except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError):
+        return source["reader"] != "tldr"
+
+
 def digest(*parts: object) -> bytes:
     """Return a hash of 16 bytes of the parts."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).digest()
@@ -315,11 +373,11 @@ def digest(*parts: object) -> bytes:
 def dialogue_columns(pair: dict, tokenizer, args: Args) -> dict:
     """Return the columns of tldr_dataset.py for a dialogue, without its oldest exchanges if it is too long, and what
     statistics and split need. Raises LeftOut if its last turn alone is too long."""
-    messages = pair["messages"]
-    eos, eos_id, pad_id = tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token_id
+    messages, eos, eos_id = pair["messages"], tokenizer.eos_token, tokenizer.eos_token_id
+    if not set(TURNS) <= set(tokenizer.get_vocab()):
+        fail("--sources: a dialogue, although the first row of each source is a plain text; put the dialogues first")
     turn_ids = tokenizer.convert_tokens_to_ids(list(TURNS))
-    texts = [*(message["content"] for message in messages), pair["chosen"], pair["rejected"]]
-    *turns, chosen, rejected = tldr_dataset.encode(tokenizer, texts)  # one call is faster than many
+    turns = tldr_dataset.encode(tokenizer, [message["content"] for message in messages])
     first = 0
     while sum(len(turn) + 2 for turn in turns[first:]) + 1 > args.max_query_length:  # + 2: the turn token and EOS
         first += 2
@@ -331,15 +389,34 @@ def dialogue_columns(pair: dict, tokenizer, args: Args) -> dict:
         query += [turn_ids[i % 2], *turns[i], eos_id]
     text += TURNS[1]
     query.append(turn_ids[1])
-    padding = [pad_id] * (args.max_query_length - len(query))
-    columns = {"query": text, "query_token": padding + query, "query_token_len": len(query)}
-    widths = (args.max_query_length, args.max_response_length, args.max_query_length + args.max_response_length)
-    for side, tokens in (("chosen", [*chosen, eos_id]), ("rejected", [*rejected, eos_id])):
-        texts = pair[side] + eos, text + pair[side] + eos
-        columns |= tldr_dataset.padded_columns(side, texts, query, tokens, pad_id, widths)
+    columns = query_and_responses(text, query, pair, tokenizer, args)
     columns |= {"first_turns": {messages[0]["content"], messages[first]["content"]}, "shortened": first > 0}
     columns |= {"turns": (len(turns) - first + 1) // 2, "prompt_tokens": len(turns[-1])}
     return columns | {"context_tokens": sum(len(turn) for turn in turns[first:])}
+
+
+def plain_columns(pair: dict, tokenizer, args: Args) -> dict:
+    """Return the same columns for a plain prompt, which is followed by the response as it is."""
+    query = tldr_dataset.encode(tokenizer, pair["prompt"])
+    if len(query) > args.max_query_length:
+        raise LeftOut("prompt too long")
+    columns = query_and_responses(pair["prompt"], query, pair, tokenizer, args)
+    columns |= {"first_turns": {pair["prompt"]}, "shortened": False, "turns": 1}
+    return columns | {"prompt_tokens": len(query), "context_tokens": len(query)}
+
+
+def query_and_responses(text: str, query: list[int], pair: dict, tokenizer, args: Args) -> dict:
+    """Return the columns of tldr_dataset.py for a query (its text and tokens) and both responses, each tokenised alone,
+    as a policy samples them."""
+    padding = [tokenizer.pad_token_id] * (args.max_query_length - len(query))
+    columns = {"query": text, "query_token": padding + query, "query_token_len": len(query)}
+    widths = (args.max_query_length, args.max_response_length, args.max_query_length + args.max_response_length)
+    for side in ("chosen", "rejected"):
+        response = pair[side] + tokenizer.eos_token
+        tokens = [*tldr_dataset.encode(tokenizer, pair[side]), tokenizer.eos_token_id]
+        texts = response, text + response
+        columns |= tldr_dataset.padded_columns(side, texts, query, tokens, tokenizer.pad_token_id, widths)
+    return columns
 
 
 def post_columns(pair: dict, tokenizer, args: Args) -> dict:
@@ -355,6 +432,9 @@ def post_columns(pair: dict, tokenizer, args: Args) -> dict:
     for side in ("chosen", "rejected"):
         columns |= tldr_dataset.response_columns(side, pair[side], columns, tokenizer, widths)
     return columns
+
+
+COLUMNS_OF = {"messages": dialogue_columns, "prompt": plain_columns, "post": post_columns}
 
 
 def split_of(columns: dict, is_tie: bool, source: dict, held_out: set[bytes], args: Args) -> str:
@@ -383,7 +463,8 @@ def other_order(columns: dict) -> dict:
 def pair_columns(pair: dict, source: dict, seen: set[bytes], held_out: set[bytes], tokenizer, args: Args) -> dict:
     """Return all columns of a pair but its id. Raises LeftOut if it is not kept. `seen` has the hashes of all pairs so
     far, and `held_out` those of the prompts in validation."""
-    prompt = tldr_dataset.format_query(pair["post"]) if "post" in pair else pair["messages"]
+    kind = next(name for name in COLUMNS_OF if name in pair)
+    prompt = tldr_dataset.format_query(pair["post"]) if kind == "post" else pair[kind]
     responses = [pair["chosen"], pair["rejected"]]
     is_tie = pair["grade"] == "tie"
     if is_tie:
@@ -392,7 +473,7 @@ def pair_columns(pair: dict, source: dict, seen: set[bytes], held_out: set[bytes
     if key in seen:
         raise LeftOut("duplicates")
     seen.add(key)
-    columns = (post_columns if "post" in pair else dialogue_columns)(pair, tokenizer, args)
+    columns = COLUMNS_OF[kind](pair, tokenizer, args)
     longest = args.max_query_length + args.max_response_length  # a post and a response may have more tokens joined
     for side in ("chosen", "rejected"):
         joined = columns[f"query_{side}_token_len"]
@@ -496,7 +577,7 @@ def main(args: Args):
     sources = [parse_source(text) for text in args.sources]
     counts = {source["name"]: Counter() for source in sources}
     shares = parse_mix(args.mix, list(counts))
-    model, tokenizer = load_base(args.base, any(source["reader"] != "tldr" for source in sources))
+    model, tokenizer = load_base(args.base, any(begins_with_dialogue(source) for source in sources))
 
     with tldr_dataset.unfinished_folder(output_dir) as folder:
         finished = folder / "finished"

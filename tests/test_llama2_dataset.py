@@ -3,11 +3,14 @@ most tests, each word is one token, so that tokens can be counted by hand."""
 
 import gzip
 import json
+import shlex
 from pathlib import Path
 
 import check_data
 import pandas
 import pytest
+import tyro
+from accelerate.state import AcceleratorState
 from conftest import read_csv, script, write_jsonl
 from datasets import load_from_disk
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -129,6 +132,65 @@ def test_a_row_of_each_published_form(reader, row, messages, chosen, rejected, g
     if messages is None:
         assert {key: value for key, value in found["post"].items() if value} == row["info"]
     preference_dataset.check_pair(found)
+
+
+ANSWER = [{"role": "assistant", "content": "b"}]
+OTHER = [{"role": "assistant", "content": "c"}]
+SYSTEM = [{"role": "system", "content": "s"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": chat("a"), "chosen": "b", "rejected": "c"},
+        {"prompt": chat("a"), "chosen": ANSWER, "rejected": OTHER},  # TRL, explicit prompt
+        {"chosen": chat("a", "b"), "rejected": chat("a", "c")},  # implicit
+        {"prompt": "a", "chosen": chat("a", "b"), "rejected": chat("a", "c"), "score_chosen": 8.5},  # UltraFeedback
+        {"prompt": "a", "chosen": ANSWER, "rejected": OTHER},
+    ],
+)
+def test_conversations_in_the_forms_of_trl(row):
+    expected = {"messages": chat("a"), "chosen": "b", "rejected": "c", "grade": "none"}
+    assert expected.items() <= READERS["pairs"](row).items()
+    with_system = {"messages": chat("s\n\na")}
+    assert with_system.items() <= READERS["pairs"](row | {"system": "s"}).items()
+    row = {name: SYSTEM + x if isinstance(x, list) and x[0]["role"] == "user" else x for name, x in row.items()}
+    if any(isinstance(x, list) and x[0] == SYSTEM[0] for x in row.values()):
+        assert with_system.items() <= READERS["pairs"](row).items()
+
+
+def test_plain_texts_stay_as_they_are(prepare, tokenizer):
+    rows = [{"prompt": f"{x} {y}", "chosen": "u v", "rejected": "w"} for x in WORDS[:8] for y in WORDS[:8]]
+    data, _, _ = prepare({"n=pairs": rows})
+    row = data["train"][0]
+    assert row["query"] in [x["prompt"] for x in rows] and row["query_chosen"] == row["query"] + "u v<|endoftext|>"
+    tokens = tokenizer(f"{row['query']} u v <|endoftext|>", add_special_tokens=False).input_ids
+    assert [x for x in row["query_token"] if x != tokenizer.pad_token_id] == tokens[:2]
+    assert [x for x in row["chosen_token"] if x != tokenizer.pad_token_id] == tokens[2:]
+
+
+def test_own_pairs_from_a_file_to_policies(world, tmp_path, monkeypatch):
+    """The commands of docs/runs.md, at nano size; then the chat template asks with the tokens of training."""
+    rows = [chat(f"say {i}", f"{i} is what I say") for i in range(200)]
+    rows = [{"chosen": SYSTEM + x, "rejected": [*SYSTEM, x[0], x[1] | {"content": "no"}]} for x in rows]
+    write_jsonl(tmp_path / "pairs.jsonl", rows)
+    page = (ROOT / "docs/runs.md").read_text().partition("### Preference pairs")[2]
+    commands = page.partition("```bash\n")[2].partition("```")[0].splitlines()
+    monkeypatch.chdir(tmp_path)
+    small = "--batch-size 8 --micro-batch-size 8 --total-episodes 16 --learning-rate 1e-3".split()
+    for command in commands:
+        _, name, *flags = shlex.split(command.replace("EleutherAI/pythia-1b-deduped", str(world.model)))
+        flags += small if "llama2" not in name else ["--max-query-length", "40", "--max-response-length", "24"]
+        AcceleratorState._reset_state(True)
+        module = script(name)
+        module.main(tyro.cli(module.Args, args=flags + ["--response-length", "8"] * (name == "ppo.py")))
+    policy = AutoTokenizer.from_pretrained("runs/mine/ppo/model")
+    for row in load_from_disk("data/mine/sft")["validation"]:
+        number = row["query"].split("say ")[1].partition("<")[0]
+        asked = policy.apply_chat_template([*SYSTEM, *chat(f"say {number}")], add_generation_prompt=True)["input_ids"]
+        assert [x for x in row["query_token"] if x != policy.pad_token_id] == asked
+        answer = policy.apply_chat_template([*SYSTEM, *chat(f"say {number}", f"{number} is what I say")])["input_ids"]
+        assert [x for x in row["query_reference_response_token"] if x != policy.pad_token_id] == answer
 
 
 def grades(reader: str, rows) -> list[str]:
@@ -355,6 +417,8 @@ def test_every_row_is_counted_once(prepare):
         ("pairs", pair("a") | {"messages": [*chat("a"), *chat("b")]}, "turn 2"),
         ("hh", {"chosen": f"{HH} a", "rejected": f"\n\nHuman: z{HH} b"}, "not the same"),
         ("webgpt", WEBGPT | {"score_1": 0.25}, "add up to 0"),
+        ("pairs", {"chosen": chat("a", "b"), "rejected": chat("x", "c")}, "do not begin with the same"),
+        ("pairs", {"prompt": "a", "chosen": chat("b"), "rejected": chat("c")}, "should end with a message of the ass"),
     ],
 )
 def test_a_bad_row_is_named(reader, row, named):
