@@ -595,8 +595,8 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
         looked_at = rows.select(range(0, len(rows), ceil(len(rows) / 16)))
         matches = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
         if 2 * matches <= len(looked_at):  # 5 % of the published rows do not match; of another tokenizer's, nearly all
-            found = f"{matches} of {len(looked_at)} rows match the model's tokenizer"
-            fail(f"{flag} {path}: {split}: {found}. Make it with tldr_dataset.py; eval/check_data.py shows the rows")
+            how = "Make it with tldr_dataset.py or llama2/preference_dataset.py; eval/check_data.py shows the rows"
+            fail(f"{flag} {path}: {split}: {matches} of {len(looked_at)} rows match the model's tokenizer. {how}")
     return data.with_format("torch")
 
 

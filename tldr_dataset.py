@@ -296,7 +296,8 @@ def read_raw(source: str, splits: Iterable[str], required: tuple[str, ...]) -> d
     for split, rows in raw.items():
         missing = set(required).difference(*(row for _, row in rows))
         if missing:
-            fail(f"{source}: {split}: {len(rows)} rows without {', '.join(sorted(missing))}")
+            how = " (pairs with prompt, chosen and rejected: llama2/preference_dataset.py)" * ("summaries" in missing)
+            fail(f"{source}: {split}: {len(rows)} rows without {', '.join(sorted(missing))}{how}")
     return raw
 
 
