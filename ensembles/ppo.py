@@ -466,6 +466,8 @@ def main(args: Args):
             samples = validation_samples(accelerator, *models, validation, tokenizer, args)
             write_samples(accelerator, args, update, samples)
             metrics["eval/score"] = samples["score"].mean()
+        if update == 1 and metrics["value/mean"] > metrics["objective/score"] + 1:
+            accelerator.print("warning: values lie more than 1 above the scores, so EOS may vanish; see docs/kl.md")
         write_metrics(accelerator, args, metrics, update, num_updates)
         if accelerator.is_main_process and args.sample_every and update % args.sample_every == 0:
             show_samples(accelerator, batch, scores, kl.sum(1), tokenizer, update)

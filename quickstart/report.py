@@ -124,6 +124,9 @@ def main(args: Args):
     shown = [{"": name} | {key: values[name].get(key, "") for key in list(values["SFT"])} for name in values]
     text = f"{args.model}, one training seed ({args.seed}), {args.posts} new posts:\n\n{markdown(shown)}\n"
     text += f"{'; '.join(gains)}. The 95 % intervals cover other posts, not other seeds.\n"
+    for name in ("PPO", "DPO"):
+        if values[name]["above_sft"] < 0 or values[name].get("eos_rate", 1) < 0.9:
+            text += f"\n{name} did not improve on SFT here, or lost EOS. What to look at: docs/kl.md\n"
     print(text)
     output_dir = Path(args.output_dir.format(**vars(args)))
     output_dir.mkdir(parents=True, exist_ok=True)

@@ -304,13 +304,16 @@ def test_a_number_that_is_not_finite_is_named(tmp_path, stage, changes):
         stage.check_args(stage.Args(output_dir=str(tmp_path), **changes))
 
 
-def test_inf_means_no_clipping_and_is_valid_json(world, tmp_path):
+@pytest.mark.parametrize(("penalty", "warnings"), [(-100.0, 1), (100.0, 0)])
+def test_inf_means_no_clipping_and_values_above_the_scores_are_named(world, tmp_path, capsys, penalty, warnings):
+    """inf is valid JSON, too. Few responses of four tokens end, so the scores are about the penalty."""
     folder = make_reward_model(world.model, tmp_path / "reward")
     paths = {"sft_model_path": str(world.model), "reward_model_path": str(folder), "dataset": str(world.dataset)}
     sizes = {"batch_size": 8, "total_episodes": 16, "response_length": 4, "eval_rows": 2, "learning_rate": 1e-2}
-    ranges = {"cliprange": inf, "cliprange_value": inf}
+    ranges = {"cliprange": inf, "cliprange_value": inf, "penalty_reward_value": penalty}
     AcceleratorState._reset_state(True)
     ppo.main(ppo.Args(**paths, **sizes, **ranges, output_dir=str(tmp_path / "run"), sample_every=0))
+    assert capsys.readouterr().out.count("warning: values lie more than 1 above the scores") == warnings
     args = json.loads((tmp_path / "run/args.json").read_text(), parse_constant=pytest.fail)
     assert args["cliprange"] == args["cliprange_value"] == "inf"
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
