@@ -15,7 +15,6 @@ import tyro
 import yaml
 from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
-from accelerate.state import AcceleratorState
 from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -215,7 +214,6 @@ def test_what_a_run_sets_for_a_gpu(given, tmp_path, monkeypatch):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     torch.backends.cuda.enable_cudnn_sdp(True)
-    AcceleratorState._reset_state(True)
     sft.make_accelerator(sft.Args(output_dir=str(tmp_path)))
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert os.environ["PYTORCH_ALLOC_CONF"] == given.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")

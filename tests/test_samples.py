@@ -13,7 +13,6 @@ import pytest
 import samples
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from conftest import edit_config, files, free_port, make_reward_model, make_talker, sample_by_hand
 from datasets import Dataset, load_from_disk
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -28,7 +27,6 @@ SCORED = [*COLUMNS[:6], "score", "reference_score", *COLUMNS[6:]]
 
 
 def run(checkpoint, **arguments):
-    AcceleratorState._reset_state(True)  # accelerate keeps one state a process
     samples.main(samples.Args(str(checkpoint), **arguments))
 
 
@@ -96,7 +94,6 @@ def test_rouge_takes_words_as_they_are_and_its_means(made, world, monkeypatch):
     responses = [" He feels sad, about laptops!", " Sister! My SISTER2<|endoftext|>"]
     tokens = tokenizer(responses, padding=True, padding_side="right", return_tensors="pt").input_ids
     monkeypatch.setattr(samples, "generate", lambda *_: (tokens, None))
-    AcceleratorState._reset_state(True)
     args = samples.Args("x", seed=1, response_length=9)
     found = samples.sampled(Accelerator(), SimpleNamespace(config=None), None, data, tokenizer, args, "test")
     measures = [[row[key] for key in ("rouge1", "rouge2", "rougeL")] for row in found]

@@ -10,7 +10,6 @@ import pytest
 import speed
 import torch
 import tyro
-from accelerate.state import AcceleratorState
 from conftest import read_csv
 from datasets import Dataset, DatasetDict, load_from_disk
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
@@ -116,7 +115,6 @@ def test_a_run_s_peak_and_its_failure(tmp_path):
 def in_process(command: list, log=None) -> float:
     """A command line of ours without the seconds that a process of its own takes to begin; GiB that it never took."""
     module = importlib.import_module(Path(command[1]).stem)
-    AcceleratorState._reset_state(True)  # accelerate keeps one state a process
     module.main(tyro.cli(module.Args, args=[*map(str, command[2:])]))
     return 1.5
 
