@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import edit_config, make_reward_model, single_process
+from conftest import edit_config, make_reward_model, read_metrics, single_process
 from datasets import DatasetDict, load_from_disk
 from safetensors.torch import load_file, save_file
 from test_faults import toy, toy_args
@@ -309,7 +309,7 @@ def test_inf_means_no_clipping_and_is_valid_json(world, tmp_path):
     ppo.main(ppo.Args(**paths, **sizes, **ranges, output_dir=str(tmp_path / "run"), sample_every=0))
     args = json.loads((tmp_path / "run/args.json").read_text(), parse_constant=pytest.fail)
     assert args["cliprange"] == args["cliprange_value"] == "inf"
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(tmp_path / "run")
     assert {line["policy/clip_fraction"] for line in lines} == {line["value/clip_fraction"] for line in lines} == {0.0}
 
 

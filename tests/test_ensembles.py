@@ -17,14 +17,7 @@ import pandas
 import pytest
 import torch
 import tyro
-from conftest import (
-    head_of,
-    make_constant,
-    make_talker,
-    read_metrics,
-    sample_by_hand,
-    script,
-)
+from conftest import head_of, make_constant, make_talker, read_metrics, sample_by_hand, script
 from datasets import load_from_disk
 from kill_runs import weights
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerBase
@@ -329,13 +322,8 @@ def test_the_commands_are_the_papers_tables():
         )
     members, runs, [labels], [bon] = found["reward"], found["run"], found["gold_label"], found["best_of_n"]
     paths, [average] = [x.output_dir for x in members], found["average"]
-    assert bon.reward_model_paths == average.reward_model_paths == paths and [x.seed for x in members] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-    ]
+    assert bon.reward_model_paths == average.reward_model_paths == paths
+    assert [x.seed for x in members] == [1, 2, 3, 4, 5]
     assert {x.preference_dataset for x in members} == {f"{labels.output_dir}/noise_25"}
     expected = {
         "alpaca_dataset": {"max_query_length": 520, "max_response_length": 256},

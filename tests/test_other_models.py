@@ -17,13 +17,7 @@ from test_saved_models import TRAINED
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    OPTConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, OPTConfig, PreTrainedTokenizerFast
 
 import dpo
 import ppo
