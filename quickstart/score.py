@@ -123,7 +123,17 @@ class Candidate:
 
 def code_of(path: Path, seen: frozenset = frozenset()) -> str:
     """Return a hash of a script's code, without comments and docstrings, and of the files beside it that it imports."""
-    tree, names = ast.parse(path.read_text()), set()
+    code, names = code_and_imports(path.read_text())
+    beside = [path.resolve().parent / f"{name}.py" for name in names]
+    beside += [file for name in names for file in path.resolve().parent.glob(f"{name}/**/*.py")]
+    seen |= {path.resolve()}
+    return digest(code, [code_of(file, seen) for file in beside if file.is_file() and file not in seen])
+
+
+@cache
+def code_and_imports(text: str) -> tuple[str, list[str]]:
+    """Return a script's code without comments and docstrings, and the names of the modules that it imports, sorted."""
+    tree, names = ast.parse(text), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             texts = [x for x in node.body if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)]
@@ -131,10 +141,7 @@ def code_of(path: Path, seen: frozenset = frozenset()) -> str:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             names |= {module.partition(".")[0] for module in modules}
-    beside = [path.resolve().parent / f"{name}.py" for name in sorted(names)]
-    beside += [file for name in sorted(names - {""}) for file in path.resolve().parent.glob(f"{name}/**/*.py")]
-    seen |= {path.resolve()}
-    return digest(ast.unparse(tree), [code_of(file, seen) for file in beside if file.is_file() and file not in seen])
+    return ast.unparse(tree), sorted(names - {""})
 
 
 def digest(*values) -> str:

@@ -25,6 +25,8 @@ sys.path[:0] = [str(REPOSITORY / folder) for folder in FOLDERS]
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
 from filelock import FileLock  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
@@ -33,6 +35,15 @@ torch.set_num_threads(1)
 tqdm.set_lock(threading.RLock())
 tqdm.monitor_interval = 0
 SHARED = REPOSITORY.parent / "shared" / "data"
+make_accelerator = Accelerator.__init__
+
+
+def make_accelerator_anew(self, *args, **kwargs):
+    AcceleratorState._reset_state(True)  # accelerate keeps one state a process: here that of an earlier run
+    make_accelerator(self, *args, **kwargs)
+
+
+Accelerator.__init__ = make_accelerator_anew
 
 
 @functools.cache

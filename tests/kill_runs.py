@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import conftest  # noqa: E402  (first: it puts the scripts on the path)
 import torch  # noqa: E402
 import tyro  # noqa: E402
-from accelerate.state import AcceleratorState  # noqa: E402
 from eval_helpers import markdown  # noqa: E402
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader  # noqa: E402
 from tensorboard.compat.proto.event_pb2 import SessionLog  # noqa: E402
@@ -63,7 +62,6 @@ def start(stage: str, args, main=None) -> int:
             file = os.open(f"{args.output_dir}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(file, 1), os.dup2(file, 2)
             sys.stdout = sys.stderr = os.fdopen(file, "w", buffering=1)
-            AcceleratorState._reset_state(True)
             (main or STAGES[stage].main)(args)
             code = 0
         except SystemExit as end:

@@ -103,9 +103,3 @@ def test_what_cannot_be_averaged(world, made, tmp_path):
         assert not (tmp_path / "runs").exists()
     with pytest.raises(SystemExit, match="exists; remove it"):
         average.main(average.Args([first, second], str(tmp_path), pairs))
-
-
-def test_cosine_by_hand():
-    one = {"a": torch.tensor([[3.0, 0.0]]), "bias": torch.tensor([100.0]), "score.weight": torch.tensor([[100.0]])}
-    other = {"a": torch.tensor([[3.0, 4.0]]), "bias": torch.tensor([-5.0]), "score.weight": torch.tensor([[-5.0]])}
-    assert average.same_base(one, other) == pytest.approx(0.6)

@@ -62,10 +62,8 @@ def drawn(made, i: int, count: int, last: int = 0, **changes) -> torch.Tensor:
     """Responses (count, R) to prompt i, by best_of_n.sample_many."""
     model = best_of_n.load_policy(made.policy, made.tokenizer).eval()
     args = best_of_n.Args(**(made.args | {"output_dir": ""} | changes))
-    keys, ids = (
-        best_of_n.noise_keys(args.seed, i, range(count), args.response_length),
-        (made.tokenizer.eos_token_id, made.tokenizer.pad_token_id),
-    )
+    keys = best_of_n.noise_keys(args.seed, i, range(count), args.response_length)
+    ids = made.tokenizer.eos_token_id, made.tokenizer.pad_token_id
     return best_of_n.sample_many(model, query_of(made, i, last), keys, *ids, args)
 
 

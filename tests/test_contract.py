@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from accelerate.state import AcceleratorState
-from conftest import edit_config, make_reward_model, single_process
+from conftest import edit_config, make_reward_model, read_metrics, single_process
 from datasets import DatasetDict, load_from_disk
 from safetensors.torch import load_file, save_file
 from test_faults import toy, toy_args
@@ -131,7 +130,6 @@ def test_a_reward_model_with_another_eos_is_refused(world, tmp_path):
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(300)
     tokenizer.save_pretrained(folder)
     paths = {"sft_model_path": str(world.model), "reward_model_path": str(folder), "dataset": str(world.dataset)}
-    AcceleratorState._reset_state(True)
     with pytest.raises(SystemExit, match=f"^error: --reward-model-path {folder}: another tokenizer or EOS than in"):
         ppo.main(ppo.Args(**paths, output_dir=str(tmp_path / "run"), batch_size=8, total_episodes=8))
     assert not (tmp_path / "run").exists()
@@ -257,7 +255,6 @@ class NoFloat64(TorchFunctionMode):
 
 def test_sft_asks_for_no_float64_on_its_device(world, tmp_path):
     few = few_rows(world, tmp_path / "data")
-    AcceleratorState._reset_state(True)
     with NoFloat64():
         sft.main(sft.Args(str(world.model), dataset=str(few.dataset), output_dir=str(tmp_path / "run"), batch_size=8))
     assert (tmp_path / "run/model").exists()
@@ -311,23 +308,22 @@ def test_inf_means_no_clipping_and_values_above_the_scores_are_named(world, tmp_
     paths = {"sft_model_path": str(world.model), "reward_model_path": str(folder), "dataset": str(world.dataset)}
     sizes = {"batch_size": 8, "total_episodes": 16, "response_length": 4, "eval_rows": 2, "learning_rate": 1e-2}
     ranges = {"cliprange": inf, "cliprange_value": inf, "penalty_reward_value": penalty}
-    AcceleratorState._reset_state(True)
     ppo.main(ppo.Args(**paths, **sizes, **ranges, output_dir=str(tmp_path / "run"), sample_every=0))
     assert capsys.readouterr().out.count("warning: values lie more than 1 above the scores") == warnings
     args = json.loads((tmp_path / "run/args.json").read_text(), parse_constant=pytest.fail)
     assert args["cliprange"] == args["cliprange_value"] == "inf"
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(tmp_path / "run")
     assert {line["policy/clip_fraction"] for line in lines} == {line["value/clip_fraction"] for line in lines} == {0.0}
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [("org/nano", "nano"), ("org/nano@main", "nano"), ("org/nano@refs/pr/1", "nano"), ("bases/nano-xs/", "nano-xs")],
-)
-def test_a_run_is_named_after_its_model(model, name):
+NAMES = {"org/nano": "nano", "org/nano@main": "nano", "org/nano@refs/pr/1": "nano", "bases/nano-xs/": "nano-xs"}
+
+
+@pytest.mark.parametrize("model", [*NAMES, "~/x/nano"])
+def test_a_run_is_named_after_its_model(model):
     args = sft.Args(model, seed=3)
     sft.check_args(args)
-    assert args.output_dir == f"runs/sft/{name}/3"
+    assert args.output_dir == f"runs/sft/{NAMES.get(model, 'nano')}/3" and args.model == os.path.expanduser(model)
 
 
 def test_a_local_folder_may_have_an_at_in_its_path(tmp_path):

@@ -158,11 +158,17 @@ def reward_run(short, tmp_path_factory) -> Path:
     return folder
 
 
+def run_dpo(short, folder: Path, **changes) -> list[dict]:
+    """The metrics of a run of dpo.py."""
+    paths = {"sft_model_path": str(short.model), "preference_dataset": str(short.preference_dataset)}
+    dpo.main(dpo.Args(**PAIRS | paths | changes, output_dir=str(folder)))
+    return read_jsonl(folder / "metrics.jsonl")
+
+
 @pytest.fixture(scope="module")
 def dpo_run(short, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dpo") / "run"
-    paths = {"sft_model_path": str(short.model), "preference_dataset": str(short.preference_dataset)}
-    dpo.main(dpo.Args(**PAIRS, **paths, output_dir=str(folder)))
+    run_dpo(short, folder)
     return folder
 
 
@@ -507,6 +513,16 @@ def test_detail_19_implicit_rewards(short, dpo_run):
             assert close([float(row[f"{side}_reward"]) for row in pairs], own, 1e-4)
         accuracy = (expected[0] > expected[1]).float().mean()
         assert close(float(table[split, "overall"]["accuracy"]), accuracy)
+
+
+@pytest.mark.parametrize(("shift", "accuracy"), [(1e-4, 0.0), (1e-2, 1.0)])
+def test_detail_19_a_difference_of_rounding_is_no_hit(short, tmp_path, monkeypatch, shift, accuracy):
+    """Before the first step both rewards are 0 but for rounding. Of sums of some hundred nats, 1e-4 counts as that."""
+    original = dpo.split_logprobs
+    monkeypatch.setattr(dpo, "split_logprobs", lambda *args: original(*args) - torch.tensor([shift, 0.0]))
+    line = run_dpo(short, tmp_path / "run", run_eval=False, total_episodes=BATCH)[1]
+    assert line["accuracy/train"] == accuracy
+    assert close(line["rewards/margin"], 0.05 * shift, 2e-6)
 
 
 # ---- Details 20 to 25: PPO ---------------------------------------------------------------------------------

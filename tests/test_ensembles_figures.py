@@ -1,7 +1,6 @@
 """ensembles/figures.py: what it reads, averages, compares and draws, against hand-made runs and plain numbers."""
 
 import json
-import math
 import shutil
 import statistics
 from pathlib import Path
@@ -98,14 +97,6 @@ def test_runs_of_two_settings_are_an_error_and_several_single_reward_models_are_
 
 
 # ---- means and intervals ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("df", "quantile"), [(1, 12.7062), (2, 4.3027), (4, 2.7764), (30, 2.0423)])
-def test_the_interval_against_a_printed_table_of_t(df, quantile):
-    values = pandas.Series([0.0] * df + [1.0])  # mean 1 / n and sample standard deviation n ** -0.5, where n = df + 1
-    center, half = 1 / (df + 1), quantile / (df + 1)
-    assert figures.t_interval(values) == pytest.approx((center, center - half, center + half), abs=1e-4)
-    assert figures.t_interval(values[:1]) == pytest.approx((0, math.nan, math.nan), nan_ok=True)
 
 
 def test_curves_are_means_over_replicates_at_common_steps():

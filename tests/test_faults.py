@@ -15,7 +15,6 @@ from pathlib import Path
 import kill_runs
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from accelerate.tracking import WandBTracker
 from conftest import edit_config, files, make_reward_model, read_jsonl, record
 from datasets import DatasetDict, load_from_disk
@@ -32,7 +31,6 @@ LAST = 6
 def toy(args, at=None) -> list[int]:
     """Run a stage of six updates in which a linear model learns to return 0, and return the updates that it made. It
     calls `at` with the number of each update before the step, and multiplies the loss by what that returns."""
-    AcceleratorState._reset_state(True)  # accelerate keeps one state a process
     sft.check_args(args)
     accelerator = sft.make_accelerator(args)
     torch.manual_seed(1)
@@ -115,9 +113,6 @@ def test_a_signal_saves_after_the_update_and_ends_with_75(tmp_path, whole, numbe
     assert end_of(tmp_path / "run") == whole
 
 
-# ---- two runs in one folder -------------------------------------------------------------------------------------
-
-
 # ---- checkpoints that are not what was written ------------------------------------------------------------------
 
 
@@ -196,7 +191,6 @@ def test_resume_compares_data_and_model_by_content(world, tmp_path):
     args = sft.Args(**paths, batch_size=8, total_episodes=32, save_every=1)
 
     def train(**changes):
-        AcceleratorState._reset_state(True)
         sft.main(replace(args, **changes))
 
     train()
@@ -282,7 +276,6 @@ def test_a_score_that_is_no_number_names_its_model(world, tmp_path):
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     arguments = {"model": "nano", "sft_model_path": str(world.model), "reward_model_path": str(folder)}
     arguments |= {"dataset": str(world.dataset), "output_dir": str(tmp_path / "run"), "response_length": 4}
-    AcceleratorState._reset_state(True)
     with pytest.raises(SystemExit) as end:
         ppo.main(ppo.Args(**arguments, batch_size=8, total_episodes=8, eval_rows=2))
     assert str(end.value).startswith(f"error: update 1: a score of {folder} is not finite;")

@@ -92,13 +92,6 @@ def test_exactly_that_share_is_flipped_and_nothing_else_changes(labelled):
     assert gold_label.flipped(99, 0.5, 1, "train") != gold_label.flipped(99, 0.5, 2, "train")
 
 
-def test_the_batch_size_changes_nothing(policy, world, labelled, tmp_path):
-    again = run(policy, world, tmp_path, micro_batch_size=5, label_noise=(0.25,), prompts=32)
-    for split in ("train", "validation"):
-        rows, before = (list(load_from_disk(str(folder / "noise_25"))[split]) for folder in (again, labelled))
-        assert rows == before
-
-
 def test_a_reward_model_as_gold(policy, world, tmp_path, monkeypatch):
     """No attention mask hides all keys from a position: on a GPU that gives NaN, which the next layer spreads."""
     calls = record(monkeypatch, torch.nn.functional, "scaled_dot_product_attention")

@@ -1,6 +1,5 @@
 """What PPO has to show on a GPU: ratios before a first step, micro-batches, kill and resume, and the CPU's tokens."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPOSITORY, make_reward_model
+from conftest import REPOSITORY, make_reward_model, read_metrics
 from safetensors.torch import load_file
 
 import ppo
@@ -35,7 +34,7 @@ def run(world, tmp_path_factory):
 
 def metrics_of(folder: Path, child: subprocess.Popen) -> list[dict]:
     assert child.wait() == 0
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(folder)
 
 
 def test_in_bfloat16_the_first_ratio_is_1_and_the_first_kl_is_0(run):

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from conftest import close, edit_config, make_reward_model, make_talker, read_metrics, record, script, without_pad
 from datasets import Dataset, DatasetDict, load_from_disk
 from peft import LoraConfig, inject_adapter_in_model
@@ -155,7 +154,6 @@ def train(start, path: str, label: str, **settings) -> SimpleNamespace:
     """A run of the script at `path`: its settings, .name and .steps: the .weights and .gradients by name and the
     .learning_rates of every optimiser step, the number of its .micro_batches, and the .samples (responses, in the order
     of their episodes) of all calls of `sample` before it."""
-    AcceleratorState._reset_state(True)
     module, name = script(path), f"{path} {label}".strip()
     settings = SIZES | OPTIMISER | {"output_dir": str(start.root / name.replace("/", " "))} | settings
     steps, samples = [], []

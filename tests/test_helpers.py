@@ -5,7 +5,6 @@ import gc
 import math
 import random
 import weakref
-from types import SimpleNamespace
 
 import nano
 import pytest
@@ -100,22 +99,6 @@ def test_pair_rows_has_the_query_once(more_columns):
         assert found["segments"][i] == segments + [reward.PADDING] * len(padding)
         assert found["has_label"][i] == has_label + [False] * len(padding)
     assert not any(found["is_same"])
-
-
-def test_a_pairs_mask_and_positions_are_those_of_the_figure():
-    """In pair_rows' docstring: query q1 q2, chosen c1 c2, rejected r1; x where a token sees another."""
-    lines = [line.split("#")[0] for line in reward.pair_rows.__doc__.splitlines()]
-    top = next(i for i, line in enumerate(lines) if line.split()[:1] == ["tokens"])
-    columns = [lines[top].index(token) for token in lines[top].split()[1:]]
-    pair = ([1, 2, 3, 4, 0], 2), ([1, 2, 5, 0, 0], 2), None
-    rows = {key: value[:, :6] for key, value in reward.pair_rows(stored_pairs([pair]), PAD).items() if value.ndim == 2}
-    inputs = reward.pair_inputs(SimpleNamespace(config=None), rows)
-    assert inputs["input_ids"].tolist() == [[1, 2, 3, 4, 5, PAD]]
-    for key, line in (("segments", lines[top + 1]), ("position_ids", lines[top + 2])):
-        assert rows[key][0].tolist() == [int(number) for number in line.split()[1:7]]
-    for i, line in enumerate(lines[top + 3 : top + 8]):
-        seen = [line[column : column + 2].strip() == "x" for column in columns]
-        assert inputs["attention_mask"][0, 0, i].tolist() == seen, line
 
 
 def test_equal_responses_are_found():

@@ -9,7 +9,6 @@ from unittest.mock import create_autospec
 
 import pytest
 import tyro
-from accelerate.state import AcceleratorState
 from datasets import DatasetDict, load_from_disk
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
@@ -53,7 +52,6 @@ def hub(world, tmp_path_factory) -> SimpleNamespace:
 
     def run(module, *words):
         patch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, words)])
-        AcceleratorState._reset_state(True)  # accelerate keeps one state a process
         module.main(tyro.cli(module.Args, args=sys.argv[1:]))
 
     with pytest.MonkeyPatch.context() as patch:

@@ -113,9 +113,8 @@ def test_an_answer_that_is_none_is_counted_and_never_guessed(endpoint, tmp_path)
     for _ in range(2):
         found = judged_by("a@b", file, base_url=URL)  # a name, and no revision
         assert found["win"].isna().tolist() == [i in endpoint.changes for i in range(10)]
-        assert (
-            pandas.read_csv(tmp_path / "judge_a-b_rates.csv")["invalid"].tolist() == [4] and len(endpoint.asked) == 10
-        )
+        assert pandas.read_csv(tmp_path / "judge_a-b_rates.csv")["invalid"].tolist() == [4]
+        assert len(endpoint.asked) == 10
     kept = [json.loads(line) for line in (tmp_path / "judge_a-b.jsonl").read_text().splitlines()[1:]]
     reasons = {row["prompt"].split("POST ")[1][0]: row["reason"] for row in kept if row["reason"]}
     assert reasons.pop("7").startswith("Error code: 400") and reasons.pop("3").startswith("length, ")
@@ -223,10 +222,8 @@ def test_a_reward_model_s_verdicts_are_those_of_its_rewards(world, tmp_path, mon
 def test_win_rates_by_hand():
     """Wilson's interval, the roots of (p - share)^2 = 1.96^2 p (1 - p) / n, and bins of the log length ratio."""
     for wins in ([1] * 20, [0] * 24, [1] * 88 + [0.5] + [0] * 40):
-        found, share = (
-            judge.win_rates(pandas.DataFrame({"win": wins, "log_length_ratio": 0.0}))[0],
-            sum(wins) / len(wins),
-        )
+        found, _ = judge.win_rates(pandas.DataFrame({"win": wins, "log_length_ratio": 0.0}))
+        share = sum(wins) / len(wins)
         for p in (found["win_rate_low"], found["win_rate_high"]):
             assert abs((p - share) ** 2 - 1.96**2 * p * (1 - p) / len(wins)) < 1e-12
         assert found["win_rate_high"] - found["win_rate_low"] > 0.1

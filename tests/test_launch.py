@@ -15,7 +15,6 @@ import tyro
 import yaml
 from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
-from accelerate.state import AcceleratorState
 from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -147,17 +146,19 @@ def test_accelerate_reads_the_configurations(name):
 # ---- where frozen models wait, and as what -----------------------------------------------------------------------
 
 
+SHAPE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
 def accelerator(deepspeed: bool, mixed_precision: str):
     state = SimpleNamespace(deepspeed_plugin=SimpleNamespace() if deepspeed else None)
     return SimpleNamespace(device=torch.device("cpu"), state=state, mixed_precision=mixed_precision)
 
 
 def test_frozen_models_are_of_the_trained_ones_precision():
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     for deepspeed, precision in product((False, True), ("no", "bf16")):
         half = precision == "bf16"
         for kind in (GPTNeoXForCausalLM, GPTNeoXForSequenceClassification):
-            model = kind(GPTNeoXConfig(**shape, vocab_size=8, num_labels=1))
+            model = kind(GPTNeoXConfig(**SHAPE, vocab_size=8, num_labels=1))
             if kind is GPTNeoXForSequenceClassification:
                 model = ppo.RewardModel(model)
             found = ppo.frozen_model(accelerator(deepspeed, precision), model, False)
@@ -191,9 +192,8 @@ def test_a_frozen_model_in_bfloat16_says_the_same_under_autocast(kind):
 
 
 def test_nothing_of_a_frozen_linear_layer_is_cast_in_a_forward_pass(monkeypatch):
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = ppo.frozen_model(
-        accelerator(False, "bf16"), GPTNeoXForCausalLM(GPTNeoXConfig(**shape, vocab_size=8)), False
+        accelerator(False, "bf16"), GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE, vocab_size=8)), False
     )
     original, seen = torch.nn.functional.linear, []
 
@@ -215,15 +215,13 @@ def test_what_a_run_sets_for_a_gpu(given, tmp_path, monkeypatch):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     torch.backends.cuda.enable_cudnn_sdp(True)
-    AcceleratorState._reset_state(True)
     sft.make_accelerator(sft.Args(output_dir=str(tmp_path)))
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert os.environ["PYTORCH_ALLOC_CONF"] == given.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def test_an_offloaded_model_is_on_the_device_while_it_works_and_is_never_copied_back():
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    model = ppo.frozen_model(accelerator(False, "no"), GPTNeoXForCausalLM(GPTNeoXConfig(**shape, vocab_size=8)), True)
+    model = ppo.frozen_model(accelerator(False, "no"), GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE, vocab_size=8)), True)
 
     def tensors():
         return [*model.parameters(), *model.buffers()]

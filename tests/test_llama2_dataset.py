@@ -10,7 +10,6 @@ import check_data
 import pandas
 import pytest
 import tyro
-from accelerate.state import AcceleratorState
 from conftest import read_csv, script, write_jsonl
 from datasets import load_from_disk
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -181,7 +180,6 @@ def test_own_pairs_from_a_file_to_policies(world, tmp_path, monkeypatch):
     for command in commands:
         _, name, *flags = shlex.split(command.replace("EleutherAI/pythia-1b-deduped", str(world.model)))
         flags += small if "llama2" not in name else ["--max-query-length", "40", "--max-response-length", "24"]
-        AcceleratorState._reset_state(True)
         module = script(name)
         module.main(tyro.cli(module.Args, args=flags + ["--response-length", "8"] * (name == "ppo.py")))
     policy = AutoTokenizer.from_pretrained("runs/mine/ppo/model")

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pandas
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from conftest import close, read_metrics, script
 from datasets import Dataset, DatasetDict, load_from_disk
 from test_ensembles import without
@@ -84,7 +83,6 @@ def run(world, graded, name: str, module=graded_reward, **changes) -> Path:
     arguments = {"model": "nano", "sft_model_path": str(world.model), "dataset": str(world.dataset), "seed": SEED}
     arguments |= {"preference_dataset": str(graded.folder), "output_dir": str(folder), "batch_size": BATCH}
     arguments |= {"micro_batch_size": 4, "learning_rate": LEARNING_RATE, "total_episodes": 3 * BATCH, "run_eval": True}
-    AcceleratorState._reset_state(True)
     module.main(module.Args(**(arguments | changes)))
     return folder
 
@@ -141,7 +139,6 @@ def test_what_reads_no_weights_refuses_halved_ties(world, graded, module):
     args = {"model": "nano", "sft_model_path": str(world.model), "output_dir": str(graded.root / "refused")}
     args |= {"preference_dataset": str(graded.folder), "batch_size": BATCH}
     args |= {"dataset": str(world.dataset)} if module is reward else {}
-    AcceleratorState._reset_state(True)
     with pytest.raises(SystemExit, match="pairs with weights other than 1"):
         module.main(module.Args(**args))
     assert not (graded.root / "refused").exists()

@@ -6,51 +6,30 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from conftest import make_reward_model, read_metrics, script
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPTNeoXConfig,
-    LlamaConfig,
-    Qwen2MoeConfig,
-)
+from test_other_models import make_model
+from test_saved_models import TRAINED
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ppo_lora = script("ppo_lora.py")
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-LLAMA = SIZES | {"num_key_value_heads": 1}
-CONFIGS = {
-    "gpt_neox": lambda n: GPTNeoXConfig(**SIZES, vocab_size=n),
-    "llama": lambda n: LlamaConfig(**LLAMA, vocab_size=n),
-    "tied llama": lambda n: LlamaConfig(**LLAMA, vocab_size=n, tie_word_embeddings=True),
-    "qwen2_moe": lambda n: Qwen2MoeConfig(**LLAMA, vocab_size=n, num_experts=4, moe_intermediate_size=16),
-}
+ARCHITECTURES = ["gpt_neox", "llama", "smollm2", "qwen2_moe"]  # smollm2 is a Llama with tied embeddings
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def start(request, world, tmp_path_factory) -> SimpleNamespace:
     """.sft and .reward, folders of random models of an architecture; .args of a short run; .root"""
     root = tmp_path_factory.mktemp("lora")
-    tokenizer = AutoTokenizer.from_pretrained(world.tokenizer)
-    config = CONFIGS[request.param](len(tokenizer))
-    config.eos_token_id = config.bos_token_id = tokenizer.eos_token_id
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        parameter.data *= 4 if parameter.ndim > 1 else 1
-    model.save_pretrained(root / "sft")
-    tokenizer.save_pretrained(root / "sft")
+    sft = make_model(TRAINED[request.param], AutoTokenizer.from_pretrained(world.tokenizer), root / "sft")
     reward = make_reward_model(root / "sft", root / "reward", 0.3)
-    args = {"model": "nano", "sft_model_path": str(root / "sft"), "reward_model_path": str(reward)}
+    args = {"model": "nano", "sft_model_path": sft, "reward_model_path": str(reward)}
     args |= {"dataset": str(world.dataset), "batch_size": 8, "micro_batch_size": 4, "total_episodes": 16}
     args |= {"learning_rate": 1e-2, "eval_rows": 2, "response_length": 6, "sample_every": 0, "lora_r": 4}
-    return SimpleNamespace(root=root, args=args, sft=str(root / "sft"), reward=str(reward))
+    return SimpleNamespace(root=root, args=args, sft=sft, reward=str(reward))
 
 
 def run(start, name: str, **changes) -> Path:
-    AcceleratorState._reset_state(True)
     args = ppo_lora.Args(**start.args | {"output_dir": str(start.root / name)} | changes)
     ppo_lora.main(args)
     return Path(args.output_dir)
@@ -58,7 +37,6 @@ def run(start, name: str, **changes) -> Path:
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_twins_share_every_tensor_and_start_equal(start, precision):
-    AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     tokenizer = ppo_lora.load_tokenizer(start.sft)
     tokens = torch.arange(3, 30)[None]
@@ -74,11 +52,10 @@ def test_twins_share_every_tensor_and_start_equal(start, precision):
         with accelerator.autocast():
             found, expected = (getattr(x, "logits", x) for x in (twin(tokens), base(tokens)))
         assert torch.equal(found, expected)
-    AcceleratorState._reset_state(True)
 
 
 @pytest.mark.parametrize(
-    ("start", "precision"), [("gpt_neox", "no"), *((name, "bf16") for name in CONFIGS)], indirect=["start"]
+    ("start", "precision"), [("gpt_neox", "no"), *((name, "bf16") for name in ARCHITECTURES)], indirect=["start"]
 )
 def test_plain_peft_loads_the_adapters_that_the_saved_model_has_merged(start, precision):
     """And a checkpoint holds what trains: adapters, and the value model's head."""
@@ -126,6 +103,6 @@ def test_deepspeed_is_refused(start, monkeypatch):
 
 def test_a_model_without_linear_layers_is_refused():
     with pytest.raises(SystemExit, match="^error: GPTNeoXForCausalLM has no linear layers that peft can adapt"):
-        model = AutoModelForCausalLM.from_config(CONFIGS["gpt_neox"](50))
+        model = AutoModelForCausalLM.from_config(TRAINED["gpt_neox"])
         model.gpt_neox.layers = torch.nn.ModuleList()
         ppo_lora.add_adapters(model, ppo_lora.Args())

@@ -9,11 +9,10 @@ from pathlib import Path
 import pandas
 import pretrained
 import pytest
-import torch
-from accelerate.state import AcceleratorState
-from conftest import REPOSITORY, read_metrics, script
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from conftest import REPOSITORY, script
+from kill_runs import complete, left_behind
+from test_saved_models import TRAINED, make_base
+from transformers import AutoTokenizer
 
 import dpo
 import ppo
@@ -43,14 +42,7 @@ def test_what_a_query_keeps_of_its_post():
     assert pretrained.source_of(query) == "b\nPOST: c"
 
 
-@pytest.fixture(autouse=True)
-def other_tests_run_in_float32():
-    yield
-    AcceleratorState._reset_state(True)
-
-
 def run(module, args):
-    AcceleratorState._reset_state(True)  # accelerate keeps one state a process
     logging.getLogger("accelerate.utils.other").setLevel(logging.NOTSET)  # as in a new process
     module.main(args)
 
@@ -61,24 +53,12 @@ def tied(world, tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tied")
     tokenizer = AutoTokenizer.from_pretrained(world.tokenizer)
     tokenizer.pad_token = tokenizer.eos_token
-    config = LlamaConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=64,
-        vocab_size=len(tokenizer),
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(config).save_pretrained(root / "base")
-    tokenizer.save_pretrained(root / "base")
-    shared = {"model": "tied", "sft_model_path": str(root / "base"), "total_episodes": 16, "batch_size": 8}
+    base = make_base(TRAINED["smollm2"], tokenizer, root / "base")
+    shared = {"model": "tied", "sft_model_path": str(base), "total_episodes": 16, "batch_size": 8}
     pairs = shared | {"preference_dataset": str(world.preference_dataset)}
     args = reward.Args(**pairs, dataset=str(world.dataset), output_dir=str(root / "reward"), learning_rate=1e-2)
     run(reward, args)
-    return {"base": root / "base", "reward": root / "reward"}
+    return {"base": base, "reward": root / "reward"}
 
 
 STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo, "rloo": script("variants/rloo.py")}
@@ -95,7 +75,7 @@ def test_a_tied_model_in_bfloat16_resumes_to_the_same_bytes(world, tied, tmp_pat
     own["rloo"] = own["ppo"]
     args = module.Args(
         **own[stage],
-        output_dir=str(tmp_path / "whole"),
+        output_dir=str(tmp_path / "run"),
         batch_size=8,
         total_episodes=32,
         learning_rate=1e-2,
@@ -103,19 +83,11 @@ def test_a_tied_model_in_bfloat16_resumes_to_the_same_bytes(world, tied, tmp_pat
         save_every=2,
     )
     run(module, args)
-    resumed = Path(shutil.copytree(tmp_path / "whole", tmp_path / "resumed"))
+    expected = left_behind(tmp_path / "run")
     for left in ("model", "value_model", "checkpoints/update_000004"):
-        shutil.rmtree(resumed / left, ignore_errors=True)
-    text = (resumed / "args.json").read_text()
-    (resumed / "args.json").write_text(text.replace(str(tmp_path / "whole"), str(resumed)))
-    run(module, replace(args, output_dir=str(resumed), resume=True))
-    for file in tmp_path.glob("whole/*model/model.safetensors"):
-        assert file.read_bytes() == (resumed / file.relative_to(tmp_path / "whole")).read_bytes(), file
-    assert load_file(resumed / "model" / "model.safetensors")
-    metrics = [
-        [{k: v for k, v in line.items() if not k.startswith("time/")} for line in read_metrics(tmp_path / name)]
-        for name in ("whole", "resumed")
-    ]
-    assert metrics[0] == metrics[1]
+        shutil.rmtree(tmp_path / "run" / left, ignore_errors=True)
+    run(module, replace(args, resume=True))
+    found, metrics = left_behind(tmp_path / "run"), expected["metrics"]
+    assert [key for key in expected if found[key] != expected[key]] == [] and complete(found) == ""
     if stage in ("ppo", "rloo"):
-        assert metrics[0][0]["objective/kl"] == 0.0 and metrics[0][-1]["objective/kl"] != 0.0
+        assert metrics[0]["objective/kl"] == 0.0 and metrics[-1]["objective/kl"] != 0.0

@@ -18,7 +18,6 @@ import pytest
 import torch
 import truth
 import tyro
-from accelerate.state import AcceleratorState
 from conftest import ablations, files, read_csv, read_jsonl
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -250,7 +249,6 @@ def run_here(command: list[str], **changes):
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # tyro looks for the types of Args there
     spec.loader.exec_module(module)
-    AcceleratorState._reset_state(True)  # accelerate keeps one state a process
     args = replace(tyro.cli(module.Args, args=words), **changes)
     module.main(args)
     return args

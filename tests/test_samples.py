@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +14,9 @@ import pytest
 import samples
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from conftest import edit_config, files, free_port, make_reward_model, make_talker, sample_by_hand
 from datasets import Dataset, load_from_disk
+from kill_runs import finish, start
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import dpo
@@ -28,7 +29,6 @@ SCORED = [*COLUMNS[:6], "score", "reference_score", *COLUMNS[6:]]
 
 
 def run(checkpoint, **arguments):
-    AcceleratorState._reset_state(True)  # accelerate keeps one state a process
     samples.main(samples.Args(str(checkpoint), **arguments))
 
 
@@ -96,7 +96,6 @@ def test_rouge_takes_words_as_they_are_and_its_means(made, world, monkeypatch):
     responses = [" He feels sad, about laptops!", " Sister! My SISTER2<|endoftext|>"]
     tokens = tokenizer(responses, padding=True, padding_side="right", return_tensors="pt").input_ids
     monkeypatch.setattr(samples, "generate", lambda *_: (tokens, None))
-    AcceleratorState._reset_state(True)
     args = samples.Args("x", seed=1, response_length=9)
     found = samples.sampled(Accelerator(), SimpleNamespace(config=None), None, data, tokenizer, args, "test")
     measures = [[row[key] for key in ("rouge1", "rouge2", "rougeL")] for row in found]
@@ -139,19 +138,18 @@ def test_a_checkpoint_that_is_no_run_gets_a_folder_of_its_name(made, world, tmp_
 
 def test_two_processes_write_the_same_tables(made, tmp_path):
     """Scores differ by the rounding of other batches."""
-    launch, children = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}, []
-    for rank in ("0", "1"):
-        children.append(os.fork())
-        if children[-1] == 0:
-            try:
-                os.environ.update(launch | {"RANK": rank, "LOCAL_RANK": rank, "ACCELERATE_USE_CPU": "true"})
-                run(made.run, **made.flags, output_dir=str(tmp_path), splits=("validation", "none"))
-                os._exit(0)
-            finally:
-                os._exit(1)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    launch = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    launch["ACCELERATE_USE_CPU"] = "true"
+
+    def main(args, rank: str):
+        os.environ.update(launch | {"RANK": rank, "LOCAL_RANK": rank})
+        samples.main(args)
+
+    args = samples.Args(str(made.run), **made.flags, output_dir=str(tmp_path / "two"), splits=("validation", "none"))
+    children = [start("samples", args, partial(main, rank=rank)) for rank in "01"]
+    assert [finish(child) for child in children] == [0, 0]
     for name in ("rouge", "samples_validation"):
-        pandas.testing.assert_frame_equal(table(tmp_path, name), table(made.run, name), rtol=1e-6, atol=1e-6)
+        pandas.testing.assert_frame_equal(table(tmp_path / "two", name), table(made.run, name), rtol=1e-6, atol=1e-6)
 
 
 def test_a_run_on_pairs_has_the_posts_of_its_sft_run(tmp_path, monkeypatch):
@@ -161,8 +159,8 @@ def test_a_run_on_pairs_has_the_posts_of_its_sft_run(tmp_path, monkeypatch):
     assert "dataset" not in about
     Path("runs/sft/model").mkdir(parents=True)
     Path("runs/sft/args.json").write_text(json.dumps({"dataset": "posts"}))
-    for start in ("runs/sft", "runs/sft/model"):
-        assert samples.dataset_of("runs/pairs", about | {"sft_model_path": start}) == "posts"
+    for path in ("runs/sft", "runs/sft/model"):
+        assert samples.dataset_of("runs/pairs", about | {"sft_model_path": path}) == "posts"
     Path("runs/sft/args.json").unlink()
     Path("data/tldr/sft").mkdir(parents=True)  # which the run may never have seen
     with pytest.raises(SystemExit, match="^error: runs/pairs/args.json names no SFT data, .* with --dataset$"):

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from conftest import make_reward_model, make_talker, read_metrics, single_process
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import (
@@ -159,7 +158,6 @@ def start(world, tmp_path_factory) -> ppo.Args:
 @pytest.mark.parametrize(("mixed_precision", "num_mini_batches"), [("no", 2), ("bf16", 1)])
 def test_it_is_exactly_1_and_the_first_kl_exactly_0(start, tmp_path, mixed_precision, num_mini_batches):
     changes = {"mixed_precision": mixed_precision, "num_mini_batches": num_mini_batches, "output_dir": str(tmp_path)}
-    AcceleratorState._reset_state(True)
     ppo.main(replace(start, **changes))
     lines = read_metrics(tmp_path)
     assert [line["policy/first_ratio_deviation"] for line in lines] == [0, 0]
@@ -187,7 +185,6 @@ def test_noise_in_the_rollouts_pass_shows(start, tmp_path, monkeypatch):
         return logits
 
     monkeypatch.setattr(ppo, "response_logits", noisy)
-    AcceleratorState._reset_state(True)
     ppo.main(replace(start, mixed_precision="bf16", output_dir=str(tmp_path)))
     assert all(0.03 < line["policy/first_ratio_deviation"] < 0.11 for line in read_metrics(tmp_path))
     calls = len(passes[False]) // 2  # an update; with gradient there are two epochs of them

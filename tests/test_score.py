@@ -108,9 +108,8 @@ def test_differences_by_hand():
         smallest, middle, largest = sorted(found, key=lambda name: found[name]["p"])
         assert found[smallest]["holm"] == pytest.approx(min(1, tries * found[smallest]["p"]))
         expected = max(found[smallest]["holm"], (tries - 1) * found[middle]["p"])
-        assert (
-            found[middle]["holm"] == pytest.approx(min(1, expected)) and found[largest]["holm"] >= found[largest]["p"]
-        )
+        assert found[middle]["holm"] == pytest.approx(min(1, expected))
+        assert found[largest]["holm"] >= found[largest]["p"]
 
 
 @pytest.mark.parametrize(
@@ -151,9 +150,8 @@ def rows(tmp_path, monkeypatch) -> SimpleNamespace:
 
 def test_a_row_that_is_there_is_not_made_again(rows, tmp_path, capsys):
     score.main(score.Args(["ppo.py", "ppo.py --kl-coef 0"], **rows.args))
-    assert (
-        len(rows.made) == 12 and rows.made.count(("ppo.py", 1, "A/A 16")) == rows.made.count(("sft.py", 1, "SFT")) == 1
-    )
+    assert len(rows.made) == 12
+    assert rows.made.count(("ppo.py", 1, "A/A 16")) == rows.made.count(("sft.py", 1, "SFT")) == 1
     assert "ppo.py --kl-coef 0 beside ppo.py: promising: now --confirm" in capsys.readouterr().out
     rows.made.clear()
     score.main(score.Args(["ppo.py --kl-coef 0"], **rows.args))  # its baseline is ppo.py
@@ -330,9 +328,8 @@ def test_one_version_has_one_row_whatever_it_is_called(rows, tmp_path, monkeypat
     made = len(rows.made)
     score.main(score.Args(["copy.py", "./ppo_mine.py --lam 1"], **rows.args | {"seeds": [1, 3]}))
     said = capsys.readouterr().out.rpartition("size s")[2]
-    assert (
-        len(rows.made) == made and "./ppo_mine.py --lam 1 beside copy.py: cannot be told: 1 of 3 seeds failed" in said
-    )
+    assert len(rows.made) == made
+    assert "./ppo_mine.py --lam 1 beside copy.py: cannot be told: 1 of 3 seeds failed" in said
     score.main(score.Args(["ppo.py", "copy.py"], **rows.args))
     assert "copy.py beside ppo.py: the same code and flags" in capsys.readouterr().out
 

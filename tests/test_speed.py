@@ -1,7 +1,6 @@
 """The throughput benchmark: its arithmetic, its data, and that what it prints is what the run took."""
 
 import importlib
-import json
 import sys
 from itertools import count
 from pathlib import Path
@@ -10,8 +9,7 @@ import pytest
 import speed
 import torch
 import tyro
-from accelerate.state import AcceleratorState
-from conftest import read_csv
+from conftest import read_csv, read_metrics
 from datasets import Dataset, DatasetDict, load_from_disk
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -116,7 +114,6 @@ def test_a_run_s_peak_and_its_failure(tmp_path):
 def in_process(command: list, log=None) -> float:
     """A command line of ours without the seconds that a process of its own takes to begin; GiB that it never took."""
     module = importlib.import_module(Path(command[1]).stem)
-    AcceleratorState._reset_state(True)  # accelerate keeps one state a process
     module.main(tyro.cli(module.Args, args=[*map(str, command[2:])]))
     return 1.5
 
@@ -136,8 +133,8 @@ def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch):
     assert list(table) == ["ours sft", "ours dpo", "ours ppo"]
     passes = {"sft": 3, "dpo": 3, "ppo": 4 * 3}  # backward as two forward, four epochs
     for stage in passes:
-        metrics = (tmp_path / "work/cpu/generated/runs" / stage / "metrics.jsonl").read_text().splitlines()
-        first, second = [line for line in map(json.loads, metrics) if line["update"]]
+        lines = read_metrics(tmp_path / "work/cpu/generated/runs" / stage)
+        first, second = [line for line in lines if line["update"]]
         seconds = second["time/total"] - first["time/total"]
         assert table[f"ours {stage}"]["items/s"] == f"{4 / seconds:.3f} {speed.ITEMS[stage]}"
         small, length = args(updates=2, batch_size=4), second.get("response/length", 0)

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import nano
 import pandas
 import pytest
-from accelerate.state import AcceleratorState
 from conftest import files, read_metrics, record
 from datasets import DatasetDict, load_from_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -34,7 +33,6 @@ DAY = 86_400
 
 
 def run(stage: str, **arguments):
-    AcceleratorState._reset_state(True)  # accelerate keeps one state a process
     STAGES[stage].main(STAGES[stage].Args(**arguments))
 
 
@@ -169,11 +167,3 @@ def test_run_folder(chain, few, stage):
         if name.startswith("pairs_"):
             split = name.removeprefix("pairs_").removesuffix(".csv")
             assert len(table) == len(load_from_disk(str(few.preference_dataset))[split])
-
-
-def test_a_missing_earlier_stage_is_named(monkeypatch, few, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    arguments = {"preference_dataset": str(few.preference_dataset), "seed": SEED, "batch_size": 8}
-    with pytest.raises(SystemExit, match=f"^error: --sft-model-path runs/sft/nano/{SEED}"):
-        run("dpo", model="nano", **arguments)
-    assert not list(tmp_path.iterdir())

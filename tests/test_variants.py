@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from conftest import (
     close,
     files,
@@ -147,19 +146,6 @@ def test_the_gradient_is_that_of_the_expected_return(on_policy):
     assert exact.abs().max() > 0.05 and torch.allclose(total, -exact, atol=1e-9)
 
 
-def grpo_args(**changes) -> SimpleNamespace:
-    defaults = {"cliprange": 0.2, "cliprange_high": 0.2, "kl_estimator": "k3", "kl_coef": 0.0, "ratio": "token"}
-    return SimpleNamespace(**defaults | changes)
-
-
-def grpo_mb(logprobs, sequences, old, ref_logprobs, advantages, weights) -> dict:
-    """A micro-batch of sequences of the small world; 0 outside of the response mask."""
-    mask = torch.tensor([[True, len(y) == 2] for y in sequences])
-    mb = {"response_mask": mask, "token_weights": torch.tensor(weights, dtype=torch.float64)}
-    mb |= {"logprobs": old.masked_fill(~mask, 0.0), "ref_logprobs": ref_logprobs.masked_fill(~mask, 0.0)}
-    return mb | {"advantages": torch.tensor(advantages, dtype=torch.float64)[:, None] * mask}
-
-
 def of_states(logits: torch.Tensor, old: torch.Tensor, kl) -> torch.Tensor:
     """The sum of kl(state's logits) over the three states, each by the old policy's probability to come there."""
     reached = torch.cat([torch.ones(1), old[0].softmax(0)[:2]])  # the start, after 0, after 1
@@ -176,11 +162,14 @@ def test_each_kl_has_its_value_and_gradient(form, on_policy):
     logits, reference, other = (torch.randn(3, 3, generator=generator, dtype=torch.float64) for _ in range(3))
     logits.requires_grad_()
     old = logits.detach() if on_policy else other
+    args = SimpleNamespace(cliprange=0.2, cliprange_high=0.2, kl_estimator=form, kl_coef=1.0, ratio="token")
     value, gradient = 0.0, torch.zeros(3, 3, dtype=torch.float64)
     for y in SEQUENCES:
-        logprobs = tokens_of(logits, y)[None]
-        mb = grpo_mb(logprobs, [y], tokens_of(old, y)[None], tokens_of(reference, y)[None], [0.0], [1.0])
-        loss, sums = grpo.grpo_loss(logprobs, mb, grpo_args(kl_estimator=form, kl_coef=1.0))
+        mask = torch.tensor([[True, len(y) == 2]])
+        mb = {"response_mask": mask, "token_weights": torch.ones(1).double(), "advantages": torch.zeros(1, 2).double()}
+        for key, policy in (("logprobs", old), ("ref_logprobs", reference)):
+            mb[key] = tokens_of(policy, y)[None].masked_fill(~mask, 0.0)
+        loss, sums = grpo.grpo_loss(tokens_of(logits, y)[None], mb, args)
         assert sums["loss/kl"].item() == loss.item()
         probability = log_probability(old, y).exp().item()
         value += probability * loss.item()
@@ -255,7 +244,6 @@ def args_of(start, name: str) -> dict:
 
 
 def run(start, folder: Path, module=rloo, **changes) -> list[dict]:
-    AcceleratorState._reset_state(True)
     module.main(module.Args(**args_of(start, module.STAGE) | changes, output_dir=str(folder)))
     return read_metrics(folder)
 
