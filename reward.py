@@ -788,11 +788,19 @@ def content_digest(source: str | Dataset) -> str:
 
 def updates(accelerator: Accelerator, args, finished: int, last: int):
     """Yield the updates finished + 1 to last under a progress bar, and write a checkpoint after each one where it is
-    due. After SIGTERM or SIGUSR1, which schedulers send as a notice, write one and end the run with exit code 75."""
+    due. After SIGTERM or SIGUSR1, which schedulers send as a notice, write one and end the run with exit code 75. After
+    Ctrl-C, write one and end the run as Ctrl-C does; a second Ctrl-C ends it at once."""
     folder = Path(args.output_dir)
     caught = []
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda received, _: caught.append(received))  # only noted: the update finishes first
+
+    def note(received, _):  # the update finishes first
+        caught.append(received)
+        if received == signal.SIGINT:
+            print("Ctrl-C: saving a checkpoint after this update; press again to end at once", flush=True)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, note)
     for update in track(range(finished + 1, last + 1), STAGE, disable=not accelerator.is_main_process):
         yield update
         stop = gather_object(caught)  # by any process
@@ -806,7 +814,9 @@ def updates(accelerator: Accelerator, args, finished: int, last: int):
         if stop:
             accelerator.print(f"stopped by a signal after update {update}; continue {folder} with --resume")
             accelerator.end_training()
-            raise SystemExit(75)
+            sys.tracebacklimit = 0
+            raise KeyboardInterrupt if signal.SIGINT in stop else SystemExit(75)  # a shell's loop ends with Ctrl-C, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):

@@ -266,17 +266,26 @@ def test_a_checkout_has_line_ends_that_bash_can_read():
     assert found.endswith("eol: lf\n")
 
 
-def test_an_interrupted_run_dies_of_its_signal(world, tmp_path):
+def test_an_interrupted_run_saves_and_dies_of_its_signal(world, tmp_path):
     """So that a shell's loop ends with it."""
     command = [sys.executable, str(ROOT / "sft.py"), "--model", world.model, "--dataset", world.dataset]
     command += ["--num-train-epochs", "400", "--batch-size", "16", "--output-dir", tmp_path / "run"]
     process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    end = time.time() + 60
+    metrics, end = tmp_path / "run" / "metrics.jsonl", time.time() + 60
     while time.time() < end and not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == -signal.SIGINT
+    last = read_metrics(tmp_path / "run")[-1]["update"]
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [f"update_{last:06d}"]
+
+
+def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path):
+    for _ in sft.updates(single_process(is_main_process=True), sft.Args(output_dir=str(tmp_path)), 0, 3):
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        break
 
 
 # ---- numbers and names --------------------------------------------------------------------------------------------
