@@ -15,7 +15,7 @@ def job(root: Path, name: str, script: str) -> eval_helpers.Job:
 
 
 def test_jobs_run_side_by_side_each_with_its_share_of_the_cores(tmp_path, monkeypatch):
-    monkeypatch.setattr(eval_helpers.os, "cpu_count", lambda: 7)
+    monkeypatch.setattr(eval_helpers, "cores", lambda: 7)
     script = "echo begin $OMP_NUM_THREADS $PWD >>calls; sleep 0.5; echo end >>calls"
     eval_helpers.run_jobs([job(tmp_path, name, script) for name in "abcd"], 2, tmp_path)
     calls = (tmp_path / "calls").read_text().splitlines()
