@@ -227,6 +227,8 @@ def by_token(folder: str) -> dict[str, dict]:
     numbers = {name: "" for name in ("token_reward", "value", "reward_logit")}  # how a missing number is written
     tokens = pandas.read_csv(file, dtype={"token": str}, keep_default_na=False, na_values=numbers)
     tokens = tokens[tokens["model"] == "ppo"].rename(columns={"position": "x"})
+    if tokens.empty:
+        return {}
     tokens = tokens[tokens["id"] == tokens["id"].iloc[0]]
     tokens["label"] = [repr(token)[1:-1] for token in tokens["token"]]
     series = {name: tokens.assign(y=tokens[name]).dropna(subset="y")[["x", "y", "label"]] for name in numbers}
@@ -258,11 +260,17 @@ def figures(args: Args, folders: dict[tuple, Path], metrics: dict, results: pand
     }
 
 
+def mean_of(runs: pandas.Series) -> str:
+    """Return mean ± sample standard deviation of the runs that have a number, and how many if others have none."""
+    some = f" ({runs.count()} of {len(runs)})" if 0 < runs.count() < len(runs) else ""
+    return with_sd(runs.dropna()) + some
+
+
 def policies_table(results: pandas.DataFrame) -> list[dict]:
     """Return a row per stage and model: mean ± sample standard deviation over seeds."""
     policies = results[results["stage"].isin(POLICIES)].replace({"stage": STAGES})
     groups = policies.groupby(["stage", "model"], sort=False)
-    table = groups[["win rate", "at equal length", "tokens", "ROUGE-L"]].agg(lambda runs: with_sd(runs.dropna()))
+    table = groups[["win rate", "at equal length", "tokens", "ROUGE-L"]].agg(mean_of)
     table.insert(0, "seeds", groups.size())
     return table.reset_index().to_dict("records")
 

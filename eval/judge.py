@@ -189,7 +189,7 @@ def row_tokens(tokenizer, rows: list[tuple[str, str, str, str]]) -> list[tuple[i
     if most of them decode to the response; else they are another tokenizer's, and the texts are read."""
     eos, ids = tokenizer.eos_token_id, [[json.loads(cell or "[]") for cell in row[2:]] for row in rows]
     same = [tokenizer.decode(x, skip_special_tokens=True) == row[1] for row, (_, x) in zip(rows, ids, strict=True)]
-    if 2 * sum(same) <= len(rows) or not ids[0][0]:
+    if 2 * sum(same) <= len(rows) or not all(row[3] for row in rows):
         texts = [row[0] + row[1].removesuffix(tokenizer.eos_token) for row in rows]
         ids = [(tokens, []) for tokens in tokenizer(texts, add_special_tokens=False, verbose=False).input_ids]
     return [(*query, *(x for x in response if x != eos), eos) for query, response in ids]

@@ -295,6 +295,7 @@ def read_pairs(row: dict) -> dict:
         pair["prompt"] = messages
     else:
         system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        messages = [{name: message.get(name) for name in ("role", "content")} for message in messages]
         pair["messages"] = without_system([*system, *messages])
     rating = row.get("rating")
     if isinstance(rating, str):

@@ -285,7 +285,8 @@ def data_of(folder: Path) -> str:
 def bed_of(args: Args) -> str:
     """Return a hash of all that the candidates of a table share: other stages, their flags, data and metric."""
     stages = [code_of(ROOT / f"{stage}.py") for stage in BASE]
-    metric = [code_of(ROOT / "quickstart/metric.py"), content([ROOT / "quickstart/sentences.json"])]
+    metric = [code_of(ROOT / file) for file in ("quickstart/metric.py", "eval/eval_helpers.py")]
+    metric += [content([ROOT / "quickstart/sentences.json"])]
     base = content((ROOT / "quickstart/bases" / f"nano-{args.size}").glob("*.*"))
     flags = [base_flags(stage, args.size) for stage in BASE]
     return digest(stages, metric, code_of(ROOT / "tldr_dataset.py"), flags, data_of(args.data), base, machine())

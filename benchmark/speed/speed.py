@@ -426,8 +426,13 @@ def main(args: Args):
     settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(cores())}
     for key, value in (settings | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}).items():
         os.environ.setdefault(key, value)  # for ours and the peer's
-    source = args.runs or (args.raw if Path(args.raw, "tldr_posts").exists() else "/generated")
-    work = Path(args.work, args.device, *Path(source).resolve().parts[1:])  # a folder for each source
+    if bool(args.runs) != bool(args.data):
+        fail("--runs and --data belong together")
+    sources = (
+        [args.runs, args.data] if args.runs else [args.raw if Path(args.raw, "tldr_posts").exists() else "/generated"]
+    )
+    parts = [part for source in sources for part in Path(source).resolve().parts[1:]]
+    work = Path(args.work, args.device, *parts)  # a folder for each source
     if not (work / "reward" / "config.json").exists():
         make_work(args, work)
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
