@@ -147,6 +147,14 @@ def test_a_stopped_run_continues_with_the_answers_so_far(endpoint, tmp_path, mon
     assert len(endpoint.asked) == 2
 
 
+def test_ids_count_only_where_every_row_has_them(world):
+    tokenizer = ppo.load_tokenizer(str(world.model))
+    query = tokenizer("POST a", add_special_tokens=False).input_ids
+    rows = [("POST a", text, json.dumps(query), "") for text in ("", "", " b")]  # two of three decode to their text
+    expected = tokenizer("POST a b", add_special_tokens=False).input_ids
+    assert judge.row_tokens(tokenizer, rows)[2] == (*expected, tokenizer.eos_token_id)
+
+
 def test_one_run_against_another(tmp_path):
     """0.1 + 0.2, above 0.3 in floating point, ties with it. The second summary has a carriage return, which breaks no
     row, and the last other one is Chinese, whose length is in characters. No two results have one name."""
