@@ -3,8 +3,10 @@
     python benchmark/pretrained.py --runs runs/pretrained/NAME --data data/pretrained/NAME/tldr
     python benchmark/pretrained.py       # only prints and draws what is in --output
 
-Writes to --output: policies.csv (a row a policy), pairs.csv (reward model and DPO on the validation pairs),
-calibration.csv, curves.csv, invented.csv (what each makes of benchmark/invented_posts.jsonl) and curves.png. ROUGE is
+Writes to --output: policies.csv (a row a policy), baselines.csv (the same beside texts that no policy wrote, on the
+posts for which a summary of OpenAI's 1.3B PPO model is known), pairs.csv (reward model and DPO on the validation
+pairs), calibration.csv, curves.csv, invented.csv (what each makes of benchmark/invented_posts.jsonl) and curves.png. A
+policy that has no samples yet is left out. Two more flags do a step of pretrained.sh and nothing else. ROUGE is
 that of the validation posts at temperature 0.01. Intervals are 95 %: bootstrap over posts, Wilson for shares of pairs.
 A response without EOS scores -1, as in training (Detail 23): the reward model has only seen responses that end. The KL
 to the SFT model is of one more sample a post at the training temperature. A copied word is a word
@@ -28,6 +30,8 @@ from accelerate import Accelerator
 from datasets import load_from_disk
 from matplotlib.figure import Figure
 from PIL import Image
+from rouge_score.rouge_scorer import RougeScorer
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "eval"), str(ROOT / "quickstart")]
@@ -40,20 +44,24 @@ from run_metrics import read_metrics  # noqa: E402
 
 import ppo  # noqa: E402
 
-POLICIES = {"zero_shot": "as shipped", "sft": "SFT", "dpo": "DPO", "ppo": "PPO", "rloo": "RLOO"}
-CURVES = {  # stage -> metrics that curves.csv keeps
-    "sft": ["loss/train", "eval/loss"],
-    "reward": ["loss/train", "accuracy/train"],
-    "dpo": ["loss/train", "accuracy/train"],
-    "ppo": ["objective/score", "objective/kl", "response/length", "response/eos_rate"],
-    "rloo": ["objective/score", "objective/kl", "response/length", "response/eos_rate"],
-}
+POLICIES = {"zero_shot": "as shipped", "sft": "SFT", "dpo": "DPO", "ppo": "PPO", "ppo_lam_095": "PPO, lambda 0.95"}
+POLICIES |= {"rloo": "RLOO"}
+ONLINE = ["ppo", "ppo_lam_095", "rloo"]
+BASELINES = {"title": "the post's title", "lead_1": "its first sentence", "lead_2": "its first two sentences"}
+BASELINES |= {"reference": "the reference", "openai": "OpenAI's 1.3B PPO"}
+OPENAI = "openai_ppo_1.3b"  # policy of the pairs
 PANELS = {
     "objective/score": "score",
     "objective/kl": "KL to SFT, nats a response",
     "response/length": "tokens a response",
 }
 PANELS |= {"response/eos_rate": "share that ends with EOS"}
+CURVES = {  # stage -> metrics that curves.csv keeps
+    "sft": ["loss/train", "eval/loss"],
+    "reward": ["loss/train", "accuracy/train"],
+    "dpo": ["loss/train", "accuracy/train"],
+    **{stage: [*PANELS, "value/mean", "loss/value", "policy/first_ratio_deviation"] for stage in ONLINE},
+}
 
 
 @dataclass
@@ -62,6 +70,10 @@ class Args:
     """folder with sft, reward, dpo, ppo, rloo and samples"""
     data: Path | None = None
     """folder of tldr_dataset.py that they were trained on"""
+    held_out: Path | None = None
+    """write the pairs of --data here, those for training without the posts of the SFT data's validation and test"""
+    newest_checkpoint: str = ""
+    """stage of --runs whose newest checkpoint becomes a policy, in its checkpoints/policy"""
     output: Path = ROOT / "benchmark" / "results" / "pretrained"
     """folder of the tables and the picture"""
 
@@ -84,6 +96,35 @@ def source_of(query: str) -> str:
     return query.split("\nPOST: ", 1)[1].removesuffix("\n\nTL;DR:")
 
 
+# ---- steps of pretrained.sh -----------------------------------------------------------------------------------------
+
+
+def write_held_out(args: Args):
+    """Write the pairs, those for training without the posts that the policies are measured on."""
+    posts, pairs = load_from_disk(args.data / "sft"), load_from_disk(args.data / "preference")
+    measured = {query for split in ("validation", "test") if split in posts for query in posts[split]["query"]}
+    before = len(pairs["train"])
+    pairs["train"] = pairs["train"].filter(lambda query: query not in measured, input_columns="query")
+    pairs.save_to_disk(args.held_out)
+    print(f"{args.held_out}: {len(pairs['train'])} of {before} training pairs are on other posts than the evaluation's")
+
+
+def policy_of_checkpoint(run: Path):
+    """Write the policy of a run's newest checkpoint, which holds policy and value model (--save-every), beside it."""
+    newest = max(run.glob("checkpoints/update_??????"))
+    start = ppo.local_checkpoint("--sft-model-path", json.loads((run / "args.json").read_text())["sft_model_path"])
+    tokenizer = ppo.load_tokenizer(start)
+    policy = ppo.load_policy(start, tokenizer)
+    weights = load_file(newest / "model.safetensors")
+    own = {name.removeprefix("policy."): value for name, value in weights.items() if name.startswith("policy.")}
+    report = policy.load_state_dict(own or weights, strict=False)
+    if report.unexpected_keys or set(report.missing_keys) - {"lm_head.weight"}:  # which may be tied to the embedding
+        raise SystemExit(f"error: {newest} does not hold the weights of {start}: {report}")
+    policy.save_pretrained(run / "checkpoints" / "policy")
+    tokenizer.save_pretrained(run / "checkpoints" / "policy")
+    print(f"{run}/checkpoints/policy is the policy after {newest.name.replace('_', ' ')}")
+
+
 # ---- from the runs ---------------------------------------------------------------------------------------------------
 
 
@@ -97,12 +138,17 @@ def kl_to_sft(accelerator, policy, sft, tokenizer, queries: torch.Tensor) -> tor
     return log_ratios(policy, sft, ppo.make_batch(queries, responses, tokenizer.pad_token_id))
 
 
+def samples_of(args: Args, stage: str, what: str = "tldr") -> pandas.DataFrame:
+    """Return a policy's samples for the validation posts, with -1 as the score of one without EOS (Detail 23)."""
+    file = args.runs / "samples" / what / stage / "eval" / "samples_validation.csv"
+    rows = pandas.read_csv(file, keep_default_na=False)
+    rows["score"] = rows["score"].where(rows["has_eos"], -1.0)
+    return rows
+
+
 def policy_row(args: Args, stage: str, accelerator, sft, tokenizer, posts) -> dict:
     """Return means over the validation posts of one policy's samples, and the time of its training."""
-    rows = pandas.read_csv(
-        args.runs / "samples" / "tldr" / stage / "eval" / "samples_validation.csv", keep_default_na=False
-    )
-    rows["score"] = rows["score"].where(rows["has_eos"], -1.0)  # as in training (Detail 23)
+    rows = samples_of(args, stage)
     sources = [source_of(query) for query in rows["query"]]
     row = {"policy": stage, "posts": len(rows)}
     for metric in ("rouge1", "rougeL", "score"):
@@ -115,7 +161,8 @@ def policy_row(args: Args, stage: str, accelerator, sft, tokenizer, posts) -> di
     row["eos_rate"] = rows["has_eos"].mean()
     row["questions"] = fmean(text.rstrip().endswith("?") for text in rows["response"])
     if stage not in ("zero_shot", "sft"):
-        policy = ppo.load_policy(ppo.local_checkpoint("--runs", str(args.runs / stage)), tokenizer)
+        folders = [args.runs / stage / name for name in ("model", "checkpoints/policy")]
+        policy = ppo.load_policy(next(str(folder) for folder in folders if folder.exists()), tokenizer)
         with accelerator.autocast():
             kl = kl_to_sft(accelerator, policy, sft, tokenizer, posts["query_token"][:])
         row |= {"kl": kl.mean().item(), "kl_error": (kl.std() / len(kl) ** 0.5).item()}
@@ -124,6 +171,62 @@ def policy_row(args: Args, stage: str, accelerator, sft, tokenizer, posts) -> di
         updates = [line["time/update"] for line in metrics if "time/update" in line]
         row |= {"items": metrics[-1]["episode"], "updates": len(updates), "seconds_an_update": median(updates)}
     return row
+
+
+def sentences_of(text: str) -> list[str]:
+    """Return the sentences of a text: they end with . ! or ? before white space, or with a line."""
+    return [part.strip() for part in re.split(r"(?<=[.!?])\s+|\n+", text) if part.strip()]
+
+
+def texts_without_a_policy(args: Args) -> pandas.DataFrame:
+    """Return the texts of BASELINES for each validation post whose pairs hold a summary by OPENAI, and whether such a
+    pair is one that reward model and DPO were trained on: a column each, a row a post in the order of the data."""
+    written = {}  # post's query -> OpenAI's summary
+    for rows in load_from_disk(args.data / "preference").values():
+        for side in ("chosen", "rejected"):
+            of_model = rows.filter(lambda name: name == OPENAI, input_columns=f"{side}_policy")
+            written |= dict(zip(of_model["query"], of_model[side], strict=True))
+    table = []
+    for row in load_from_disk(args.data / "sft")["validation"]:
+        if row["query"] in written:
+            lines = sentences_of(row["post"])
+            texts = {"title": row["title"], "lead_1": " ".join(lines[:1]), "lead_2": " ".join(lines[:2])}
+            texts |= {"reference": row["summary"], "openai": written[row["query"]].removesuffix("<|endoftext|>")}
+            table.append({"id": row["id"], "query": row["query"]} | {key: text.strip() for key, text in texts.items()})
+    return pandas.DataFrame(table)
+
+
+def baseline_rows(args: Args, known: list[str], accelerator, tokenizer) -> list[dict]:
+    """Return ROUGE-L, words and the reward model's score of texts that no policy here wrote, and of the policies' own
+    samples, on the same posts; [] if no summary by OPENAI is known."""
+    texts = texts_without_a_policy(args)
+    if texts.empty:
+        return []
+    reward_model = ppo.load_reward_model(ppo.local_checkpoint("--runs", str(args.runs / "reward")), tokenizer)
+    reward_model = reward_model.to(accelerator.device)
+    queries = load_from_disk(args.data / "sft").with_format("torch")["validation"]
+    index = [i for i, query in enumerate(queries["query"]) if query in set(texts["query"])]
+    queries = queries[index]["query_token"].to(accelerator.device)
+    settings = ppo.Args(micro_batch_size=16)
+    rouge, table = RougeScorer(["rougeL"]), []
+    for name in [*BASELINES, *known]:
+        if name in BASELINES:
+            summaries = texts[name]
+            ended = [f" {text}{tokenizer.eos_token}" for text in summaries]
+            responses = tokenizer(ended, padding=True, padding_side="right", return_tensors="pt").input_ids
+            batch = ppo.make_batch(queries, responses.to(accelerator.device), tokenizer.pad_token_id)
+            scores = ppo.reward_scores(accelerator, reward_model, batch, settings).tolist()
+        else:
+            rows = samples_of(args, name).iloc[index]
+            summaries, scores = rows["response"], list(rows["score"])
+        pairs = zip(texts["reference"], summaries, strict=True)
+        rouges = [rouge.score(reference, summary)["rougeL"].fmeasure for reference, summary in pairs]
+        row = {"text": name, "posts": len(texts), "words": fmean(len(words_of(text)) for text in summaries)}
+        for metric, values in (("rougeL", rouges), ("score", scores)):
+            row[metric] = fmean(values)
+            row[f"{metric}_low"], row[f"{metric}_high"] = bootstrap_interval(values, 2_000)
+        table.append(row)
+    return table
 
 
 def agreement_rows(args: Args) -> tuple[list[dict], list[dict]]:
@@ -174,18 +277,17 @@ def collect(args: Args):
         "validation"
     ]
     shares = [len(source_of(row["query"])) / len(row["post"]) for row in posts]
-    table = [policy_row(args, stage, accelerator, sft, tokenizer, posts) for stage in POLICIES]
+    known = [name for name in POLICIES if (args.runs / "samples" / "invented" / name / "eval" / "rouge.csv").exists()]
+    table = [policy_row(args, stage, accelerator, sft, tokenizer, posts) for stage in known]
     kept = {"kept_median": median(shares), "kept_whole": fmean(share == 1 for share in shares)}
     table = [row | kept for row in table]
     pairs, bins = agreement_rows(args)
     invented = {}
-    for stage in POLICIES:
-        rows = pandas.read_csv(
-            args.runs / "samples" / "invented" / stage / "eval" / "samples_validation.csv", keep_default_na=False
-        )
-        for row in rows.to_dict("records"):
+    for stage in known:
+        for row in samples_of(args, stage, "invented").to_dict("records"):
             invented.setdefault(row["id"], {"id": row["id"], "reference": row["reference"]})[stage] = row["response"]
     tables = {"policies": table, "pairs": pairs, "calibration": bins, "invented": list(invented.values())}
+    tables["baselines"] = baseline_rows(args, known, accelerator, tokenizer)
     for name, rows in tables.items():
         pandas.DataFrame(rows).to_csv(args.output / f"{name}.csv", index=False, float_format="%.6g")
 
@@ -203,6 +305,20 @@ def print_table(header: list[str], rows: list[list]):
     print(markdown([dict(zip(header, row, strict=True)) for row in rows]))
 
 
+def print_baselines(folder: Path):
+    """Print the table of texts that no policy here wrote, where there is one."""
+    if not (folder / "baselines.csv").exists() or not (folder / "baselines.csv").read_text().strip():
+        return
+    table = pandas.read_csv(folder / "baselines.csv")
+    print(f"On the {table['posts'][0]} posts for which a summary by {BASELINES['openai']} is known:\n")
+    names = BASELINES | POLICIES
+    rows = [
+        [names[row["text"]], with_interval(row, "rougeL"), f"{row['words']:.1f}", with_interval(row, "score", 2)]
+        for _, row in table.iterrows()
+    ]
+    print_table(["", "ROUGE-L", "words", "score"], rows)
+
+
 def print_page(folder: Path):
     """Print the page's tables in Markdown."""
     policies = pandas.read_csv(folder / "policies.csv")
@@ -215,10 +331,13 @@ def print_page(folder: Path):
         cells += [f"{row['words']:.1f}", f"{row['copied_1']:.2f}", f"{row['copied_4']:.2f}"]
         cells += [f"{row['questions']:.2f}", f"{row['eos_rate']:.2f}"]
         cells += [f"{row['kl']:.2f} ± {row['kl_error']:.2f}" if known else "", with_interval(row, "score", 2)]
-        rows.append([*cells, f"{row['updates'] * row['seconds_an_update']:.0f}" if row["items"] > 0 else ""])
+        trained = row["items"] > 0
+        cells += [f"{row['updates']:.0f}", f"{row['updates'] * row['seconds_an_update']:.0f}"] if trained else ["", ""]
+        rows.append(cells)
     header = ["", "ROUGE-1", "ROUGE-L", "words", "copied words", "copied 4-grams"]
-    header += ["ends with ?", "EOS", "KL to SFT", "score", "seconds"]
+    header += ["ends with ?", "EOS", "KL to SFT", "score", "updates", "seconds"]
     print_table(header, rows)
+    print_baselines(folder)
     pairs = pandas.read_csv(folder / "pairs.csv")
     rows = []
     for _, row in pairs.iterrows():
@@ -234,8 +353,8 @@ def print_page(folder: Path):
     print_table(["pairs", "score difference", "chance that it gives", "accuracy"], rows)
     print(f"Expected calibration error {bins['error'][0]:.3f}.\n")
     for _, row in pandas.read_csv(folder / "invented.csv", keep_default_na=False).iterrows():
-        rows = [[name, " ".join(row[key].split())] for key, name in ({"reference": "reference"} | POLICIES).items()]
-        print_table([row["id"], ""], rows)
+        names = {"reference": "reference"} | POLICIES
+        print_table([row["id"], ""], [[name, " ".join(row[key].split())] for key, name in names.items() if key in row])
 
 
 def draw_runs(folder: Path):
@@ -257,9 +376,10 @@ def draw_runs(folder: Path):
     axis.set_title("training pairs decided right (mean of eight batches)")
     for metric, title in PANELS.items():
         axis = next(axes)
-        for stage in ("ppo", "rloo"):
+        for i, stage in enumerate(ONLINE):
             rows = curves[(curves["stage"] == stage) & (curves["metric"] == metric)]
-            axis.plot(rows["episode"], rows["value"], "o-", markersize=3, label=stage.upper())
+            if len(rows):
+                axis.plot(rows["episode"], rows["value"], "o-", markersize=3, label=POLICIES[stage], color=f"C{i}")
         axis.set_title(title)
     for axis in figure.axes:
         axis.set_xlabel("posts, pairs or responses")
@@ -271,11 +391,15 @@ def draw_runs(folder: Path):
 
 
 def main(args: Args):
+    if args.held_out:
+        write_held_out(args)
+        return
+    if args.newest_checkpoint:
+        policy_of_checkpoint(args.runs / args.newest_checkpoint)
+        return
     if args.runs:
         args.output.mkdir(parents=True, exist_ok=True)
         collect_curves(args)
-        if not (args.runs / "samples" / "invented" / "rloo").exists():
-            raise SystemExit(f"{args.output}/curves.csv is written; the tables come when all runs have samples")
         collect(args)
     print_page(args.output)
     draw_runs(args.output)

@@ -4,13 +4,16 @@
 #
 #   bash benchmark/pretrained.sh                              # SmolLM2-135M and the published data from the Hub; one GPU
 #   bash benchmark/pretrained.sh --small [FOLDER]             # two CPU cores, two and a half hours
-#   bash benchmark/pretrained.sh --gpu [FOLDER]               # one GPU of 80 GB: ten minutes for 1,600 posts and 700 pairs
+#   bash benchmark/pretrained.sh --gpu [FOLDER]               # one GPU of 80 GB
 #   bash benchmark/pretrained.sh --model FOLDER|HUB_ID ...    # another model; benchmark/smollm2.py makes one offline
 #
 #   FOLDER   raw data instead of the published sets: tldr_posts/ and tldr_comparisons/ with their columns
 #   --small  queries of at most 192 tokens (whole paragraphs go, Detail 2), small batches, learning rates that fit them
-#   --gpu    whole posts, one pass over them, and 9,984 responses each for PPO and RLOO. A small model's speed is bound by
-#            kernel launches, so batches are large where they can be, and all samples are made side by side
+#   --gpu    whole posts, one pass over them, and 9,984 responses each for PPO, PPO with the paper's lambda, and RLOO. What
+#            needs nothing of each other runs side by side: a small model's speed is bound by kernel launches, not by the GPU
+#
+# Pairs on posts of the SFT data's validation and test splits are left out of training. `timeout 25m bash ...` ends in
+# good order: PPO and RLOO finish their update and write a checkpoint, which is sampled; the same command continues.
 #
 # Data land in data/pretrained/{model}, runs in runs/pretrained/{model}/{stage}, with --small or --gpu in {model}-small or
 # {model}-gpu. At the end benchmark/pretrained.py prints the tables and draws the curves of benchmark/pretrained.md.
@@ -44,7 +47,7 @@ name=$(basename "$model")$small$gpu
 data=data/pretrained/$name runs=runs/pretrained/$name
 common=(--model "$name" --seed "$seed" --resume) # a run that has ended is left as it is
 output=benchmark/results/pretrained
-lengths=() sft=() reward=() dpo=() ppo=() rloo=() samples=() # of the full data: the paper's settings, which are the defaults
+lengths=() sft=() reward=() dpo=() ppo=() rloo=() samples=(--batch-size 32) # of the full data: the paper's settings, which are the defaults
 if [[ $small ]]; then
     lengths=(--max-query-length 192)
     sft=(--batch-size 16 --micro-batch-size 4 --learning-rate 1e-4 --total-episodes 640 --save-every 10)
@@ -65,6 +68,7 @@ if [[ $gpu ]]; then
     rloo+=(--learning-rate 1e-5)
     ppo=("${rloo[@]}" --lam 1) # as with --small
     samples=(--batch-size 256)
+    export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True} # rows of many lengths
 fi
 
 # ---- data -----------------------------------------------------------------------------------------------------------
@@ -79,30 +83,60 @@ if [[ ! -e $data/invented ]]; then # five posts as every split: samples.py asks 
     for split in train validation; do cp benchmark/invented_posts.jsonl "$data/posts/$split.jsonl"; done
     tokenise ${sources[@]+"${sources[@]}"} --sft-dataset "$data/posts" --output-dir "$data/invented"
 fi
-posts=(--dataset "$data/tldr/sft") pairs=(--preference-dataset "$data/tldr/preference")
+[[ -e $data/pairs ]] || python benchmark/pretrained.py --data "$data/tldr" --held-out "$data/pairs"
+posts=(--dataset "$data/tldr/sft") pairs=(--preference-dataset "$data/pairs")
 
 # ---- stages ---------------------------------------------------------------------------------------------------------
+trap '' TERM # of `timeout`: only the stages follow it, and end with code 75 once they have written a checkpoint
 start=(--sft-model-path "$runs/sft")
-python sft.py "${common[@]}" --model "$model" "${posts[@]}" --output-dir "$runs/sft" ${sft[@]+"${sft[@]}"}
-python reward.py "${common[@]}" "${start[@]}" "${posts[@]}" "${pairs[@]}" --output-dir "$runs/reward" --run-eval \
-    ${reward[@]+"${reward[@]}"}
-python dpo.py "${common[@]}" "${start[@]}" "${pairs[@]}" --output-dir "$runs/dpo" --run-eval ${dpo[@]+"${dpo[@]}"}
 online=("${start[@]}" --reward-model-path "$runs/reward" "${posts[@]}" --sample-every 4)
-python ppo.py "${common[@]}" "${online[@]}" --output-dir "$runs/ppo" ${ppo[@]+"${ppo[@]}"}
-python variants/rloo.py "${common[@]}" "${online[@]}" --output-dir "$runs/rloo" ${rloo[@]+"${rloo[@]}"}
 
-# ---- samples and tables ---------------------------------------------------------------------------------------------
-sample() { # summaries of a stage's model for the posts of a data set
-    local checkpoint=$runs/$1 folder=$runs/samples/$2/$1
-    [[ $1 != zero_shot ]] || checkpoint=$model
-    [[ -e $folder/eval/rouge.csv ]] || python eval/samples.py "$checkpoint" --seed "$seed" --dataset "$data/$2/sft" \
-        --reward-model-path "$runs/reward" --splits validation --output-dir "$folder" ${samples[@]+"${samples[@]}"}
+train() { # a stage
+    case $1 in
+        sft) set -- sft.py "$1" --model "$model" "${posts[@]}" ${sft[@]+"${sft[@]}"} ;;
+        reward) set -- reward.py "$1" "${start[@]}" "${posts[@]}" "${pairs[@]}" --run-eval ${reward[@]+"${reward[@]}"} ;;
+        dpo) set -- dpo.py "$1" "${start[@]}" "${pairs[@]}" --run-eval ${dpo[@]+"${dpo[@]}"} ;;
+        ppo) set -- ppo.py "$1" "${online[@]}" ${ppo[@]+"${ppo[@]}"} ;;
+        ppo_lam_095) set -- ppo.py "$1" "${online[@]}" ${ppo[@]+"${ppo[@]}"} --lam 0.95 ;;
+        rloo) set -- variants/rloo.py "$1" "${online[@]}" ${rloo[@]+"${rloo[@]}"} ;;
+    esac
+    python "$1" "${common[@]}" --output-dir "$runs/$2" "${@:3}"
 }
-jobs=()
-for stage in zero_shot sft dpo ppo rloo; do
+sample() { # summaries of a stage's model for the validation posts, and for five invented ones
+    local checkpoint=$runs/$1 weights=$runs/$1/model what folder
+    [[ $1 != zero_shot ]] || checkpoint=$model weights=$model
+    if [[ $1 != zero_shot && ! -d $weights ]]; then # the clock stopped it
+        checkpoint=$runs/$1/checkpoints/policy weights=$checkpoint
+        python benchmark/pretrained.py --runs "$runs" --newest-checkpoint "$1"
+    fi
     for what in tldr invented; do
-        if [[ $gpu ]]; then sample $stage $what & jobs+=($!); else sample $stage $what; fi
+        folder=$runs/samples/$what/$1
+        [[ $folder/eval/rouge.csv -nt $weights ]] || python eval/samples.py "$checkpoint" --seed "$seed" \
+            --dataset "$data/$what/sft" --reward-model-path "$runs/reward" --splits validation \
+            --output-dir "$folder" "${samples[@]}"
     done
-done
-for job in ${jobs[@]+"${jobs[@]}"}; do wait "$job"; done
+}
+policy() { # train a stage that may be stopped by the clock, and sample what it has reached
+    local code=0
+    train "$1" || code=$?
+    ((code == 0 || code == 75)) || exit $code
+    sample "$1"
+}
+together() { # run commands side by side with --gpu, and else one after the other
+    local command jobs=() code=0
+    for command in "$@"; do
+        if [[ $gpu ]]; then
+            $command &
+            jobs+=($!)
+        else
+            $command
+        fi
+    done
+    for job in ${jobs[@]+"${jobs[@]}"}; do wait "$job" || code=$?; done
+    return $code
+}
+
+train sft
+together "train reward" "train dpo"
+together "policy ppo" "policy rloo" ${gpu:+"policy ppo_lam_095"} "sample zero_shot" "sample sft" "sample dpo"
 python benchmark/pretrained.py --runs "$runs" --data "$data/tldr" --output $output
