@@ -439,6 +439,9 @@ def test_detail_16_accuracy_by_group(short, reward_run):
         ]
         rewards = torch.stack([plain_rewards(reward_run / "model", rows) for rows in columns], 1)
         assert close([[float(found[f"{side}_reward"]) for side in sides] for found in pairs], rewards)
+        if split == "validation":
+            loss = sum(math.log1p(math.exp(rejected - chosen)) for chosen, rejected in rewards.tolist()) / len(rewards)
+            assert close(read_jsonl(reward_run / "metrics.jsonl")[-1]["eval/loss"], loss)
         for row, found in zip(data[split], rewards, strict=True):
             first, second = sorted((row["chosen_policy"], row["rejected_policy"]))
             groups = {"overall": "all", "batch": row["batch"], "split": row["split"]}
