@@ -465,6 +465,9 @@ def main(args: Args):
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
             samples = validation_samples(accelerator, *models, validation, tokenizer, args)
             write_samples(accelerator, args, update, samples)
+            metrics["eval/score_without_penalty"] = samples["score"].mean()
+            if args.penalty_reward_value is not None:
+                samples["score"] = samples["score"].where(samples["has_eos"], args.penalty_reward_value)
             metrics["eval/score"] = samples["score"].mean()
         if update == 1 and metrics["value/mean"] > metrics["objective/score"] + 1:
             accelerator.print("warning: values lie more than 1 above the scores, so EOS may vanish; see docs/kl.md")

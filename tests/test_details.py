@@ -552,6 +552,8 @@ def test_detail_20_validation_score_on_a_fixed_batch(short, reward_run, ppo_run)
     for i, (query, response) in enumerate(zip(queries, responses, strict=True)):
         assert sample_by_hand(policy, query, tokenizer, call.args[3][i], RESPONSE_LENGTH, 0.01) == response
     scores = plain_rewards(reward_run / "model", [q + r for q, r in zip(queries, responses, strict=True)])
+    assert close(ppo_run.metrics[-1]["eval/score_without_penalty"], scores.mean())
+    assert all(response[-1] == tokenizer.eos_token_id for response in responses)  # without: test_variants.py
     assert close(ppo_run.metrics[-1]["eval/score"], scores.mean())
 
 
