@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import (
     close,
     files,
@@ -30,6 +31,7 @@ from conftest import (
     single_process,
 )
 from datasets import Dataset, load_from_disk
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig
 
 import ppo
@@ -293,6 +295,22 @@ def test_validation_scores_with_and_without_the_penalty(start, monkeypatch, modu
     found = module.validation_scores(single_process(), None, None, data, tokenizer, args)
     assert close(found["eval/score_without_penalty"], 6.5 / 3)
     assert close(found["eval/score"], (6.5 if penalty is None else 1.5) / 3)
+
+
+@pytest.mark.parametrize("module", [ppo, rloo, grpo, online_dpo, script("ensembles/ppo.py")])
+def test_samples_are_text_in_tensorboard_as_printed(start, tmp_path, capsys, module):
+    tokenizer = module.load_tokenizer(str(start.world.model))
+    queries = torch.tensor([[tokenizer.pad_token_id, 5], [6, 7]])
+    batch = module.make_batch(queries, torch.tensor([[8, 9], [10, tokenizer.eos_token_id]]), tokenizer.pad_token_id)
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
+    accelerator.init_trackers("tensorboard")
+    module.show_samples(accelerator, batch, torch.tensor([0.25, -1.0]), torch.tensor([3.0, 4.5]), tokenizer, 7)
+    accelerator.end_training()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    [event] = events.Tensors("samples/training/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert event.step == 7 and [*map(text.count, ("score 0.250, KL 3.000", "score -1.000, KL 4.500"))] == [1, 1]
+    assert tokenizer.decode([8, 9]) in text and f"\n{text.split(chr(10) * 2 + '----')[0]}" in capsys.readouterr().out
 
 
 def test_a_function_of_one_or_of_lists(start, tmp_path, monkeypatch):

@@ -740,14 +740,18 @@ def validation_scores(accelerator: Accelerator, policy, reward_model, data, toke
 
 
 def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, update: int):
-    """Print the first four episodes of a batch, and log them to W&B as a table. scores and kl: (B,)."""
+    """Print the first four episodes of a batch, and log them to TensorBoard and W&B. scores and kl: (B,)."""
     samples = []
+    texts = []
     for i in range(min(4, len(scores))):
         query = tokenizer.decode(batch["tokens"][i, : batch["query_lengths"][i]].tolist())[-200:]
         response = tokenizer.decode(batch["responses"][i, : batch["lengths"][i]].tolist())
         samples.append([query, response, f"{scores[i]:.3f}", f"{kl[i]:.3f}"])
-        print(f"\n---- update {update}: score {scores[i]:.3f}, KL {kl[i]:.3f}\n{query} >>>{response}", flush=True)
+        texts.append(f"---- update {update}: score {scores[i]:.3f}, KL {kl[i]:.3f}\n{query} >>>{response}")
+        print(f"\n{texts[-1]}", flush=True)
     for tracker in accelerator.trackers:
+        if tracker.name == "tensorboard":
+            tracker.log({"samples/training": "\n\n".join(texts)}, step=update)
         if tracker.name == "wandb":
             tracker.log_table("samples/training", ["query (end)", "response", "score", "kl"], samples, step=update)
 
