@@ -465,6 +465,9 @@ def main(args: Args):
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
             samples = validation_samples(accelerator, *models, validation, tokenizer, args)
             write_samples(accelerator, args, update, samples)
+            metrics["eval/score_without_penalty"] = samples["score"].mean()
+            if args.penalty_reward_value is not None:
+                samples["score"] = samples["score"].where(samples["has_eos"], args.penalty_reward_value)
             metrics["eval/score"] = samples["score"].mean()
         if update == 1 and metrics["value/mean"] > metrics["objective/score"] + 1:
             accelerator.print("warning: values lie more than 1 above the scores, so EOS may vanish; see docs/kl.md")
@@ -985,14 +988,18 @@ def member_scales(accelerator: Accelerator, policy, reward_models, data, tokeniz
 
 
 def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, update: int):
-    """Print the first four episodes of a batch, and log them to W&B as a table. scores and kl: (B,)."""
+    """Print the first four episodes of a batch, and log them to TensorBoard and W&B. scores and kl: (B,)."""
     samples = []
+    texts = []
     for i in range(min(4, len(scores))):
         query = tokenizer.decode(batch["tokens"][i, : batch["query_lengths"][i]].tolist())[-200:]
         response = tokenizer.decode(batch["responses"][i, : batch["lengths"][i]].tolist())
         samples.append([query, response, f"{scores[i]:.3f}", f"{kl[i]:.3f}"])
-        print(f"\n---- update {update}: score {scores[i]:.3f}, KL {kl[i]:.3f}\n{query} >>>{response}", flush=True)
+        texts.append(f"---- update {update}: score {scores[i]:.3f}, KL {kl[i]:.3f}\n{query} >>>{response}")
+        print(f"\n{texts[-1]}", flush=True)
     for tracker in accelerator.trackers:
+        if tracker.name == "tensorboard":
+            tracker.log({"samples/training": "\n\n".join(texts)}, step=update)
         if tracker.name == "wandb":
             tracker.log_table("samples/training", ["query (end)", "response", "score", "kl"], samples, step=update)
 

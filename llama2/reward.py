@@ -103,7 +103,7 @@ class Args:
     is safe; above 0, the head's bias is trained and the rewards are not centred"""
 
     eval_every: int = 0
-    """compute the validation accuracy every so many updates; 0: only after the last update"""
+    """compute the validation loss and accuracy every so many updates; 0: only after the last update"""
     run_eval: bool = False
     """after training, write table 5: accuracy per batch, confidence, split and policy pair of every validation split"""
     micro_batch_size: int | None = None
@@ -334,6 +334,7 @@ def main(args: Args):
             metrics["loss/safety"] = sums["loss/safety"] / args.batch_size
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
             tables["validation"] = evaluate_pairs(accelerator, reward_model, data, args, pad_id, "validation")
+            metrics["eval/loss"] = mean_pair_loss(tables["validation"])
             metrics["eval/accuracy"] = tables["validation"]["hit"].mean()
         write_metrics(accelerator, args, metrics, update, num_updates)
 
@@ -624,6 +625,12 @@ def pair_table(data, rewards: torch.Tensor, tie: torch.Tensor) -> pandas.DataFra
     columns["tie"] = tie.tolist()
     columns["hit"] = ((rewards[:, 0] > rewards[:, 1]) & ~tie).tolist()
     return pandas.DataFrame(columns, dtype=object)  # otherwise a null would turn integers into floats
+
+
+def mean_pair_loss(pairs: pandas.DataFrame) -> float:
+    """Return the mean of -log sigmoid(chosen - rejected) (equation 1) over the pairs of a pair_table."""
+    differences = pairs["chosen_reward"] - pairs["rejected_reward"]
+    return -F.logsigmoid(torch.tensor(differences.tolist())).mean().item()
 
 
 def accuracy_table(name: str, pairs: pandas.DataFrame) -> list[dict]:

@@ -439,6 +439,9 @@ def test_detail_16_accuracy_by_group(short, reward_run):
         ]
         rewards = torch.stack([plain_rewards(reward_run / "model", rows) for rows in columns], 1)
         assert close([[float(found[f"{side}_reward"]) for side in sides] for found in pairs], rewards)
+        if split == "validation":
+            loss = sum(math.log1p(math.exp(rejected - chosen)) for chosen, rejected in rewards.tolist()) / len(rewards)
+            assert close(read_jsonl(reward_run / "metrics.jsonl")[-1]["eval/loss"], loss)
         for row, found in zip(data[split], rewards, strict=True):
             first, second = sorted((row["chosen_policy"], row["rejected_policy"]))
             groups = {"overall": "all", "batch": row["batch"], "split": row["split"]}
@@ -549,6 +552,8 @@ def test_detail_20_validation_score_on_a_fixed_batch(short, reward_run, ppo_run)
     for i, (query, response) in enumerate(zip(queries, responses, strict=True)):
         assert sample_by_hand(policy, query, tokenizer, call.args[3][i], RESPONSE_LENGTH, 0.01) == response
     scores = plain_rewards(reward_run / "model", [q + r for q, r in zip(queries, responses, strict=True)])
+    assert close(ppo_run.metrics[-1]["eval/score_without_penalty"], scores.mean())
+    assert all(response[-1] == tokenizer.eos_token_id for response in responses)  # without: test_variants.py
     assert close(ppo_run.metrics[-1]["eval/score"], scores.mean())
 
 

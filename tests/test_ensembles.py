@@ -187,7 +187,10 @@ def test_gold_of_each_update_is_that_of_plain_code(setting, world, single, golde
         assert (expected["kl_k2"] > 0.01) == (update > 0)
         assert table.loc[update].to_dict() == pytest.approx(expected, rel=2e-4, abs=1e-7)
         if update:
-            assert read_metrics(folder)[-1]["eval/score"] == pytest.approx(expected["score"], rel=1e-4)
+            last = read_metrics(folder)[-1]
+            penalised = [x.score if x.has_eos or members == 2 else -1.0 for x in samples]  # golden has no penalty
+            assert last["eval/score"] == pytest.approx(statistics.fmean(penalised), rel=1e-4)
+            assert last["eval/score_without_penalty"] == pytest.approx(expected["score"], rel=1e-4)
 
 
 def test_a_sampled_carriage_return_breaks_no_row_of_the_samples(setting, monkeypatch):

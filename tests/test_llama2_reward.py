@@ -114,9 +114,11 @@ def test_tables_by_grade_and_safety(world, graded):
     rows = pandas.read_csv(folder / "eval" / "pairs_validation.csv", keep_default_na=False)
     kept = [i for i in range(len(graded.data["validation"])) if SAFE[i % 6] != (False, True)]
     assert rows["grade"].tolist() == [GRADES[i % 5] for i in kept]
+    gaps = rows["chosen_reward"].astype(float) - rows["rejected_reward"].astype(float)
+    loss = sum(math.log1p(math.exp(-gap)) for gap in gaps) / len(gaps)  # without margins and weights
+    assert close(read_metrics(folder)[-1]["eval/loss"], loss)
     bins = ["chosen alone safe", "both safe", "both unsafe", "null", "null"]
     groups = {"overall": ["all" for _ in kept], "grade": rows["grade"], "safety": [bins[i % 6] for i in kept]}
-    gaps = rows["chosen_reward"].astype(float) - rows["rejected_reward"].astype(float)
     for group, values in groups.items():
         assert {value for _, own, value in found if own == group} == set(values)
         for value in set(values):

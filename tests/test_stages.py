@@ -27,7 +27,7 @@ EVALUATIONS = {
     "sft": "validation_loss",
     "reward": "evaluate_pairs",
     "dpo": "implicit_reward_table",
-    "ppo": "validation_score",
+    "ppo": "validation_scores",
 }
 DAY = 86_400
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import (
     close,
     files,
@@ -27,8 +28,10 @@ from conftest import (
     record,
     script,
     script_path,
+    single_process,
 )
-from datasets import load_from_disk
+from datasets import Dataset, load_from_disk
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig
 
 import ppo
@@ -278,12 +281,44 @@ def test_no_preference_is_no_step(start, tmp_path, module):
     assert all(math.isfinite(value) for line in lines for value in line.values())
 
 
+@pytest.mark.parametrize("module", [ppo, rloo, grpo, online_dpo])
+@pytest.mark.parametrize("penalty", [-1.0, None])
+def test_validation_scores_with_and_without_the_penalty(start, monkeypatch, module, penalty):
+    """Of three responses, the second has no EOS."""
+    eos, pad = 0, 9
+    responses = torch.tensor([[3, eos, pad], [3, 4, 5], [3, 4, eos]])
+    monkeypatch.setattr(module, "sample", lambda *args: (responses, None))
+    monkeypatch.setattr(module, "reward_scores", lambda *args: torch.tensor([2.0, 4.0, 0.5]))
+    data = Dataset.from_dict({"query_token": [[1, 2]] * 3}).with_format("torch")
+    tokenizer = SimpleNamespace(eos_token_id=eos, pad_token_id=pad)
+    args = SimpleNamespace(seed=1, response_length=3, penalty_reward_value=penalty)
+    found = module.validation_scores(single_process(), None, None, data, tokenizer, args)
+    assert close(found["eval/score_without_penalty"], 6.5 / 3)
+    assert close(found["eval/score"], (6.5 if penalty is None else 1.5) / 3)
+
+
+@pytest.mark.parametrize("module", [ppo, rloo, grpo, online_dpo, script("ensembles/ppo.py")])
+def test_samples_are_text_in_tensorboard_as_printed(start, tmp_path, capsys, module):
+    tokenizer = module.load_tokenizer(str(start.world.model))
+    queries = torch.tensor([[tokenizer.pad_token_id, 5], [6, 7]])
+    batch = module.make_batch(queries, torch.tensor([[8, 9], [10, tokenizer.eos_token_id]]), tokenizer.pad_token_id)
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
+    accelerator.init_trackers("tensorboard")
+    module.show_samples(accelerator, batch, torch.tensor([0.25, -1.0]), torch.tensor([3.0, 4.5]), tokenizer, 7)
+    accelerator.end_training()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    [event] = events.Tensors("samples/training/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert event.step == 7 and [*map(text.count, ("score 0.250, KL 3.000", "score -1.000, KL 4.500"))] == [1, 1]
+    assert tokenizer.decode([8, 9]) in text and f"\n{text.split(chr(10) * 2 + '----')[0]}" in capsys.readouterr().out
+
+
 def test_a_function_of_one_or_of_lists(start, tmp_path, monkeypatch):
     """A function of one post, here a callable object, and one of lists give the same bytes. The evaluation scores the
     first validation posts. test_gradients.py checks what a function is given and how its scores are used."""
     calls = record(monkeypatch, ppo_function, "function_scores")
     lines = run(start, tmp_path / "lists", ppo_function, total_episodes=BATCH)
-    assert close(lines[-1]["eval/score"], calls[-1].result.mean().item(), 1e-6)
+    assert close(lines[-1]["eval/score_without_penalty"], calls[-1].result.mean().item(), 1e-6)
     assert calls[-1].args[1] == load_from_disk(start.args["dataset"])["validation"]["query"][:3]
     of_one = f"{start.root}/mine.py:an_object_of_one"
     run(start, tmp_path / "one", ppo_function, total_episodes=BATCH, reward_function=of_one)

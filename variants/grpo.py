@@ -370,7 +370,7 @@ def main(args: Args):
         }
         metrics |= diagnostics(batch, kl)
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
-            metrics["eval/score"] = validation_score(accelerator, policy, reward_model, validation, tokenizer, args)
+            metrics |= validation_scores(accelerator, policy, reward_model, validation, tokenizer, args)
         write_metrics(accelerator, args, metrics, update, num_updates)
         if accelerator.is_main_process and args.sample_every and update % args.sample_every == 0:
             show_samples(accelerator, batch, scores, kl.sum(1), tokenizer, update)
@@ -781,24 +781,33 @@ def diagnostics(batch: dict, kl: torch.Tensor) -> dict:
 
 
 @torch.no_grad()
-def validation_score(accelerator: Accelerator, policy, reward_model, data, tokenizer, args) -> float:
-    """Return the mean score of one summary per post of `data`, sampled at temperature 0.01, without EOS penalty."""
+def validation_scores(accelerator: Accelerator, policy, reward_model, data, tokenizer, args) -> dict:
+    """Return the mean score, with and without the EOS penalty, of one summary per post of `data`, sampled at
+    temperature 0.01."""
     queries = data[:]["query_token"].to(accelerator.device)
     keys = noise_keys(args.seed, 0, range(len(data)), args.response_length)  # training never has an update 0
     responses, _ = sample(accelerator, policy, queries, keys.to(queries.device), tokenizer, args, 0.01)
-    scores = reward_scores(accelerator, reward_model, make_batch(queries, responses, tokenizer.pad_token_id), args)
-    return scores.mean().item()
+    raw_scores = reward_scores(accelerator, reward_model, make_batch(queries, responses, tokenizer.pad_token_id), args)
+    scores = raw_scores
+    if args.penalty_reward_value is not None:
+        has_eos = (responses == tokenizer.eos_token_id).any(1)
+        scores = scores.where(has_eos, args.penalty_reward_value)  # Detail 23
+    return {"eval/score": scores.mean(), "eval/score_without_penalty": raw_scores.mean()}
 
 
 def show_samples(accelerator: Accelerator, batch: dict, scores, kl, tokenizer, update: int):
-    """Print the first four episodes of a batch, and log them to W&B as a table. scores and kl: (B,)."""
+    """Print the first four episodes of a batch, and log them to TensorBoard and W&B. scores and kl: (B,)."""
     samples = []
+    texts = []
     for i in range(min(4, len(scores))):
         query = tokenizer.decode(batch["tokens"][i, : batch["query_lengths"][i]].tolist())[-200:]
         response = tokenizer.decode(batch["responses"][i, : batch["lengths"][i]].tolist())
         samples.append([query, response, f"{scores[i]:.3f}", f"{kl[i]:.3f}"])
-        print(f"\n---- update {update}: score {scores[i]:.3f}, KL {kl[i]:.3f}\n{query} >>>{response}", flush=True)
+        texts.append(f"---- update {update}: score {scores[i]:.3f}, KL {kl[i]:.3f}\n{query} >>>{response}")
+        print(f"\n{texts[-1]}", flush=True)
     for tracker in accelerator.trackers:
+        if tracker.name == "tensorboard":
+            tracker.log({"samples/training": "\n\n".join(texts)}, step=update)
         if tracker.name == "wandb":
             tracker.log_table("samples/training", ["query (end)", "response", "score", "kl"], samples, step=update)
 
