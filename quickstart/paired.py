@@ -17,9 +17,17 @@ def noise_pairs(rows: pandas.DataFrame, baseline: pandas.Series, of: str) -> lis
     return [x for x in (both[of] - both[f"{of} before"]).dropna() if x]
 
 
-def summarise(differences: pandas.DataFrame, noise: list[float], tries: int) -> dict[str, dict]:
+def holm(p: pandas.Series, tries: int) -> pandas.Series:
+    """Return p values corrected for their number, or for `tries` if that is larger."""
+    ranks = p.rank(method="first")  # the smallest times m, the next times m - 1, and never decreasing
+    corrected = (p * (max(tries, len(p)) + 1 - ranks)).clip(upper=1)
+    return corrected[p.sort_values().index].cummax()[p.index]
+
+
+def summarise(differences: pandas.DataFrame, noise: list[float], tries: int, level: float = 0.95) -> dict[str, dict]:
     """Return {candidate: count, mean, low, high, p, holm, floor, power} of its differences to the baseline, a column of
     seeds each; none for a single seed. noise: the differences of A/A runs. tries: the number that p is corrected for.
+    level: that of the interval.
 
     The standard deviation is at least that pooled over the candidates whose own is below three times the noise's, so
     that few seeds that happen to lie together do not count as certainty. floor is the largest mean difference that
@@ -35,14 +43,12 @@ def summarise(differences: pandas.DataFrame, noise: list[float], tries: int) -> 
     is_pooled = is_alike & table["std"].lt(pooled)
     error = table["std"].mask(is_pooled, pooled) / table["count"] ** 0.5
     freedom = freedom.mask(is_pooled, freedom[is_alike].sum())
-    t = stats.t.ppf(0.975, freedom)
-    table["low"], table["high"] = table["mean"] - t * error, table["mean"] + t * error
+    wide = stats.t.ppf((1 + level) / 2, freedom)
+    table["low"], table["high"] = table["mean"] - wide * error, table["mean"] + wide * error
     table["p"] = 2 * stats.t.sf((table["mean"].abs() / error).fillna(0), freedom)
-    ranks = table["p"].rank(method="first")  # Holm: the smallest times m, the next times m - 1, and never decreasing
-    table["holm"] = (table["p"] * (max(tries, len(table)) + 1 - ranks)).clip(upper=1)
-    table["holm"] = table.sort_values("p")["holm"].cummax()
+    table["holm"] = holm(table["p"], tries)
     table["floor"] = stats.t.ppf(0.975, len(noise) - 1) * noise_sd / table["count"] ** 0.5 if len(noise) > 1 else 0.0
-    table["power"] = (t + stats.t.ppf(0.8, freedom)) * error
+    table["power"] = (stats.t.ppf(0.975, freedom) + stats.t.ppf(0.8, freedom)) * error
     return table.to_dict("index")
 
 

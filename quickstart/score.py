@@ -98,6 +98,8 @@ class Args:
     """the number whose differences are tested"""
     figure: Path | None = None
     """file of the figure; default: the ledger's name with .png"""
+    runs: Path | None = None
+    """folder of the runs; default: the ledger's"""
     data: Path = Path("data/quickstart/posts-1")
     """data of the quick start"""
 
@@ -108,17 +110,21 @@ class Args:
 @dataclass
 class Candidate:
     """A script with flags. text: both, as in the table. stage: the one that it replaces. command: path of the script,
-    and its flags. code: hash of the script and of the files that its flags name."""
+    and its flags. code: hash of the script and of the files that its flags name. others: candidates for later stages of
+    the same chain. data: its own data, in a folder that is named by a hash of how they are made."""
 
     text: str
     stage: str
     command: list[str]
     code: str
+    others: tuple["Candidate", ...] = ()
+    data: Path | None = None
 
     @property
     def version(self) -> str:
         """Hash of code and flags: an edited script is another try."""
-        return digest(self.code, self.command[1:])
+        more = [other.version for other in self.others] + ([self.data.name] if self.data else [])
+        return digest(self.code, self.command[1:], *more)
 
 
 def code_of(path: Path, seen: frozenset = frozenset()) -> str:
@@ -214,7 +220,7 @@ def trained(one: Candidate, inputs: dict[str, Path], seed: int, args: Args) -> P
     flags = base_flags(one.stage, args.size) + one.command[1:]
     base = ROOT / "quickstart/bases" / f"nano-{args.size}"
     key = digest(one.code, flags, weights, data_of(args.data), content(base.glob("*.*")), seed, machine())
-    folder = args.rows.parent / one.stage / key
+    folder = (args.runs or args.rows.parent) / one.stage / key
     # last, because of a flag that is given twice the last one counts: no candidate changes its seed, models or data
     flags += ["--model", base, "--seed", seed, "--output-dir", folder]
     paths = {"dataset": args.data / "tldr/sft", "preference_dataset": args.data / "tldr/preference"}
@@ -257,7 +263,8 @@ def make_row(one: Candidate, seed: int, note: str, args: Args) -> dict:
     """Train a candidate on a seed with what comes before and after it, and return its row. note is "" for its own,
     "A/A" with a micro-batch size for a run that differs by rounding, or "SFT" for the policy that PPO starts from."""
     chain = {stage: original(stage) for stage in ("sft", "reward", "ppo")}
-    chain[one.stage] = one
+    chain |= {other.stage: other for other in (one, *one.others)}
+    args = replace(args, data=one.data or args.data)
     row = {"candidate": one.text, "note": note, "stage": one.stage, "size": args.size, "seed": seed} | machine()
     try:
         made = {}
@@ -282,14 +289,15 @@ def data_of(folder: Path) -> str:
     return content(folder.glob("tldr/**/*.arrow"))
 
 
-def bed_of(args: Args) -> str:
-    """Return a hash of all that the candidates of a table share: other stages, their flags, data and metric."""
+def bed_of(args: Args, on: dict | None = None) -> str:
+    """Return a hash of all that the candidates of a table share: other stages, their flags, data, metric and machine
+    (on: another one than this)."""
     stages = [code_of(ROOT / f"{stage}.py") for stage in BASE]
     metric = [code_of(ROOT / file) for file in ("quickstart/metric.py", "eval/eval_helpers.py")]
     metric += [content([ROOT / "quickstart/sentences.json"])]
     base = content((ROOT / "quickstart/bases" / f"nano-{args.size}").glob("*.*"))
     flags = [base_flags(stage, args.size) for stage in BASE]
-    return digest(stages, metric, code_of(ROOT / "tldr_dataset.py"), flags, data_of(args.data), base, machine())
+    return digest(stages, metric, code_of(ROOT / "tldr_dataset.py"), flags, data_of(args.data), base, on or machine())
 
 
 def read_ledger(path: Path) -> pandas.DataFrame:
@@ -332,6 +340,12 @@ def comparable(rows: pandas.DataFrame, versions: dict[str, str], args: Args) -> 
             names[newest[name]] = name
     rows = rows.assign(candidate=rows["version"].map(names))
     return rows.drop_duplicates(["candidate", "note", "seed"], keep="last")
+
+
+def commit_of() -> str:
+    """Return the checkout's commit, with -dirty if it differs from it."""
+    describe = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def report(versions: dict[str, str], args: Args):
@@ -444,8 +458,7 @@ def main(args: Args):
     bed, known = bed_of(args), set(read_ledger(args.rows).query("failed == ''")["key"])
     missing = {digest(bed, job[0].version, *job[1:]): job for job in jobs}
     missing = {key: job for key, job in missing.items() if key not in known}
-    describe = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    commit = commit_of()
     if commit.endswith("-dirty"):
         print(f"The checkout differs from its last commit: rows are marked {commit}, and the baseline is as it is now.")
     start = time.time()

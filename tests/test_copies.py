@@ -15,6 +15,7 @@ STAGES += [f"variants/{name}.py" for name in ("rloo", "grpo", "online_dpo")]
 OURS = [
     *STAGES,
     "tldr_dataset.py",
+    "ablations/price.py",
     *(f"benchmark/{name}.py" for name in ("convert_released", "plan", "smollm2")),
     *(f"benchmark/speed/{name}.py" for name in ("speed", "trl_peer")),
     *(f"ensembles/{name}.py" for name in ("alpaca_dataset", "average", "best_of_n", "figures", "gold_label", "study")),
@@ -29,13 +30,13 @@ OURS = [
 ]
 # tools may take from the stage scripts, and from each other what is named here; no stage script imports
 IMPORTS = {
+    "ablations/price.py": "score",
     "ensembles/alpaca_dataset.py": "preference_dataset",
     "eval/gold.py": "judge",
     "quickstart/metric.py": "posts",
     "quickstart/report.py": "metric",
-    "quickstart/score.py": "paired",
 }
-FOR_TOOLS = {"eval_helpers", "ppo", "reward", "tldr_dataset", "run_metrics", "truth"}
+FOR_TOOLS = {"eval_helpers", "paired", "ppo", "reward", "tldr_dataset", "run_metrics", "truth"}
 MARK = "# ==== data"
 DIFFER = {"main", "Args"}  # what every script has of its own
 # functions that a copy changes under their old name, which keeps its diff short: one text among the scripts listed here

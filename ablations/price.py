@@ -1,0 +1,400 @@
+"""What does each implementation detail of the paper cost? Undo it, train on the quick start, and compare the truth.
+
+    bash quickstart/run.sh --size s --data-only                            # once: the generated posts
+    python ablations/price.py --seeds 1 2 3 4 --jobs 2                     # make what is missing, then show all
+    python ablations/price.py "lambda of 0" --seeds 5 6 7 8                # more seeds for one patch
+    python ablations/price.py --show                                       # table and figure alone
+
+price.txt has the patches, each with what we expected before its first row. They are applied to today's scripts and
+trained by quickstart/score.py, whose BASE is the papers' tables but for learning rates, batch sizes and episodes. A
+patch of the reward model or of SFT is judged by the truth of the PPO policy that follows.
+
+Baselines and their A/A runs come first, seed by seed. The patches follow in the order of price.txt, each on all seeds,
+so that an interrupted call leaves comparisons that can be read. Rows of several machines may share a ledger: a
+difference is only taken between rows of one bed (score.py), and of two beds the one with more seeds is shown.
+
+The rules were set before the first row:
+- An effect counts from 0.03 of truth. A patch whose interval lies within ±0.03 makes "no difference of 0.03".
+- First look: all patches on seeds 1 to 4, with 99 % intervals. At most ten patches whose interval excludes 0 or whose
+  mean is beyond 0.03 get seeds 5 to 8, those with the largest mean difference first.
+- Last look (--last): 95 % intervals, and a difference needs p below 0.05 after Holm's correction over all rows.
+- Intervals and the noise floor are those of paired.py, with the variance pooled over the rows of a stage.
+- "breaks" is a difference after which the mean truth is below that of the SFT model that PPO or DPO starts from.
+"""
+
+import re
+import shlex
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Annotated, Literal
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "quickstart"))
+
+import pandas  # noqa: E402
+import score  # noqa: E402
+import tyro  # noqa: E402
+from eval_helpers import at_least, fail, markdown  # noqa: E402
+from filelock import FileLock  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+from paired import holm, noise_pairs, summarise  # noqa: E402
+
+PATCHES, WITHOUT_ROW = (ROOT / "ablations/price.txt").read_text().split("\nDetails without a row:\n")
+STAGES = ("ppo", "reward", "sft", "dpo")
+COUNTS = 0.03  # the smallest difference in truth that counts
+MOST = 10  # patches that get more seeds
+
+
+@dataclass
+class Args:
+    names: Annotated[list[str], tyro.conf.Positional] = field(default_factory=list)
+    """patches to make; default: all. The table shows all that are there"""
+    stage: Literal["", "ppo", "reward", "sft", "dpo"] = ""
+    """make the patches of this stage only"""
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
+    """seeds to make"""
+    size: Literal["xs", "s", "m"] = "s"
+    """size of the base model in quickstart/bases"""
+    jobs: int = 1
+    """runs at a time, one thread each"""
+    show: bool = False
+    """print table and figure of the rows that are there; run nothing"""
+    last: bool = False
+    """the last look: 95 % intervals and Holm's correction in place of 99 % intervals"""
+    commit: str = ""
+    """show the rows of this commit in place of those of today's scripts"""
+    rows: Path = ROOT / "ablations/results/price.csv"
+    """the ledger"""
+    figure: Path | None = None
+    """file of the figure; default: the ledger's name with .png"""
+    runs: Path = ROOT / "runs/price"
+    """folder of runs, patched scripts and their data"""
+    data: Path = ROOT / "data/quickstart/posts-1"
+    """data of the quick start"""
+
+
+# ==== patches =====================================================================================
+
+
+@dataclass
+class Patch:
+    """A block of price.txt. scripts: (script, its flags, [(old text, new text), …]) of each one that differs."""
+
+    name: str
+    stage: str
+    detail: str
+    expected: str
+    scripts: list[tuple[str, list[str], list[tuple[str, str]]]]
+    undoes: str
+    because: str
+    first: str
+    beside: str = ""
+
+    @property
+    def baseline(self) -> str:
+        return self.beside or f"{self.stage}.py"
+
+
+def read_patches(text: str) -> dict[str, Patch]:
+    """Return the patches {name: patch} of price.txt."""
+    patches = {}
+    for block in re.split(r"\n\n+", text.strip())[1:]:
+        header, *lines = block.split("\n")
+        notes, scripts = {}, []
+        for line in lines:
+            said = re.match(r"(undoes|because|first|beside): (.*)", line)
+            sign = line[:2] if line[:2] in ("- ", "+ ") else ""
+            if said:
+                notes[said[1]] = said[2]
+            elif not sign:
+                script, *flags = shlex.split(line)
+                scripts.append((script, flags, []))
+                before = ""
+            else:
+                pieces = scripts[-1][2]
+                if sign == "- " and before != "- ":
+                    pieces.append(([], []))
+                pieces[-1][sign == "+ "].append(line[2:])
+                before = sign
+        joined = [
+            (script, flags, [tuple(map("\n".join, both)) for both in pieces]) for script, flags, pieces in scripts
+        ]
+        patch = Patch(*header.split(" | "), joined, **notes)
+        patches[patch.name] = patch
+    return patches
+
+
+def patched(script: str, pieces: list[tuple[str, str]]) -> str:
+    """Return a script's text with every piece replaced. Ends with an error if one does not occur exactly once."""
+    text = (ROOT / script).read_text()
+    for old, new in pieces:
+        if text.count(old) != 1:
+            fail(f"price.txt: {old!r} occurs {text.count(old)} times in {script}, and not once")
+        text = text.replace(old, new)
+    return text
+
+
+def candidate_of(patch: Patch, args: Args) -> score.Candidate:
+    """Return the candidate of a patch, with its scripts written."""
+    folder = args.runs / "scripts" / re.sub(r"\W+", "_", patch.name)
+    commands, recipe = [], []
+    for script, flags, pieces in patch.scripts:
+        path = ROOT / script
+        if pieces:
+            path = folder / script
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists() or path.read_text() != patched(script, pieces):  # another call may be reading it
+                path.write_text(patched(script, pieces))
+        if Path(script).stem in score.BASE:
+            commands.append(score.candidate(shlex.join([str(path), *flags])))
+        else:
+            recipe.append([str(path), *flags])
+    one, *others = sorted(commands, key=lambda x: x.stage != patch.stage)
+    data = None
+    if recipe:
+        code = [(score.code_of(Path(path)), flags) for path, *flags in recipe]
+        data = args.runs / "data" / score.digest(code, score.data_of(args.data), args.data.name)
+    return replace(one, text=patch.name, others=tuple(others), data=data)
+
+
+def make_data(patch: Patch, one: score.Candidate, args: Args):
+    """Make a patch's own data, unless they are there: raw rows by posts.py, if it names that, then tldr_dataset.py."""
+    commands = {Path(script).name: (script, flags, pieces) for script, flags, pieces in patch.scripts}
+    with FileLock(f"{one.data}.lock"):
+        if (one.data / "tldr").exists():
+            return
+        shutil.rmtree(one.data, ignore_errors=True)
+        raw = args.data / "raw"
+        if "posts.py" in commands:
+            seed = re.fullmatch(r"posts-(\d+)", args.data.name)
+            if not seed:
+                raise RuntimeError(f"{args.data}: data by posts.py need a folder posts-SEED with its default sizes")
+            raw = one.data / "raw"
+            flags = [*commands["posts.py"][1], "--seed", seed[1], "--output-dir", raw]
+            score.run([ROOT / "quickstart/posts.py", *flags], one.data / "posts.log")
+        script, flags, pieces = commands.get("tldr_dataset.py", ("tldr_dataset.py", [], []))
+        path = args.runs / "scripts" / re.sub(r"\W+", "_", patch.name) / script if pieces else ROOT / script
+        flags = ["--sft-dataset", raw / "posts", "--preference-dataset", raw / "comparisons", "--num-proc", 1, *flags]
+        flags += ["--tokenizer", ROOT / "quickstart/bases" / f"nano-{args.size}", "--output-dir", one.data / "tldr"]
+        score.run([path, *flags], one.data / "tldr.log")
+
+
+# ==== table and figure ============================================================================
+
+
+def differences(patches: dict[str, Patch], ledger: pandas.DataFrame, last: bool) -> pandas.DataFrame:
+    """Return a row for each patch with at least two pairs: name, cpu, the means of its own numbers, and what
+    paired.summarise says of its differences to its baseline. holm is corrected over all rows of the table."""
+    own_rows = ledger[ledger["note"] == ""]
+    starts = ledger[ledger["note"] == "SFT"]
+    found = {}
+    for stage in STAGES:
+        pairs, noise, facts = {}, [], {}
+        for patch in patches.values():
+            if patch.stage != stage:
+                continue
+            best = own = None
+            for bed, rows in own_rows.groupby("bed", sort=False):
+                runs = rows[rows["candidate"] == patch.name].set_index("seed")
+                base = rows[rows["candidate"] == patch.baseline].set_index("seed")
+                difference = (runs["truth"] - base["truth"]).dropna()
+                if best is None or len(difference) > len(best):
+                    best, own, its_bed = difference, runs, bed
+            if own is None or own.empty:
+                continue
+            pairs[patch.name] = best
+            start = starts[(starts["bed"] == its_bed) & starts["seed"].isin(best.index)]["truth"].mean()
+            numbers = own.loc[best.index, list(score.NUMBERS)].mean().add_prefix("own_").to_dict()
+            seen = {"stage": stage, "cpu": own["cpu"].iloc[0], "sft": start, "failed": int((own["failed"] != "").sum())}
+            facts[patch.name] = seen | {"runs": len(own), **numbers}
+            plain = own_rows[(own_rows["bed"] == its_bed) & (own_rows["candidate"] == f"{stage}.py")]
+            noise.append(noise_pairs(ledger, plain.iloc[0], "truth") if len(plain) else [])
+        noise = max(noise, key=len, default=[])
+        summaries = summarise(pandas.DataFrame(pairs), noise, 0, 0.95 if last else 0.99)
+        for name, seen in facts.items():
+            found[name] = seen | summaries.get(name, {"count": len(pairs[name])})
+    table = pandas.DataFrame(found).T.infer_objects()
+    if "p" in table:
+        table["holm"] = holm(table["p"].dropna().astype(float), 0)
+    return table.sort_values("mean", kind="stable") if "mean" in table else table
+
+
+def verdict(row: dict, last: bool) -> str:
+    """Return what a row of `differences` says, in words."""
+    if row["failed"]:
+        return f"fails on {row['failed']:.0f} of {row['runs']:.0f} seeds"
+    if not row["count"] > 1:
+        return "cannot be told: fewer than two seeds"
+    if not row["floor"]:
+        return "cannot be told: no A/A runs"
+    is_told = row["holm"] < 0.05 if last else row["low"] * row["high"] > 0
+    if is_told and row["own_truth"] < row["sft"]:
+        return "breaks"
+    if -COUNTS < row["low"] and row["high"] < COUNTS:
+        return "no difference of 0.03"
+    if not is_told or abs(row["mean"]) <= row["floor"]:
+        return "cannot be told"
+    return "worse" if row["mean"] < 0 else "better"
+
+
+def wanted_seeds(table: pandas.DataFrame) -> list[str]:
+    """Return which patches get more seeds after the first look, by the rule at the top of the file."""
+    table = table.dropna(subset="mean")
+    is_wanted = (table["low"] * table["high"] > 0) | (table["mean"].abs() > COUNTS)
+    largest_first = table["mean"].abs().astype(float).sort_values(ascending=False).index
+    return [name for name in largest_first if is_wanted[name]][:MOST]
+
+
+def show(patches: dict[str, Patch], versions: dict[str, str], args: Args):
+    """Print the table and draw the figure."""
+    ledger = score.read_ledger(args.rows)
+    ledger = ledger[ledger["size"] == args.size]
+    if args.commit:
+        ledger = ledger[ledger["commit"] == args.commit]
+    else:  # today's scripts and patches, on any machine
+        parts = ("cpu", "threads", "torch", "transformers")
+        machines = ledger[list(parts)].drop_duplicates().to_dict("records")
+        settings = score.Args(size=args.size, data=args.data)
+        beds = [score.bed_of(settings, {**x, "threads": int(x["threads"])}) for x in machines]
+        ledger = ledger[ledger["bed"].isin(beds) & (ledger["version"] == ledger["candidate"].map(versions))]
+    table = differences(patches, ledger, args.last)
+    if table.empty or "mean" not in table:
+        fail(f"{args.rows} has no patch with two seeds beside its baseline, with this code and data")
+    plain = ledger[ledger["candidate"].isin([f"{stage}.py" for stage in STAGES]) & (ledger["note"].isin(["", "SFT"]))]
+    for (cpu, name, note), rows in plain.groupby(["cpu", "candidate", "note"], sort=False):
+        means = {key: f"{rows[key].mean():.{score.NUMBERS[key]}f}" for key in ("truth", "kl", "words", "eos_rate")}
+        print(f"{name} {note}".strip() + f", {len(rows)} seeds, {cpu}:", *(f"{key} {x}" for key, x in means.items()))
+    level = 95 if args.last else 99
+    lines = []
+    for name, row in table.iterrows():
+        has = row["count"] > 1
+        lines.append({"": name, "detail": patches[name].detail, "seeds": f"{row['count']:.0f}"})
+        lines[-1][f"truth less the baseline's, {level} %"] = (
+            f"{row['mean']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})" if has else ""
+        )
+        lines[-1] |= {"p, Holm": f"{row['holm']:.3f}" if has else "", "KL": f"{row['own_kl']:.2f}"}
+        lines[-1] |= {"words": f"{row['own_words']:.1f}", "EOS": f"{row['own_eos_rate']:.2f}"}
+        lines[-1] |= {"expected": patches[name].expected, "verdict": verdict(row, args.last)}
+        if table["cpu"].nunique() > 1:
+            lines[-1]["processor"] = row["cpu"]
+    print("\n" + markdown(lines))
+    for stage, rows in table.dropna(subset="mean").groupby("stage", sort=False):
+        print(f"noise floor of {stage}: {rows['floor'].max():.3f}; {len(rows)} patches")
+    if not args.last and (names := wanted_seeds(table)):
+        print(f"\nmore seeds: python ablations/price.py {shlex.join(names)} --seeds 5 6 7 8")
+    reasons = [line.split(": ", 1) for line in WITHOUT_ROW.splitlines()]
+    print("\nDetails without a row:\n" + markdown([{"detail": x, "why": why} for x, why in reasons]))
+    draw(table.dropna(subset="mean"), patches, args)
+
+
+def draw(table: pandas.DataFrame, patches: dict[str, Patch], args: Args):
+    """Draw each patch's difference with its interval, the largest cost on top, with KL and length beside it. A patch far
+    outside is an arrow with its number."""
+    edge = max(0.1, 1.2 * table["mean"].abs().quantile(0.75))
+    figure = Figure(figsize=(9, 1.2 + 0.24 * len(table)), layout="constrained")
+    axis = figure.subplots()
+    floor = table["floor"].max()
+    axis.axvspan(-floor, floor, color="0.88", label="noise floor")
+    axis.axvline(0, color="0.3", linewidth=0.8)
+    for side in (-COUNTS, COUNTS):
+        axis.axvline(side, color="0.6", linewidth=0.8, linestyle=":")
+    for y, row in enumerate(table.to_dict("records")):
+        color = f"C{STAGES.index(row['stage'])}"
+        if abs(row["mean"]) > edge:
+            side = 1 if row["mean"] > 0 else -1
+            style = {"arrowstyle": "-|>", "color": color}
+            axis.annotate("", (side * edge, y), (side * edge * 0.9, y), arrowprops=style)
+            where = "right" if side > 0 else "left"
+            axis.text(side * edge * 0.88, y, f"{row['mean']:+.2f}", va="center", ha=where, color=color, fontsize=8)
+        else:
+            axis.plot([max(row["low"], -edge), min(row["high"], edge)], [y, y], color=color, linewidth=1.2)
+            axis.plot(row["mean"], y, "o", color=color, markersize=4)
+        numbers = f"{row['own_kl']:6.2f}  {row['own_words']:5.1f}"
+        axis.text(1.02, y, numbers, transform=axis.get_yaxis_transform(), va="center", family="monospace", fontsize=8)
+    axis.text(
+        1.02, -1.1, "    KL  words", transform=axis.get_yaxis_transform(), va="center", family="monospace", fontsize=8
+    )
+    for i, stage in enumerate(STAGES):
+        if stage in set(table["stage"]):
+            axis.plot([], [], "o-", color=f"C{i}", label=f"{stage}.py")
+    axis.set(xlim=(-edge, edge), ylim=(len(table) - 0.4, -0.6), xlabel="truth less the baseline's")
+    axis.set_yticks(range(len(table)), list(table.index), fontsize=8)
+    figure.legend(frameon=False, loc="outside lower center", ncols=5, fontsize=8)
+    path = args.figure or args.rows.with_suffix(".png")
+    figure.savefig(path, dpi=110)
+    print(f"figure: {path}")
+
+
+# ==== main ========================================================================================
+
+
+def jobs_of(patches: dict[str, Patch], ones: dict[str, score.Candidate], args: Args) -> list[tuple]:
+    """Return the runs (candidate, seed, note) to make: baselines with their A/A runs, seed by seed, then the patches in
+    order, each on all seeds."""
+    chosen = [patch for patch in patches.values() if args.stage in ("", patch.stage)]
+    if args.names:
+        names = set(args.names) | {patches[name].beside for name in args.names}
+        chosen = [patch for patch in chosen if patch.name in names]
+    jobs = []
+    for seed in args.seeds:
+        jobs.append((score.original("sft"), seed, "SFT"))
+        for stage in STAGES:
+            if stage in {patch.stage for patch in chosen}:
+                plain, size = score.original(stage), score.NOISE[stage][0]
+                noisy = score.candidate(f"{plain.command[0]} --micro-batch-size {size}")
+                jobs += [(plain, seed, ""), (replace(noisy, text=plain.text), seed, f"A/A {size}")]
+    return jobs + [(ones[patch.name], seed, "") for patch in chosen for seed in args.seeds]
+
+
+def main(args: Args):
+    at_least(1, args, "jobs")
+    patches = read_patches(PATCHES)
+    if unknown := [name for name in args.names if name not in patches]:
+        fail(f"price.txt has no patch {unknown[0]!r}; it has: {', '.join(patches)}")
+    if args.show and args.commit:
+        show(patches, {}, args)
+        return
+    if not (args.data / "tldr").exists():
+        fail(f"{args.data} has no data: bash quickstart/run.sh --size {args.size} --data-only makes them")
+    ones = {name: candidate_of(patch, args) for name, patch in patches.items()}
+    plain = {one.text: one for one in map(score.original, STAGES)}
+    versions = {name: one.version for name, one in (plain | ones).items()}
+    if args.show:
+        show(patches, versions, args)
+        return
+    settings = score.Args(size=args.size, rows=args.rows, runs=args.runs, data=args.data)
+    bed = score.bed_of(settings)
+    known = set(score.read_ledger(args.rows).query("failed == ''")["key"])
+    jobs = {score.digest(bed, versions[job[0].text], *job[1:]): job for job in jobs_of(patches, ones, args)}
+    missing = {key: job for key, job in jobs.items() if key not in known}
+    commit = score.commit_of()
+    start = time.time()
+
+    def work(item) -> dict:
+        key, (one, seed, note) = item
+        row = {"key": key, "bed": bed, "version": versions[one.text], "commit": commit, "date": time.strftime("%F")}
+        try:
+            if one.data:
+                make_data(patches[one.text], one, args)
+            row |= score.make_row(one, seed, note, settings)
+        except RuntimeError as error:
+            row |= {"candidate": one.text, "note": note, "stage": one.stage, "size": args.size, "seed": seed}
+            row |= score.machine() | {"failed": str(error)}
+        score.append(args.rows, row)
+        return row
+
+    with ThreadPool(args.jobs) as pool:
+        for done, row in enumerate(pool.imap_unordered(work, missing.items()), 1):
+            left = (time.time() - start) / done * (len(missing) - done) / 60
+            result = row.get("failed") or f"truth {row['truth']:.3f}, KL {row['kl']:.2f}"
+            name = f"{row['candidate']} {row['note']}".strip()
+            print(f"[{done} of {len(missing)}] {name}, seed {row['seed']}: {result}; {left:.0f} min left", flush=True)
+    show(patches, versions, args)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
