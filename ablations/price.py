@@ -292,7 +292,7 @@ def show(patches: dict[str, Patch], versions: dict[str, str], args: Args):
 
 
 def draw(table: pandas.DataFrame, patches: dict[str, Patch], args: Args):
-    """Draw each patch's difference with its interval, the largest cost on top, with KL and length beside it. A patch far
+    """Draw each patch's difference with its interval, the largest cost on top, KL and length beside it. A patch far
     outside is an arrow with its number."""
     edge = max(0.1, 1.2 * table["mean"].abs().quantile(0.75))
     figure = Figure(figsize=(9, 1.2 + 0.24 * len(table)), layout="constrained")

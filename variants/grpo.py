@@ -1064,8 +1064,11 @@ def updates(accelerator: Accelerator, args, finished: int, last: int):
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, note)
+    start = time.time()
     for update in track(range(finished + 1, last + 1), STAGE, disable=not accelerator.is_main_process):
         yield update
+        if update == finished + 1 and not args.save_every:
+            note_missing_checkpoints(accelerator, (time.time() - start) * (last - finished))
         stop = gather_object(caught)  # by any process
         if stop or (args.save_every and update % args.save_every == 0):
             with writing(accelerator, folder / "checkpoints" / f"update_{update:06d}") as partial:
@@ -1080,6 +1083,22 @@ def updates(accelerator: Accelerator, args, finished: int, last: int):
             sys.tracebacklimit = 0
             raise KeyboardInterrupt if signal.SIGINT in stop else SystemExit(75)  # a shell's loop ends with Ctrl-C, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def note_missing_checkpoints(accelerator: Accelerator, seconds: float):
+    """Say what a run of about this many seconds risks without --save-every, unless it takes less than ten minutes."""
+    if seconds >= 600:
+        lost = f"no checkpoints: a run that dies loses up to about {seconds / 3600:.1f} hours"
+        size = checkpoint_bytes(accelerator) / 1e9
+        accelerator.print(f"{lost}; --save-every K keeps two (a checkpoint is {size:.2g} GB)", flush=True)
+
+
+def checkpoint_bytes(accelerator: Accelerator) -> int:
+    """Return the size of a checkpoint: float32 weights, and two moments of Adam for those that are trained. DeepSpeed
+    adds the weights in bfloat16."""
+    weight = 6 if accelerator.state.deepspeed_plugin else 4
+    parameters = [parameter for model in accelerator._models for parameter in model.parameters()]
+    return sum(parameter.numel() * (weight + 8 * parameter.requires_grad) for parameter in parameters)
 
 
 def save_model(accelerator: Accelerator, args, name: str, model, tokenizer):
