@@ -116,11 +116,11 @@ sample() { # summaries of a stage's model for the validation posts, and for five
             --output-dir "$folder" "${samples[@]}"
     done
 }
-policy() { # train a stage that may be stopped by the clock, and sample what it has reached
+policy() { # train a stage that the clock may stop
     local code=0
     train "$1" || code=$?
+    [[ $code != 75 ]] || touch "$runs/stopped"
     ((code == 0 || code == 75)) || exit $code
-    sample "$1"
 }
 together() { # run commands side by side with --gpu, and else one after the other
     local command jobs=() code=0
@@ -138,5 +138,13 @@ together() { # run commands side by side with --gpu, and else one after the othe
 
 train sft
 together "train reward" "train dpo"
-together "policy ppo" "policy rloo" ${gpu:+"policy ppo_lam_095"} "sample zero_shot" "sample sft" "sample dpo"
+rm -f "$runs/stopped"
+together "policy ppo" ${gpu:+"policy ppo_lam_095"} # 37 GB each with --gpu
+others=("sample zero_shot" "sample sft" "sample dpo" "sample ppo" ${gpu:+"sample ppo_lam_095"})
+if [[ -e $runs/stopped ]]; then
+    together "${others[@]}"
+else
+    together "policy rloo" "${others[@]}"
+    sample rloo
+fi
 python benchmark/pretrained.py --runs "$runs" --data "$data/tldr" --output $output
