@@ -26,9 +26,8 @@ import re
 import shlex
 import shutil
 import sys
-import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -197,14 +196,14 @@ def differences(patches: dict[str, Patch], ledger: pandas.DataFrame, last: bool)
         for patch in patches.values():
             if patch.stage != stage:
                 continue
-            best = own = None
+            best, own = pandas.Series(dtype=float), own_rows[:0]
             for bed, rows in own_rows.groupby("bed", sort=False):
                 runs = rows[rows["candidate"] == patch.name].set_index("seed")
                 base = rows[rows["candidate"] == patch.baseline].set_index("seed")
                 difference = (runs["truth"] - base["truth"]).dropna()
-                if best is None or len(difference) > len(best):
+                if (len(difference), len(runs)) > (len(best), len(own)):
                     best, own, its_bed = difference, runs, bed
-            if own is None or own.empty:
+            if own.empty:
                 continue
             pairs[patch.name] = best
             start = starts[(starts["bed"] == its_bed) & starts["seed"].isin(best.index)]["truth"].mean()
@@ -263,7 +262,8 @@ def show(patches: dict[str, Patch], versions: dict[str, str], args: Args):
         ledger = ledger[ledger["bed"].isin(beds) & (ledger["version"] == ledger["candidate"].map(versions))]
     table = differences(patches, ledger, args.last)
     if table.empty or "mean" not in table:
-        fail(f"{args.rows} has no patch with two seeds beside its baseline, with this code and data")
+        print(f"{args.rows} has no patch with two seeds beside its baseline, with this code and data")
+        return
     plain = ledger[ledger["candidate"].isin([f"{stage}.py" for stage in STAGES]) & (ledger["note"].isin(["", "SFT"]))]
     for (cpu, name, note), rows in plain.groupby(["cpu", "candidate", "note"], sort=False):
         means = {key: f"{rows[key].mean():.{score.NUMBERS[key]}f}" for key in ("truth", "kl", "words", "eos_rate")}
@@ -271,14 +271,21 @@ def show(patches: dict[str, Patch], versions: dict[str, str], args: Args):
     level = 95 if args.last else 99
     lines = []
     for name, row in table.iterrows():
-        has = row["count"] > 1
-        lines.append({"": name, "detail": patches[name].detail, "seeds": f"{row['count']:.0f}"})
-        lines[-1][f"truth less the baseline's, {level} %"] = (
-            f"{row['mean']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})" if has else ""
+        difference = "{mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**row) if row["count"] > 1 else ""
+        lines.append(
+            {
+                "": name,
+                "detail": patches[name].detail,
+                "seeds": f"{row['count']:.0f}",
+                f"truth less the baseline's, {level} %": difference,
+                "p, Holm": f"{row['holm']:.3f}" if row["count"] > 1 else "",
+                "KL": f"{row['own_kl']:.2f}",
+                "words": f"{row['own_words']:.1f}",
+                "EOS": f"{row['own_eos_rate']:.2f}",
+                "expected": patches[name].expected,
+                "verdict": verdict(row, args.last),
+            }
         )
-        lines[-1] |= {"p, Holm": f"{row['holm']:.3f}" if has else "", "KL": f"{row['own_kl']:.2f}"}
-        lines[-1] |= {"words": f"{row['own_words']:.1f}", "EOS": f"{row['own_eos_rate']:.2f}"}
-        lines[-1] |= {"expected": patches[name].expected, "verdict": verdict(row, args.last)}
         if table["cpu"].nunique() > 1:
             lines[-1]["processor"] = row["cpu"]
     print("\n" + markdown(lines))
@@ -297,27 +304,23 @@ def draw(table: pandas.DataFrame, patches: dict[str, Patch], args: Args):
     edge = max(0.1, 1.2 * table["mean"].abs().quantile(0.75))
     figure = Figure(figsize=(9, 1.2 + 0.24 * len(table)), layout="constrained")
     axis = figure.subplots()
-    floor = table["floor"].max()
-    axis.axvspan(-floor, floor, color="0.88", label="noise floor")
+    axis.barh(range(len(table)), 2 * table["floor"], 1, -table["floor"], color="0.88", label="noise floor")
     axis.axvline(0, color="0.3", linewidth=0.8)
-    for side in (-COUNTS, COUNTS):
-        axis.axvline(side, color="0.6", linewidth=0.8, linestyle=":")
+    axis.vlines([-COUNTS, COUNTS], -0.6, len(table) - 0.4, color="0.6", linewidth=0.8, linestyle=":")
     for y, row in enumerate(table.to_dict("records")):
         color = f"C{STAGES.index(row['stage'])}"
+        shown = {"va": "center", "fontsize": 8}
         if abs(row["mean"]) > edge:
             side = 1 if row["mean"] > 0 else -1
-            style = {"arrowstyle": "-|>", "color": color}
-            axis.annotate("", (side * edge, y), (side * edge * 0.9, y), arrowprops=style)
+            axis.plot(side * edge * 0.98, y, "<>"[side > 0], color=color, markersize=6)
             where = "right" if side > 0 else "left"
-            axis.text(side * edge * 0.88, y, f"{row['mean']:+.2f}", va="center", ha=where, color=color, fontsize=8)
+            axis.text(side * edge * 0.95, y, f"{row['mean']:+.2f}", ha=where, color=color, **shown)
         else:
             axis.plot([max(row["low"], -edge), min(row["high"], edge)], [y, y], color=color, linewidth=1.2)
             axis.plot(row["mean"], y, "o", color=color, markersize=4)
-        numbers = f"{row['own_kl']:6.2f}  {row['own_words']:5.1f}"
-        axis.text(1.02, y, numbers, transform=axis.get_yaxis_transform(), va="center", family="monospace", fontsize=8)
-    axis.text(
-        1.02, -1.1, "    KL  words", transform=axis.get_yaxis_transform(), va="center", family="monospace", fontsize=8
-    )
+        beside = {"transform": axis.get_yaxis_transform(), "family": "monospace", **shown}
+        axis.text(1.02, y, f"{row['own_kl']:6.2f}  {row['own_words']:5.1f}", **beside)
+    axis.text(1.02, -1.1, "    KL  words", **beside)
     for i, stage in enumerate(STAGES):
         if stage in set(table["stage"]):
             axis.plot([], [], "o-", color=f"C{i}", label=f"{stage}.py")
@@ -366,33 +369,15 @@ def main(args: Args):
     if args.show:
         show(patches, versions, args)
         return
-    settings = score.Args(size=args.size, rows=args.rows, runs=args.runs, data=args.data)
-    bed = score.bed_of(settings)
-    known = set(score.read_ledger(args.rows).query("failed == ''")["key"])
-    jobs = {score.digest(bed, versions[job[0].text], *job[1:]): job for job in jobs_of(patches, ones, args)}
-    missing = {key: job for key, job in jobs.items() if key not in known}
-    commit = score.commit_of()
-    start = time.time()
 
-    def work(item) -> dict:
-        key, (one, seed, note) = item
-        row = {"key": key, "bed": bed, "version": versions[one.text], "commit": commit, "date": time.strftime("%F")}
-        try:
-            if one.data:
+    def make(one: score.Candidate, seed: int, note: str, settings: score.Args) -> dict:
+        if one.data:
+            with suppress(RuntimeError):  # without data, the stages fail, and the row says so
                 make_data(patches[one.text], one, args)
-            row |= score.make_row(one, seed, note, settings)
-        except RuntimeError as error:
-            row |= {"candidate": one.text, "note": note, "stage": one.stage, "size": args.size, "seed": seed}
-            row |= score.machine() | {"failed": str(error)}
-        score.append(args.rows, row)
-        return row
+        return score.make_row(one, seed, note, settings)
 
-    with ThreadPool(args.jobs) as pool:
-        for done, row in enumerate(pool.imap_unordered(work, missing.items()), 1):
-            left = (time.time() - start) / done * (len(missing) - done) / 60
-            result = row.get("failed") or f"truth {row['truth']:.3f}, KL {row['kl']:.2f}"
-            name = f"{row['candidate']} {row['note']}".strip()
-            print(f"[{done} of {len(missing)}] {name}, seed {row['seed']}: {result}; {left:.0f} min left", flush=True)
+    settings = score.Args(size=args.size, jobs=args.jobs, rows=args.rows, runs=args.runs, data=args.data)
+    score.make_missing(jobs_of(patches, ones, args), versions, settings, make)
     show(patches, versions, args)
 
 

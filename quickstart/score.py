@@ -35,7 +35,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
@@ -317,6 +317,32 @@ def append(path: Path, row: dict):
         table.to_csv(path, mode="a", header=not path.exists(), index=False, float_format="%.6g")
 
 
+def make_missing(jobs: list[tuple], versions: dict[str, str], args: Args, make: Callable | None = None):
+    """Make the rows of those jobs (candidate, seed, note) that the ledger lacks. make: what to call for make_row."""
+    bed, known = bed_of(args), set(read_ledger(args.rows).query("failed == ''")["key"])
+    missing = {digest(bed, job[0].version, *job[1:]): job for job in jobs}
+    missing = {key: job for key, job in missing.items() if key not in known}
+    commit = commit_of()
+    if commit.endswith("-dirty"):
+        print(f"The checkout differs from its last commit: rows are marked {commit}, and the baseline is as it is now.")
+    start = time.time()
+
+    def work(item) -> dict:
+        key, job = item
+        version = versions.get(job[0].text, job[0].version)  # A/A runs have their baseline's
+        row = {"key": key, "bed": bed, "version": version, "commit": commit, "date": time.strftime("%Y-%m-%d")}
+        row |= (make or make_row)(*job, args)
+        append(args.rows, row)
+        return row
+
+    with ThreadPool(args.jobs) as pool:
+        for done, row in enumerate(pool.imap_unordered(work, missing.items()), 1):
+            left = (time.time() - start) / done * (len(missing) - done) / 60
+            result = row.get("failed") or f"truth {row['truth']:.3f}, KL {row['kl']:.2f}"
+            name = f"{row['candidate']} {row['note']}".strip()
+            print(f"[{done} of {len(missing)}] {name}, seed {row['seed']}: {result}; {left:.0f} min left", flush=True)
+
+
 # ==== table and figure ===========================================================================
 
 
@@ -455,28 +481,7 @@ def main(args: Args):
         jobs += [(one, seed, "") for one in chosen]
         jobs += [(replace(one, text=chosen[0].text), seed, f"A/A {size}") for size, one in noisy.items()]
         jobs += [(one, seed, "SFT") for one in (original("sft"), *chosen) if one.stage == "sft"]
-    bed, known = bed_of(args), set(read_ledger(args.rows).query("failed == ''")["key"])
-    missing = {digest(bed, job[0].version, *job[1:]): job for job in jobs}
-    missing = {key: job for key, job in missing.items() if key not in known}
-    commit = commit_of()
-    if commit.endswith("-dirty"):
-        print(f"The checkout differs from its last commit: rows are marked {commit}, and the baseline is as it is now.")
-    start = time.time()
-
-    def work(item) -> dict:
-        key, job = item
-        version = versions.get(job[0].text, job[0].version)  # A/A runs have their baseline's
-        row = {"key": key, "bed": bed, "version": version, "commit": commit, "date": time.strftime("%Y-%m-%d")}
-        row |= make_row(*job, args)
-        append(args.rows, row)
-        return row
-
-    with ThreadPool(args.jobs) as pool:
-        for done, row in enumerate(pool.imap_unordered(work, missing.items()), 1):
-            left = (time.time() - start) / done * (len(missing) - done) / 60
-            result = row.get("failed") or f"truth {row['truth']:.3f}, KL {row['kl']:.2f}"
-            name = f"{row['candidate']} {row['note']}".strip()
-            print(f"[{done} of {len(missing)}] {name}, seed {row['seed']}: {result}; {left:.0f} min left", flush=True)
+    make_missing(jobs, versions, args)
     report(versions, args)
 
 
