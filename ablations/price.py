@@ -22,6 +22,7 @@ The rules were set before the first row:
 - "breaks" is a difference after which the mean truth is below that of the SFT model that PPO or DPO starts from.
 """
 
+import os
 import re
 import shlex
 import shutil
@@ -31,6 +32,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+os.environ["MPLBACKEND"] = "agg"  # the backend that a notebook chooses may not be installed here
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "quickstart"))
 
