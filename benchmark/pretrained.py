@@ -6,11 +6,13 @@
 Writes to --output: policies.csv (a row a policy), baselines.csv (the same beside texts that no policy wrote, on the
 posts for which a summary of OpenAI's 1.3B PPO model is known), pairs.csv (reward model and DPO on the validation
 pairs), calibration.csv, curves.csv, invented.csv (what each makes of benchmark/invented_posts.jsonl) and curves.png. A
-policy that has no samples yet is left out. Two more flags do a step of pretrained.sh and nothing else. ROUGE is
-that of the validation posts at temperature 0.01. Intervals are 95 %: bootstrap over posts, Wilson for shares of pairs.
-A response without EOS scores -1, as in training (Detail 23): the reward model has only seen responses that end. The KL
-to the SFT model is of one more sample a post at the training temperature. A copied word is a word
-of the summary that the shortened post has too; a copied 4-gram, four words in a row.
+policy without samples is left out, and so are KL and scores of baselines where the models are gone. Two more flags do
+a step of pretrained.sh and nothing else.
+
+ROUGE is that of the validation posts at temperature 0.01. Intervals are 95 %: bootstrap over posts, Wilson for shares
+of pairs. A response without EOS scores -1, as in training (Detail 23): the reward model has only seen responses that
+end. The KL to the SFT model is of one more sample a post at the training temperature. A copied word is a word of the
+summary that the shortened post has too; a copied 4-gram, four words in a row.
 """
 
 import json
@@ -162,7 +164,9 @@ def policy_row(args: Args, stage: str, accelerator, sft, tokenizer, posts) -> di
     row["questions"] = fmean(text.rstrip().endswith("?") for text in rows["response"])
     if stage not in ("zero_shot", "sft"):
         folders = [args.runs / stage / name for name in ("model", "checkpoints/policy")]
-        policy = ppo.load_policy(next(str(folder) for folder in folders if folder.exists()), tokenizer)
+        folders = [str(folder) for folder in folders if folder.exists()]
+    if stage not in ("zero_shot", "sft") and sft and folders:
+        policy = ppo.load_policy(folders[0], tokenizer)
         with accelerator.autocast():
             kl = kl_to_sft(accelerator, policy, sft, tokenizer, posts["query_token"][:])
         row |= {"kl": kl.mean().item(), "kl_error": (kl.std() / len(kl) ** 0.5).item()}
@@ -202,8 +206,9 @@ def baseline_rows(args: Args, known: list[str], accelerator, tokenizer) -> list[
     texts = texts_without_a_policy(args)
     if texts.empty:
         return []
-    reward_model = ppo.load_reward_model(ppo.local_checkpoint("--runs", str(args.runs / "reward")), tokenizer)
-    reward_model = reward_model.to(accelerator.device)
+    reward_model = None
+    if (args.runs / "reward" / "model").exists():
+        reward_model = ppo.load_reward_model(str(args.runs / "reward" / "model"), tokenizer).to(accelerator.device)
     queries = load_from_disk(args.data / "sft").with_format("torch")["validation"]
     index = [i for i, query in enumerate(queries["query"]) if query in set(texts["query"])]
     queries = queries[index]["query_token"].to(accelerator.device)
@@ -211,18 +216,21 @@ def baseline_rows(args: Args, known: list[str], accelerator, tokenizer) -> list[
     rouge, table = RougeScorer(["rougeL"]), []
     for name in [*BASELINES, *known]:
         if name in BASELINES:
-            summaries = texts[name]
+            summaries, scores = texts[name], []
+        if name in BASELINES and reward_model:
             ended = [f" {text}{tokenizer.eos_token}" for text in summaries]
             responses = tokenizer(ended, padding=True, padding_side="right", return_tensors="pt").input_ids
             batch = ppo.make_batch(queries, responses.to(accelerator.device), tokenizer.pad_token_id)
             scores = ppo.reward_scores(accelerator, reward_model, batch, settings).tolist()
-        else:
+        elif name in known:
             rows = samples_of(args, name).iloc[index]
             summaries, scores = rows["response"], list(rows["score"])
         pairs = zip(texts["reference"], summaries, strict=True)
         rouges = [rouge.score(reference, summary)["rougeL"].fmeasure for reference, summary in pairs]
         row = {"text": name, "posts": len(texts), "words": fmean(len(words_of(text)) for text in summaries)}
         for metric, values in (("rougeL", rouges), ("score", scores)):
+            if not values:
+                continue
             row[metric] = fmean(values)
             row[f"{metric}_low"], row[f"{metric}_high"] = bootstrap_interval(values, 2_000)
         table.append(row)
@@ -270,9 +278,11 @@ def collect(args: Args):
     """Write every other table of --output."""
     precision = json.loads((args.runs / "sft" / "args.json").read_text())["mixed_precision"]
     accelerator = Accelerator(mixed_precision=precision or "no")
-    folder = ppo.local_checkpoint("--runs", str(args.runs / "sft"))
-    tokenizer = ppo.load_tokenizer(folder)
-    sft = ppo.load_policy(folder, tokenizer)
+    folder = str(args.runs / "sft" / "model")
+    tokenizer = sft = None
+    if Path(folder).exists():
+        tokenizer = ppo.load_tokenizer(folder)
+        sft = ppo.load_policy(folder, tokenizer)
     posts = load_from_disk(args.data / "sft").with_format("torch", ["query_token"], output_all_columns=True)[
         "validation"
     ]
@@ -296,6 +306,8 @@ def collect(args: Args):
 
 
 def with_interval(row, name: str, digits: int = 3) -> str:
+    if pandas.isna(row[name]):
+        return ""
     low, high = (f"{row[key]:.{digits}f}" for key in (f"{name}_low", f"{name}_high"))
     return f"{row[name]:.{digits}f} ({low} to {high})"
 
@@ -326,7 +338,7 @@ def print_page(folder: Path):
     print(f"Of a post's text {kept:.2f} is kept in the median; {whole:.2f} of the posts are whole.\n")
     rows = []
     for _, row in policies.iterrows():
-        known = pandas.notna(row["kl"])
+        known = pandas.notna(row.get("kl"))
         cells = [POLICIES[row["policy"]], with_interval(row, "rouge1"), with_interval(row, "rougeL")]
         cells += [f"{row['words']:.1f}", f"{row['copied_1']:.2f}", f"{row['copied_4']:.2f}"]
         cells += [f"{row['questions']:.2f}", f"{row['eos_rate']:.2f}"]

@@ -10,7 +10,9 @@ import pandas
 import pretrained
 import pytest
 from conftest import REPOSITORY, script
+from datasets import Dataset, DatasetDict, load_from_disk
 from kill_runs import complete, left_behind
+from safetensors.torch import load_file
 from test_saved_models import TRAINED, make_base
 from transformers import AutoTokenizer
 
@@ -91,3 +93,57 @@ def test_a_tied_model_in_bfloat16_resumes_to_the_same_bytes(world, tied, tmp_pat
     assert [key for key in expected if found[key] != expected[key]] == [] and complete(found) == ""
     if stage in ("ppo", "rloo"):
         assert metrics[0]["objective/kl"] == 0.0 and metrics[-1]["objective/kl"] != 0.0
+
+
+def test_the_page_of_the_gpu_has_the_committed_rows(capsys):
+    """Each line of the tables that pretrained.py prints of these results, without the empty column of the KL."""
+    pretrained.print_page(REPOSITORY / "benchmark/results/pretrained_gpu")
+    page = (REPOSITORY / "benchmark/pretrained.md").read_text().partition("## On an H100")[2]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("| SFT", "| DPO", "| RLOO"))]
+    found = [line.replace(" |  | ", " | ", 1) if line.count("|") == 13 else line for line in lines]
+    assert len([line for line in found if line in page]) == 6  # and the five invented posts
+
+
+def test_training_pairs_are_on_other_posts_than_the_evaluation(tmp_path):
+    rows = {"train": ["a", "b", "c"], "validation": ["b"], "test": ["d"]}
+    posts = DatasetDict({split: Dataset.from_dict({"query": queries}) for split, queries in rows.items()})
+    pairs = DatasetDict(
+        {split: Dataset.from_dict({"query": ["a", "b", "d", "a"]}) for split in ("train", "validation")}
+    )
+    posts.save_to_disk(tmp_path / "data/sft")
+    pairs.save_to_disk(tmp_path / "data/preference")
+    pretrained.main(pretrained.Args(data=tmp_path / "data", held_out=tmp_path / "pairs"))
+    found = load_from_disk(tmp_path / "pairs")
+    assert (found["train"]["query"][:], found["validation"]["query"][:]) == (["a", "a"], ["a", "b", "d", "a"])
+
+
+def test_the_policy_of_a_checkpoint_is_the_saved_policy(world, tied, tmp_path):
+    args = ppo.Args(
+        "tied",
+        sft_model_path=str(tied["base"]),
+        reward_model_path=str(tied["reward"]),
+        dataset=str(world.dataset),
+        output_dir=str(tmp_path / "ppo"),
+        response_length=8,
+        total_episodes=16,
+        batch_size=8,
+        learning_rate=1e-2,
+        save_every=2,
+    )
+    run(ppo, args)
+    pretrained.main(pretrained.Args(runs=tmp_path, newest_checkpoint="ppo"))
+    saved, taken = (
+        load_file(tmp_path / "ppo" / name / "model.safetensors") for name in ("model", "checkpoints/policy")
+    )
+    assert saved.keys() == taken.keys() and all(saved[name].equal(taken[name]) for name in saved)
+    base = load_file(tied["base"] / "model.safetensors")
+    assert any(not saved[name].equal(base[name]) for name in base if saved[name].shape == base[name].shape)
+
+
+def test_sentences_of_a_post():
+    assert pretrained.sentences_of("I did it! Why?\n\nMr X 3.5 said no.  Then") == [
+        "I did it!",
+        "Why?",
+        "Mr X 3.5 said no.",
+        "Then",
+    ]
