@@ -256,14 +256,15 @@ def run_here(command: list[str], **changes):
 
 @pytest.fixture(scope="module")
 def fast_work(tmp_path_factory):
-    """The folder in which the commands of `bash quickstart/run.sh --fast` have run, one after another, with fewer
-    posts to judge by and a shorter DPO run. The tests that ask for it run in it."""
-    calls = quickstart(make_clone(tmp_path_factory.mktemp("clone")), "--fast")
+    """The folder in which the commands of `bash quickstart/run.sh --fast --size xs` have run, one after another, with
+    fewer posts and pairs and a shorter DPO run. The tests that ask for it run in it."""
+    calls = quickstart(make_clone(tmp_path_factory.mktemp("clone")), "--fast", "--size", "xs")
     assert names(calls) == SCRIPTS
     work = tmp_path_factory.mktemp("work")
     for path in ("quickstart", "eval", "variants", *(f"{stage}.py" for stage in ("tldr_dataset", *STAGES))):
         (work / path).symlink_to(ROOT / path)
-    fewer = {"num_validation": 100, "num_test": 4, "num_validation_comparisons": 100, "num_cnndm_comparisons": 20}
+    fewer = {"num_train": 2000, "num_comparisons": 4000}
+    fewer |= {"num_validation": 100, "num_test": 4, "num_validation_comparisons": 100, "num_cnndm_comparisons": 20}
     less = {"quickstart/posts.py": fewer, "dpo.py": {"total_episodes": 64}, REPORT: {"posts": 100}}
     loaded = dict(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
@@ -309,10 +310,11 @@ DIFFS = [pytest.param(path.stem, marks=LONG.get(path.stem, ())) for path in sort
 
 @pytest.mark.parametrize("name", DIFFS)
 def test_the_command_of_an_ablation_runs(fast_work, name):
-    """The command in its header, for two updates of eight episodes, with the script that the diff makes."""
+    """The command in its header, for two updates of eight episodes, with the script that the diff makes and the models
+    of this file."""
     head = (ROOT / "ablations" / f"{name}.diff").read_text().partition("\ndiff --git")[0]
     command = head[head.index("    python ") :].partition("\n\n")[0].replace("\\\n", " ")
-    [_, script, *flags] = shlex.split(command)
+    [_, script, *flags] = shlex.split(command.replace("nano-s", "nano-xs"))
     if not Path(script).exists():
         Path(script).symlink_to(ablations() / script)
     assert f"git apply ablations/{name}.diff" in head
