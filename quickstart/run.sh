@@ -7,7 +7,7 @@
 #   --size        of the base model in quickstart/bases: 0.1, 0.4 or 0.8 million parameters without embeddings (default s)
 #   --seed        of the stages (default 1)
 #   --posts-seed  of the generated posts (default 1)
-#   --fast        a third of the posts, half of the pairs and a quarter of PPO's and DPO's updates: about four minutes
+#   --fast        half of the pairs, and a quarter of PPO's and DPO's updates: about four minutes
 #   --continue    keep the stages of this size and seed that are finished; the others start anew
 #   --data-only   stop once the data are there
 #
@@ -63,7 +63,7 @@ episodes=3840 pairs=8000 # of PPO and DPO; the reward model sees all pairs
 epochs=1                 # of SFT; "my guitar, at 25" is in no document of the bases: m copies such an age after three only
 [[ $size != m ]] || epochs=3
 if [[ $fast ]]; then
-    counts=(--num-train 4000 --num-validation 200 --num-test 50 --num-comparisons 8000 --num-validation-comparisons 300
+    counts=(--num-validation 200 --num-test 50 --num-comparisons 8000 --num-validation-comparisons 300
         --num-cnndm-comparisons 100)
     episodes=960 pairs=2000
 fi
