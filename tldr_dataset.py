@@ -72,6 +72,16 @@ PREFERENCE_TARGETS = {
     "test": ("test", None),
     "validation_cnndm": (None, "validation_cnndm"),
 }
+# the paper's numbers of the published data sets: (data set, split, text, number) (section 4, Detail 4, table 2)
+PAPER = {
+    ("sft", "train", "reference_response", "rows"): 116_722,
+    ("preference", "train", "chosen", "rows"): 92_858,
+    ("preference", "train", "chosen", "median"): 32,
+    ("preference", "train", "rejected", "median"): 30,
+    ("preference", "train", "policies", "unique pairs"): 47,
+    ("preference", "validation", "policies", "unique pairs"): 241,
+    ("preference", "validation_cnndm", "policies", "unique pairs"): 7,
+}
 RawRows = list[tuple[str, dict]]  # [(where, row), …]
 
 
@@ -513,6 +523,9 @@ def write_statistics(args: Args, data: dict[str, DatasetDict], folder: Path):
         Path(folder, name, "README.md").write_text(card_text(name, args, table), encoding="utf-8")
     tables = pair_tables(data["preference"])
     tables["lengths"] = pd.concat(lengths, ignore_index=True)
+    beside = beside_paper(args, tables["lengths"], tables["policy_pairs"])
+    if len(beside):
+        tables["paper"] = beside
     for name, table in tables.items():
         table.to_csv(statistics / f"{name}.csv", index=False)
         print(f"\n{name}.csv, {len(table)} rows:\n{table.head(30).to_string(index=False)}")
@@ -567,6 +580,23 @@ def pair_tables(pairs: DatasetDict) -> dict[str, pd.DataFrame]:
     tables["policy_pairs"] = pd.DataFrame(unique)
     tables["groups"] = pd.DataFrame(groups)
     return tables
+
+
+def beside_paper(args: Args, lengths: pd.DataFrame, policy_pairs: pd.DataFrame) -> pd.DataFrame:
+    """Return the paper's numbers beside those of the published data sets that were read, and whether they agree.
+    lengths, policy_pairs: tables of length_statistics and pair_tables."""
+    sources = {"sft": args.sft_dataset, "preference": args.preference_dataset}
+    pairs = policy_pairs.assign(dataset="preference", text="policies")
+    found = pd.concat([lengths, pairs]).set_index(["dataset", "split", "text"])
+    records = []
+    for (name, split, text, number), paper in PAPER.items():
+        is_published = sources[name].partition("@")[0] == getattr(Args, f"{name}_dataset")
+        if is_published and (name, split, text) in found.index:
+            here = found.loc[(name, split, text), number]
+            verdict = "as in the paper" if here == paper else "differs from the paper"
+            records.append({"dataset": name, "split": split, "text": text, "number": number, "paper": paper})
+            records[-1] |= {"here": here, "": verdict}
+    return pd.DataFrame(records)
 
 
 def card_text(name: str, args: Args, lengths: pd.DataFrame) -> str:

@@ -288,3 +288,25 @@ def test_push_without_a_hub_keeps_the_data_and_says_so(folder, monkeypatch):
         main(arguments(folder, push_to_hub=True, hub_id_sft="me/a", hub_id_preference="me/b"))
     assert f"push later with load_from_disk('{folder}/out/sft').push_to_hub('me/a'" in error.value.code
     assert len(load_from_disk(str(folder / "out/sft"))["train"]) == 6
+
+
+def test_published_sets_stand_beside_the_papers_numbers():
+    """Hand-made tables: of the published sets each number has its verdict, of other data sets there is none."""
+    rows = [("sft", "train", "reference_response", 116_722, 40.0), ("sft", "test", "reference_response", 5, 1.0)]
+    rows += [("preference", "train", "chosen", 92_858, 32.0), ("preference", "train", "rejected", 92_858, 31.0)]
+    lengths = pandas.DataFrame(rows, columns=["dataset", "split", "text", "rows", "median"])
+    pairs = pandas.DataFrame({"split": ["train", "validation", "test"], "unique pairs": [47, 240, 1]})
+    table = tldr_dataset.beside_paper(Args(), lengths, pairs)
+    found = [tuple(row) for row in table[["split", "text", "number", "paper", "here", ""]].to_numpy().tolist()]
+    agrees, differs = "as in the paper", "differs from the paper"
+    assert found == [
+        ("train", "reference_response", "rows", 116_722, 116_722, agrees),
+        ("train", "chosen", "rows", 92_858, 92_858, agrees),
+        ("train", "chosen", "median", 32, 32, agrees),
+        ("train", "rejected", "median", 30, 31, differs),
+        ("train", "policies", "unique pairs", 47, 47, agrees),
+        ("validation", "policies", "unique pairs", 241, 240, differs),
+    ]
+    of_sft = tldr_dataset.beside_paper(Args(preference_dataset="data/mine"), lengths, pairs)
+    assert of_sft["dataset"].tolist() == ["sft"]
+    assert tldr_dataset.beside_paper(Args(sft_dataset="a", preference_dataset="b"), lengths, pairs).empty
