@@ -169,10 +169,19 @@ def host_bytes(args: Args, offload: bool) -> float:
     return max(processes * max(loading, stays), processes * stays + trained * (2 if args.zero else 4))
 
 
+def disk_bytes(args: Args) -> dict[str, float]:
+    """Return the bytes of a "checkpoint" for --resume, with float32 weights and Adam's two numbers a weight, and of the
+    saved "models". Under DeepSpeed, a checkpoint also has the 16-bit weights, and the models are of these. With LoRA, a
+    checkpoint has what is trained, and the saved model is whole."""
+    trained = trained_size(args)
+    saved = sum(parameters(args.model, True)) if args.lora_r else trained
+    return {"checkpoint": (14.0 if args.zero else 12.0) * trained, "models": (2.0 if args.zero else 4.0) * saved}
+
+
 def plan(args: Args) -> dict:
     """Return the sizes of a stage: "micro_batch_size", "micro_batches" (of a device and batch), "sample_batch_size",
-    "terms" {phase: {term: bytes}}, "peak" (bytes of a device), "host" (bytes of a machine) and "hours" (None with LoRA,
-    whose speed was not measured)."""
+    "terms" {phase: {term: bytes}}, "peak" (bytes of a device), "host" (bytes of a machine), "disk" (what disk_bytes
+    returns) and "hours" (None with LoRA, whose speed was not measured)."""
     batch, items, chosen = STAGES[args.stage]
     at_least(1, args, "gpus", "micro_batch_size", "sample_batch_size", "reward_models")
     at_least(0, args, "gpu_memory", "lora_r", "reserve")
@@ -196,6 +205,7 @@ def plan(args: Args) -> dict:
         "terms": phases,
         "peak": max(sum(terms.values()) for terms in phases.values()) + args.reserve * 1e9,
         "host": host_bytes(args, offload),
+        "disk": disk_bytes(args),
         "hours": None if args.lora_r else items / SPEEDS[args.stage] * times_1b / args.gpus / 3600,
     }
 
@@ -230,6 +240,7 @@ def table() -> str:
         row["GB per GPU, 8 with ZeRO-2"] = f"{fit['peak'] / 1e9:.0f}"
         row["largest micro-batch in 80 GB"] = largest_micro_batch(args) or "none"
         row |= {"hours": f"{fit['hours']:.2f}", "GB of the machine": f"{fit['host'] / 1e9:.0f}"}
+        row["GB of a checkpoint"] = f"{fit['disk']['checkpoint'] / 1e9:.0f}"
         for memory, title in ((80, "one GPU of 80 GB: micro-batch"), (24, "one of 24 GB")):
             row[title] = first_that_fits(replace(args, gpus=1, gpu_memory=memory))
         rows.append(row)
@@ -254,6 +265,9 @@ def main(args: Args):
     fits = "fits" if fit["peak"] <= args.gpu_memory * 1e9 else "does NOT fit"
     print(f"{fit['peak'] / 1e9:.1f} GB {fits} {args.gpu_memory:g} GB; largest: {largest_micro_batch(args) or 'none'}")
     print(f"a machine's memory: {fit['host'] / 1e9:.0f} GB (to load the models and to save the trained ones)")
+    checkpoint, models = (f"{size / 1e9:.3g}" for size in fit["disk"].values())
+    print(f"on disk: a checkpoint has {checkpoint} GB, and the two newest stay when the run has ended", end=" ")
+    print(f"(three while one is written); the saved models have {models} GB")
     if fit["hours"]:
         print(f"{fit['hours']:.2f} h for {STAGES[args.stage][1]:,} items, in proportion to 1b on one H100")
 

@@ -4,7 +4,7 @@
 # became of the other seeds.
 #
 #   bash benchmark/submit.sh               submit; prints the jobs
-#   bash benchmark/submit.sh --dry-run     print every command instead: benchmark/commands.md
+#   bash benchmark/submit.sh --dry-run     print every command and the GPU hours instead: benchmark/commands.md
 #
 # From the environment, in place of the paper's: SIZES, SEEDS, STAGES; CONFIG, SAMPLES_CONFIG, PROCESSES (of a machine)
 # and RESOURCES (flags for sbatch); FLAGS_tldr_dataset, FLAGS_sft, FLAGS_reward, FLAGS_ppo, FLAGS_dpo, FLAGS_samples
@@ -40,8 +40,10 @@ resources() { # stage, size
 }
 
 arguments() { # stage, size -> script and flags, {seed} for the seed
-    local script=${1%_whiten} name=${2##*/} own=
+    local script=${1%_whiten} name=${2##*/} own= every=500
     local further=FLAGS_$script
+    # at most about two hours of work between checkpoints; the other stages take minutes if plan.md is right
+    [[ $1 != ppo* ]] || every=250
     case $1 in
         *_samples)
             [[ $1 != ppo* ]] || own="--reward-model-path runs/reward/$name/{seed} --splits validation"
@@ -51,7 +53,7 @@ arguments() { # stage, size -> script and flags, {seed} for the seed
         reward | dpo) own=--run-eval ;;
         ppo_whiten) own="--whiten-rewards --output-dir runs/ppo_whiten/$name/{seed}" ;;
     esac
-    echo "$script.py --model $2 --seed {seed} --save-every 100 $own ${!further:-}"
+    echo "$script.py --model $2 --seed {seed} --save-every $every $own ${!further:-}"
 }
 
 submit() { # flags for sbatch..., the batch script and its arguments -> job id, or its name in a dry run
@@ -63,6 +65,29 @@ submit() { # flags for sbatch..., the batch script and its arguments -> job id, 
     fi
     echo "sbatch$(printf ' %q' "$@")" >>"$dry"
     for word in "$@"; do [[ $word != --job-name=* ]] || echo "<${word#*=}>"; done
+}
+
+gpu_hours() { # -> a Markdown table: the hours of benchmark/results/plan.md on its 8 GPUs, for every seed
+    awk -F ' *[|] *' -v stages="${stages[*]}" -v sizes="${sizes[*]}" -v seeds="${#seeds[@]}" '
+        $2 == "stage" { for (i = 3; i < NF; i++) if ($i == "hours") column = i }
+        column { hours[$2, $3] = $column * 8 * seeds }
+        END {
+            n = split(sizes, size, " ")
+            head = "| GPU hours |"; rule = "|---|"
+            for (j = 1; j <= n; j++) { head = head " " size[j] " |"; rule = rule "---|" }
+            print head " all |\n" rule "---|"
+            count = split(stages, names, " ")
+            for (i = 1; i <= count; i++) {
+                plain = names[i]; sub("_whiten$", "", plain); row = "| " names[i] " |"; sum = 0
+                for (j = 1; j <= n; j++) {
+                    found = hours[plain, size[j]]; sum += found
+                    row = row (found ? sprintf(" %.0f |", found) : " unknown |")
+                }
+                if (plain !~ /_samples$|^tldr_dataset$/) { printf "%s %.0f |\n", row, sum; total += sum }
+            }
+            for (j = 1; j <= n; j++) blank = blank " |"
+            printf "| all |%s %.0f |\n", blank, total
+        }' benchmark/results/plan.md
 }
 
 dry=$(mktemp)
@@ -104,4 +129,11 @@ for stage in "${stages[@]}"; do
     fi
     [[ -z $dry_run ]] || printf '```\n\n'
 done
-[[ -z $dry_run ]] || printf '## Slurm\n\n```bash\n%s\n```\n' "$(cat "$dry")"
+[[ -n $dry_run ]] || exit 0
+printf '## Slurm\n\n```bash\n%s\n```\n\n' "$(cat "$dry")"
+printf '## GPU hours\n\n%s\n\n' "All seeds together, by the arithmetic of benchmark/results/plan.md, from 1b's speed on one H100.
+They leave out samples, evaluation, loading, saving and repeated work, so ask for several times as much."
+gpu_hours
+[[ " ${stages[*]} " != *" ppo_whiten "* ]] || printf '\n%s\n\n```bash\n%s\n```\n' \
+    'Whitened rewards (ppo_whiten) are optional and double the hours of PPO. To leave them out:' \
+    "STAGES=\"$(printf '%s\n' "${stages[@]}" | grep -v '^ppo_whiten' | xargs)\" bash benchmark/submit.sh"

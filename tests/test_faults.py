@@ -11,10 +11,12 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import kill_runs
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.tracking import WandBTracker
 from conftest import edit_config, files, make_reward_model, read_jsonl, record
 from datasets import DatasetDict, load_from_disk
@@ -22,6 +24,7 @@ from kill_runs import left_behind
 from safetensors.torch import load_file, save_file
 
 import ppo
+import reward
 import sft
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -254,6 +257,47 @@ def test_a_full_disk_while_saving(tmp_path, whole):
     assert str(end.value).startswith(f"error: {folder}/checkpoints/update_000004 ") and "\n" not in str(end.value)
     assert [x.name for x in (folder / "checkpoints").glob("update_??????")] == ["update_000002"]
     assert toy(toy_args(folder, resume=True)) == [3, 4, 5, 6] and end_of(folder) == whole
+
+
+# ---- the size of a checkpoint, and the note about runs without one ------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [reward, ppo])
+def test_the_size_of_a_checkpoint_is_that_on_disk(world, tmp_path, monkeypatch, stage):
+    """Of one trained model, and of a policy with a value model. What is left out are headers and a few small files."""
+    sizes, save_state = [], Accelerator.save_state
+
+    def measured(self, folder):
+        saved = save_state(self, folder)
+        on_disk = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+        sizes.append((stage.checkpoint_bytes(self), on_disk))
+        return saved
+
+    monkeypatch.setattr(Accelerator, "save_state", measured)
+    folder = make_reward_model(world.model, tmp_path / "reward")
+    args = {"model": "nano", "sft_model_path": str(world.model), "output_dir": str(tmp_path / "run"), "save_every": 1}
+    args |= {"dataset": str(world.dataset), "batch_size": 8, "total_episodes": 8}
+    if stage is ppo:
+        args |= {"reward_model_path": str(folder), "response_length": 4, "eval_rows": 2}
+    else:
+        args |= {"preference_dataset": str(world.preference_dataset)}
+    stage.main(stage.Args(**args))
+    [(expected, found)] = sizes
+    assert expected == pytest.approx(found, rel=0.03)
+
+
+@pytest.mark.parametrize(("seconds", "save_every", "told"), [(99, 0, ""), (1800, 0, "3.0 hours"), (1800, 2, "")])
+def test_a_long_run_without_checkpoints_says_what_it_risks(tmp_path, monkeypatch, capsys, seconds, save_every, told):
+    """By a clock on which an update takes this many seconds; six of 99 are just under ten minutes."""
+    clock = iter(range(0, 10 * seconds, seconds))
+    monkeypatch.setattr(sft, "time", SimpleNamespace(time=lambda: next(clock)))
+    toy(toy_args(tmp_path / "run", save_every=save_every))
+    notes = [line for line in capsys.readouterr().out.splitlines() if "no checkpoints" in line]
+    if told:  # a linear layer of 300 x 300: 12 bytes for each of its 90,300 parameters
+        told = f"no checkpoints: a run that dies loses up to about {told}; --save-every K keeps two"
+        assert notes == [f"{told} (a checkpoint is 0.0011 GB)"]
+    else:
+        assert notes == []
 
 
 # ---- losses that are no numbers ---------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
+import plan
 import pytest
 import samples
 import torch
@@ -41,6 +42,50 @@ def test_the_committed_commands_are_those_that_submit_prints():
     assert done.stdout == COMMANDS, "bash benchmark/submit.sh --dry-run > benchmark/commands.md"
     done = subprocess.run(["bash", "benchmark/submit.sh", "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "error: --help" in done.stderr
+
+
+def test_the_dry_run_adds_up_the_gpu_hours():
+    """Of plan.py for eight GPUs, in a table that names what plan.py does not know."""
+    settings = {"SIZES": "2.8b me/mine", "SEEDS": "1 2 3", "STAGES": "sft ppo ppo_whiten ppo_samples"}
+    command = ["bash", "benchmark/submit.sh", "--dry-run"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True)
+    table = re.findall(r"^\| (\w+) \|(.*)\|$", done.stdout.partition("## GPU hours")[2], re.M)
+    rows = {name: cells.split("|") for name, cells in table}
+    hours = {stage: plan.plan(plan.Args(stage, "2.8b"))["hours"] * 8 * 3 for stage in ("sft", "ppo")}
+    expected = {"sft": hours["sft"], "ppo": hours["ppo"], "ppo_whiten": hours["ppo"]}
+    assert set(rows) == {*expected, "all"}
+    for stage, number in expected.items():
+        size, other, total = rows[stage]
+        assert other.strip() == "unknown" and size == total and abs(float(size) - number) <= 0.7
+    assert abs(float(rows["all"][2]) - sum(expected.values())) <= 1
+    assert 'STAGES="sft ppo ppo_samples" bash' in done.stdout
+
+
+def test_the_page_s_resources_are_those_that_sbatch_gets():
+    page = (ROOT / "benchmark" / "README.md").read_text()
+    table = page.partition("| job | sizes | GPUs |")[2].partition("\n\n")[0].splitlines()[2:]
+    told = {}
+    for names, sizes, gpus, cores, memory, hours in ([x.strip() for x in row.split("|")[1:-1]] for row in table):
+        for name in names.split(", "):
+            for size, gb, limit in zip(sizes.split(", "), memory.split(", "), hours.split(", "), strict=True):
+                told[f"{name}_{size}".removesuffix("_")] = tuple(map(int, (gpus, cores, gb, limit)))
+    found = {}
+    for line in [line for line in COMMANDS.splitlines() if line.startswith("sbatch")]:
+        flags = dict(re.findall(r"--([\w-]+)=(\S*)", line))
+        gpus = int(flags.get("gpus-per-node", 0))
+        cores = gpus * int(flags["cpus-per-gpu"]) if gpus else int(flags["cpus-per-task"])
+        hours = int(flags["time"].removesuffix(":00:00"))
+        found[flags["job-name"]] = (gpus, cores, int(flags["mem"].removesuffix("G")), hours)
+    assert told == found
+
+
+def test_checkpoints_are_at_most_about_two_hours_apart():
+    for line in [line for line in COMMANDS.splitlines() if "--save-every" in line and line.startswith("accelerate")]:
+        flags = dict(zip(shlex.split(line), shlex.split(line)[1:], strict=False))
+        stage = re.search(r" (\w+)\.py ", line)[1]
+        batch, items, _ = plan.STAGES[stage]
+        hours = plan.plan(plan.Args(stage, flags["--model"]))["hours"] * batch / items
+        assert int(flags["--save-every"]) * hours < 2 and int(flags["--save-every"]) < items // batch
 
 
 def test_the_scripts_take_every_command():

@@ -74,6 +74,19 @@ def test_machine_memory():
     assert plan.plan(args)["host"] == (12 + 2) * numbers
 
 
+def test_disk_is_what_the_stages_save():
+    """14 or 12 bytes for each trained parameter, as checkpoint_bytes of the stages counts them (test_faults.py)."""
+    for stage, deepspeed in (("reward", None), ("ppo", None), ("ppo", True)):
+        models = on_meta("tiny")[0 if stage == "ppo" else 1 :]
+        state = SimpleNamespace(deepspeed_plugin=deepspeed)
+        expected = STAGES[stage].checkpoint_bytes(SimpleNamespace(state=state, _models=models))
+        found = plan.plan(plan.Args(stage, "tiny", zero=2 if deepspeed else 0))["disk"]
+        assert found["checkpoint"] == expected
+        assert found["models"] == (2 if deepspeed else 4) * sum(model.num_parameters() for model in models)
+    found = plan.plan(plan.Args("ppo", "tiny", gpus=1, zero=0, lora_r=8))["disk"]
+    assert found["models"] == 4 * on_meta("tiny")[0].num_parameters() and found["checkpoint"] < found["models"]
+
+
 def test_adapters_are_those_of_peft():
     policy, value = language_model("tiny"), classifier("tiny")
     add_adapters, settings = script("ppo_lora.py").add_adapters, SimpleNamespace(lora_r=8, lora_alpha=8)
