@@ -1,7 +1,9 @@
-"""Summaries of a checkpoint: sampled, with their ROUGE and, with a reward model, its scores. Of any stage's policy.
+"""Summaries of a checkpoint: sampled, with their ROUGE, with a reward model its scores, and with a reference the KL to
+it. Of any stage's policy.
 
     python eval/samples.py runs/sft/1b/44413
     python eval/samples.py runs/ppo/1b/44413 --reward-model-path runs/reward/1b/44413 --splits validation
+    python eval/samples.py runs/dpo/1b/44413 --reference runs/sft/1b/44413 --temperature 0.7 --output-dir runs/kl/dpo
     torchrun --nproc_per_node 8 eval/samples.py EleutherAI/pythia-1b-deduped --output-dir runs/samples/1b
 
 A checkpoint is a run folder, a checkpoint folder or a Hub id[@revision]. Of a run folder seed, data and response length
@@ -28,7 +30,6 @@ from accelerate import Accelerator
 from accelerate.tracking import WandBTracker
 from accelerate.utils import gather_object
 from rouge_score.rouge_scorer import RougeScorer
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -43,9 +44,12 @@ from ppo import (  # noqa: E402
     load_tokenizer,
     local_checkpoint,
     make_batch,
+    micro_batches,
     noise_keys,
     or_fail,
+    response_logits,
     rounded_width,
+    token_logprobs,
     writing,
 )
 from reward import own_batches  # noqa: E402
@@ -60,6 +64,8 @@ class Args:
     """policy: run folder, checkpoint folder or Hub id[@revision]"""
     reward_model_path: str | None = None
     """reward model that scores the samples and the references, likewise"""
+    reference: str | None = None
+    """policy, likewise: the column kl is the sum of log pi - log pi_reference over a response, at --temperature"""
     splits: tuple[str, ...] = ("validation", "test")
     """splits whose posts are summarised; one that the data lack is left out"""
     dataset: str | None = None
@@ -82,11 +88,12 @@ class Args:
 
 
 @torch.no_grad()
-def sampled(accelerator: Accelerator, policy, reward_model, data, tokenizer, args, split: str) -> list[dict]:
+def sampled(accelerator: Accelerator, policy, reward_model, reference, data, tokenizer, args, split: str) -> list[dict]:
     """Return a sampled summary of every row of a split, in order: dicts of id, query, response, reference,
     response_tokens (EOS counted), has_eos, with a reward model score (whether there is an EOS or not) and
-    reference_score, and the F-measures rouge1, rouge2, rougeL (no stemming, as the authors). A score that is not finite
-    is an error. The last columns are the tokens of query, response and reference, without [PAD]."""
+    reference_score, with a reference policy kl, and the F-measures rouge1, rouge2, rougeL (no stemming, as the
+    authors). A score or kl that is not finite is an error. The last columns are the tokens of query, response and
+    reference, without [PAD]."""
     pad_id = tokenizer.pad_token_id
     rouge = RougeScorer(["rouge1", "rouge2", "rougeL"])
     samples = []
@@ -100,6 +107,8 @@ def sampled(accelerator: Accelerator, policy, reward_model, data, tokenizer, arg
             references = posts["reference_response_token"].to(accelerator.device)
             scores["score"] = end_rewards(accelerator, reward_model, queries, responses, pad_id)
             scores["reference_score"] = end_rewards(accelerator, reward_model, queries, references, pad_id)
+        if reference:
+            scores["kl"] = log_ratios(accelerator, policy, reference, queries, responses, pad_id, args.temperature)
         for i, tokens in enumerate(responses.tolist()):
             row = {"id": posts["id"][i], "query": posts["query"][i]}
             row["response"] = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -109,8 +118,10 @@ def sampled(accelerator: Accelerator, policy, reward_model, data, tokenizer, arg
             for name, values in scores.items():
                 row[name] = values[i]
                 if not isfinite(values[i]):
-                    where = f"{split}, row {index[i]}, id {row['id']}: --reward-model-path {args.reward_model_path}"
-                    fail(f"{where} gives the {name} {values[i]}, which is not finite. Choose another reward model")
+                    where = f"{split}, row {index[i]}, id {row['id']}"
+                    model = f"--reward-model-path {args.reward_model_path}"
+                    model = f"--reference {args.reference}" if name == "kl" else model
+                    fail(f"{where}: {model} gives the {name} {values[i]}, which is not finite. Choose another model")
             for name, measure in rouge.score(row["reference"], row["response"]).items():
                 row[name] = measure.fmeasure
             ids = {"query": posts["query_token"], "response": responses, "reference": posts["reference_response_token"]}
@@ -127,10 +138,27 @@ def end_rewards(accelerator: Accelerator, reward_model, queries, responses, pad_
     return rewards.gather(1, batch["row_lengths"][:, None] - 1).squeeze(1).tolist()
 
 
+def log_ratios(
+    accelerator: Accelerator, policy, reference, queries, responses, pad_id: int, temperature: float
+) -> list[float]:
+    """Return log pi - log pi_reference of responses (b, R) to left-padded queries (b, Q), summed over their tokens (EOS
+    counted): over responses sampled at this temperature, its mean is the KL."""
+    rows = torch.arange(len(queries), device=queries.device)
+    [mb] = micro_batches(make_batch(queries, responses, pad_id), rows, len(rows))  # without columns of padding
+    logprobs = []
+    for model in (policy, reference):
+        with accelerator.autocast():
+            logits = response_logits(model, mb["tokens"], mb["columns"])
+        logprobs.append(token_logprobs(logits, mb["responses"], temperature))
+    ratios = torch.zeros(len(rows), device=queries.device)
+    ratios[mb["rows"]] = ((logprobs[0] - logprobs[1]) * mb["response_mask"]).sum(1)
+    return ratios.tolist()
+
+
 def sample_summary(split: str, rows: list[dict]) -> dict:
-    """Return means over the rows of a split: ROUGE, length in tokens (EOS counted), share that ended with EOS, scores,
-    and the share that scores above the reference (ties half)."""
-    keys = ("rouge1", "rouge2", "rougeL", "response_tokens", "has_eos", "score", "reference_score")
+    """Return means over the rows of a split: ROUGE, length in tokens (EOS counted), share that ended with EOS, scores
+    and kl, and the share that scores above the reference (ties half)."""
+    keys = ("rouge1", "rouge2", "rougeL", "response_tokens", "has_eos", "score", "reference_score", "kl")
     means = {key: sum(float(row[key]) for row in rows) / len(rows) for key in keys if key in rows[0]}
     if "score" in means:
         means["score_above_reference"] = sum(wins(row["score"], row["reference_score"]) for row in rows) / len(rows)
@@ -198,15 +226,22 @@ def main(args: Args):
         if load_tokenizer(reward_folder).get_vocab() != tokenizer.get_vocab():
             fail(f"--reward-model-path {reward_folder}: a reward model of another tokenizer than {folder}")
         reward_model = load_reward_model(reward_folder, tokenizer, width).to(accelerator.device).eval()
+    reference = None
+    if args.reference:
+        reference_folder = local_checkpoint("--reference", args.reference)
+        if load_tokenizer(reference_folder).get_vocab() != tokenizer.get_vocab():
+            fail(f"--reference {reference_folder}: a policy of another tokenizer than {folder}")
+        reference = load_policy(reference_folder, tokenizer, width).to(accelerator.device).eval()
     if accelerator.mixed_precision == "bf16":  # half the memory; autocast would keep a copy of the weights beside them
-        for name, parameter in [*policy.named_parameters(), *(reward_model or nn.Module()).named_parameters()]:
-            parameter.data = parameter.data if "score." in name else parameter.data.bfloat16()
+        for model in filter(None, (policy, reward_model, reference)):
+            for name, parameter in model.named_parameters():
+                parameter.data = parameter.data if "score." in name else parameter.data.bfloat16()
     tracker = WandBTracker(None, dir=args.output_dir, id=known.get("wandb_id"), resume="allow")
     if args.track and accelerator.is_main_process:
         tracker.start()
     table = []
     for split in [split for split in args.splits if split in data]:
-        rows = sampled(accelerator, policy, reward_model, data[split], tokenizer, args, split)
+        rows = sampled(accelerator, policy, reward_model, reference, data[split], tokenizer, args, split)
         table.append(sample_summary(split, rows))
         unread = sum(re.search("[a-z0-9]", row["reference"].lower()) is None for row in rows)
         if unread:

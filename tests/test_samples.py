@@ -86,6 +86,31 @@ def test_samples_and_scores_are_those_of_plain_forward_passes(made, world):
         assert ours["reference_score"] == pytest.approx(score(query + reference), abs=1e-5)
 
 
+@torch.no_grad()
+def test_kl_is_that_of_plain_forward_passes(made, world, tmp_path):
+    """Each row by itself, without padding, in float64, at the sampling temperature; 0 to the policy itself."""
+    tokenizer = samples.load_tokenizer(str(made.run / "model"))
+    reference = make_talker(world, tmp_path / "reference", eos=0.2)
+    flags = {"temperature": TEMPERATURE, "batch_size": 7, "splits": ("validation",), "output_dir": str(tmp_path)}
+    run(made.run, **flags, reference=str(reference))
+    found = table(tmp_path, "samples_validation")
+    assert found[COLUMNS].equals(table(made.run, "samples_validation")[COLUMNS])  # the samples are the same
+    models = [AutoModelForCausalLM.from_pretrained(x).double().eval() for x in (made.run / "model", reference)]
+    for row in found.to_dict("records"):
+        query, response = (json.loads(row[f"{name}_token"]) for name in ("query", "response"))
+        sums = []
+        for model in models:
+            logits = model(torch.tensor([query + response])).logits[0, len(query) - 1 : -1]
+            logits[:, len(tokenizer) :] = logits[:, tokenizer.pad_token_id] = -torch.inf  # are never drawn
+            sums.append((logits / TEMPERATURE).log_softmax(1).gather(1, torch.tensor(response)[:, None]).sum().item())
+        assert row["kl"] == pytest.approx(sums[0] - sums[1], abs=1e-4)
+    assert found["has_eos"].nunique() == 2 and found["kl"].abs().min() > 1e-3
+    [means] = table(tmp_path, "rouge").to_dict("records")
+    assert means["kl"] == pytest.approx(found["kl"].mean())
+    run(made.run, **flags, reference=str(made.run))
+    assert table(tmp_path, "samples_validation")["kl"].eq(0).all()
+
+
 def test_rouge_takes_words_as_they_are_and_its_means(made, world, monkeypatch):
     """By hand: of 5 and 6 words two are the same, one pair of neighbours is; stems would make it four. Of 3 and 4 words
     two are the same, in another order. And rouge.csv has the means of the columns."""
@@ -97,7 +122,7 @@ def test_rouge_takes_words_as_they_are_and_its_means(made, world, monkeypatch):
     tokens = tokenizer(responses, padding=True, padding_side="right", return_tensors="pt").input_ids
     monkeypatch.setattr(samples, "generate", lambda *_: (tokens, None))
     args = samples.Args("x", seed=1, response_length=9)
-    found = samples.sampled(Accelerator(), SimpleNamespace(config=None), None, data, tokenizer, args, "test")
+    found = samples.sampled(Accelerator(), SimpleNamespace(config=None), None, None, data, tokenizer, args, "test")
     measures = [[row[key] for key in ("rouge1", "rouge2", "rougeL")] for row in found]
     assert measures[0] == pytest.approx([4 / 11, 2 / 9, 4 / 11])
     assert measures[1] == pytest.approx([4 / 7, 2 / 5, 4 / 7])  # "sister my" is in both
