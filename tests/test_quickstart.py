@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import nano
+import pandas
 import posts
 import pretrain
 import pytest
@@ -322,3 +323,18 @@ def test_the_command_of_an_ablation_runs(fast_work, name):
     args = run_here([script, *flags], **sizes)
     lines = read_jsonl(Path(args.output_dir, "metrics.jsonl"))
     assert lines[-1]["update"] == 2 and Path(args.output_dir, "model/config.json").exists()
+
+
+def test_the_page_has_the_rows_of_fast():
+    """And on every seed PPO and DPO end above SFT, as it says."""
+    table = pandas.read_csv(ROOT / "quickstart/results/fast.csv").set_index(["seed", "row", "metric"])["value"]
+    page = (ROOT / "quickstart/README.md").read_text()
+    gains = []
+    for seed in table.index.unique("seed"):
+        truths = [table[seed, row, "truth"] for row in ("SFT", "PPO", "DPO")]
+        cells = [f"{x:.3f}" for x in truths] + [f"{table[seed, 'PPO', 'kl']:.2f}"]
+        cells += [f"{table[seed, row, metric]:.3f}" for row, metric in (("PPO", "eos_rate"), ("SFT", "accuracy"))]
+        assert f"| {seed} | {' | '.join(cells)} |\n" in page
+        assert truths[2] > truths[0]
+        gains.append(truths[1] - truths[0])
+    assert f"PPO by\n{min(gains):.2f} to {max(gains):.2f} of truth" in page
