@@ -138,6 +138,7 @@ def main(args: Args):
     draw_curves(metrics).savefig(output_dir / "learning_curves.png", dpi=80)
     long = [(row, key, value) for row, each in values.items() for key, value in each.items()]
     pandas.DataFrame(long, columns=["row", "metric", "value"]).to_csv(output_dir / "table.csv", index=False)
+    print(f"table, samples of ten posts and learning curves: {output_dir}")
 
 
 if __name__ == "__main__":

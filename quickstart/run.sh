@@ -7,7 +7,7 @@
 #   --size        of the base model in quickstart/bases: 0.1, 0.4 or 0.8 million parameters without embeddings (default s)
 #   --seed        of the stages (default 1)
 #   --posts-seed  of the generated posts (default 1)
-#   --fast        half of the pairs, and a quarter of PPO's and DPO's updates: about four minutes
+#   --fast        half of the pairs, and a quarter of PPO's and DPO's updates: about five minutes
 #   --continue    keep the stages of this size and seed that are finished; the others start anew
 #   --data-only   stop once the data are there
 #
