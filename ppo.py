@@ -488,7 +488,7 @@ def make_batch(queries: torch.Tensor, responses: torch.Tensor, pad_id: int) -> d
 
 def mini_batches(args, update: int, epoch: int, device) -> tuple[torch.Tensor, ...]:
     """Return the rows (B / num_mini_batches,) of each mini-batch of an epoch. They are the same on every process."""
-    shuffled = permutation(args.batch_size, args.seed + update, epoch)
+    shuffled = permutation(args.batch_size, args.seed, update * args.num_ppo_epochs + epoch)
     return shuffled.to(device).chunk(args.num_mini_batches)
 
 

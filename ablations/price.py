@@ -10,8 +10,7 @@ trained by quickstart/score.py, whose BASE is the papers' tables but for learnin
 patch of the reward model or of SFT is judged by the truth of the PPO policy that follows.
 
 Baselines and their A/A runs come first, seed by seed. The patches follow in the order of price.txt, each on all seeds,
-so that an interrupted call leaves comparisons that can be read. Rows of several machines may share a ledger: a
-difference is only taken between rows of one bed (score.py), and of two beds the one with more seeds is shown.
+so that an interrupted call leaves comparisons that can be read.
 
 The rules were set before the first row:
 - An effect counts from 0.03 of truth. A patch whose interval lies within ±0.03 makes "no difference of 0.03".
@@ -66,8 +65,6 @@ class Args:
     """print table and figure of the rows that are there; run nothing"""
     last: bool = False
     """the last look: 95 % intervals and Holm's correction in place of 99 % intervals"""
-    commit: str = ""
-    """show the rows of this commit in place of those of today's scripts"""
     rows: Path = ROOT / "ablations/results/price.csv"
     """the ledger"""
     figure: Path | None = None
@@ -188,33 +185,28 @@ def make_data(patch: Patch, one: score.Candidate, args: Args):
 
 
 def differences(patches: dict[str, Patch], ledger: pandas.DataFrame, last: bool) -> pandas.DataFrame:
-    """Return a row for each patch with at least two pairs: name, cpu, the means of its own numbers, and what
-    paired.summarise says of its differences to its baseline. holm is corrected over all rows of the table."""
+    """Return a row for each patch that has runs: the means of its own numbers, and what paired.summarise says of its
+    differences to its baseline. holm is corrected over all rows of the table."""
     own_rows = ledger[ledger["note"] == ""]
     starts = ledger[ledger["note"] == "SFT"]
     found = {}
     for stage in STAGES:
-        pairs, noise, facts = {}, [], {}
+        pairs, facts = {}, {}
+        plain = own_rows[own_rows["candidate"] == f"{stage}.py"]
+        noise = noise_pairs(ledger, plain.iloc[0], "truth") if len(plain) else []
         for patch in patches.values():
-            if patch.stage != stage:
+            own = own_rows[own_rows["candidate"] == patch.name].set_index("seed")
+            if patch.stage != stage or own.empty:
                 continue
-            best, own = pandas.Series(dtype=float), own_rows[:0]
-            for bed, rows in own_rows.groupby("bed", sort=False):
-                runs = rows[rows["candidate"] == patch.name].set_index("seed")
-                base = rows[rows["candidate"] == patch.baseline].set_index("seed")
-                difference = (runs["truth"] - base["truth"]).dropna()
-                if (len(difference), len(runs)) > (len(best), len(own)):
-                    best, own, its_bed = difference, runs, bed
-            if own.empty:
-                continue
-            pairs[patch.name] = best
-            start = starts[(starts["bed"] == its_bed) & starts["seed"].isin(best.index)]["truth"].mean()
-            numbers = own.loc[best.index, list(score.NUMBERS)].mean().add_prefix("own_").to_dict()
-            seen = {"stage": stage, "cpu": own["cpu"].iloc[0], "sft": start, "failed": int((own["failed"] != "").sum())}
-            facts[patch.name] = seen | {"runs": len(own), **numbers}
-            plain = own_rows[(own_rows["bed"] == its_bed) & (own_rows["candidate"] == f"{stage}.py")]
-            noise.append(noise_pairs(ledger, plain.iloc[0], "truth") if len(plain) else [])
-        noise = max(noise, key=len, default=[])
+            base = own_rows[own_rows["candidate"] == patch.baseline].set_index("seed")
+            pairs[patch.name] = (own["truth"] - base["truth"]).dropna()
+            seeds = pairs[patch.name].index
+            facts[patch.name] = own.loc[seeds, list(score.NUMBERS)].mean().add_prefix("own_").to_dict() | {
+                "stage": stage,
+                "sft": starts[starts["seed"].isin(seeds)]["truth"].mean(),
+                "failed": int((own["failed"] != "").sum()),
+                "runs": len(own),
+            }
         summaries = summarise(pandas.DataFrame(pairs), noise, 0, 0.95 if last else 0.99)
         for name, seen in facts.items():
             found[name] = seen | summaries.get(name, {"count": len(pairs[name])})
@@ -250,26 +242,20 @@ def wanted_seeds(table: pandas.DataFrame) -> list[str]:
     return [name for name in largest_first if is_wanted[name]][:MOST]
 
 
-def show(patches: dict[str, Patch], versions: dict[str, str], args: Args):
-    """Print the table and draw the figure."""
+def show(patches: dict[str, Patch], args: Args):
+    """Print the table and draw the figure: of the ledger's last bed, each patch as it was last."""
     ledger = score.read_ledger(args.rows)
     ledger = ledger[ledger["size"] == args.size]
-    if args.commit:
-        ledger = ledger[ledger["commit"] == args.commit]
-    else:  # today's scripts and patches, on any machine
-        parts = ("cpu", "threads", "torch", "transformers")
-        machines = ledger[list(parts)].drop_duplicates().to_dict("records")
-        settings = score.Args(size=args.size, data=args.data)
-        beds = [score.bed_of(settings, {**x, "threads": int(x["threads"])}) for x in machines]
-        ledger = ledger[ledger["bed"].isin(beds) & (ledger["version"] == ledger["candidate"].map(versions))]
+    ledger = ledger[ledger["bed"] == ledger["bed"].iloc[-1:].squeeze()]
+    ledger = ledger[ledger["version"] == ledger.groupby("candidate")["version"].transform("last")]
     table = differences(patches, ledger, args.last)
     if table.empty or "mean" not in table:
-        print(f"{args.rows} has no patch with two seeds beside its baseline, with this code and data")
+        print(f"{args.rows} has no patch with two seeds beside its baseline")
         return
     plain = ledger[ledger["candidate"].isin([f"{stage}.py" for stage in STAGES]) & (ledger["note"].isin(["", "SFT"]))]
-    for (cpu, name, note), rows in plain.groupby(["cpu", "candidate", "note"], sort=False):
+    for (name, note), rows in plain.groupby(["candidate", "note"], sort=False):
         means = {key: f"{rows[key].mean():.{score.NUMBERS[key]}f}" for key in ("truth", "kl", "words", "eos_rate")}
-        print(f"{name} {note}".strip() + f", {len(rows)} seeds, {cpu}:", *(f"{key} {x}" for key, x in means.items()))
+        print(f"{name} {note}".strip() + f", {len(rows)} seeds:", *(f"{key} {x}" for key, x in means.items()))
     level = 95 if args.last else 99
     lines = []
     for name, row in table.iterrows():
@@ -288,8 +274,6 @@ def show(patches: dict[str, Patch], versions: dict[str, str], args: Args):
                 "verdict": verdict(row, args.last),
             }
         )
-        if table["cpu"].nunique() > 1:
-            lines[-1]["processor"] = row["cpu"]
     print("\n" + markdown(lines))
     for stage, rows in table.dropna(subset="mean").groupby("stage", sort=False):
         print(f"noise floor of {stage}: {rows['floor'].max():.3f}; {len(rows)} patches")
@@ -360,17 +344,14 @@ def main(args: Args):
     patches = read_patches(PATCHES)
     if unknown := [name for name in args.names if name not in patches]:
         fail(f"price.txt has no patch {unknown[0]!r}; it has: {', '.join(patches)}")
-    if args.show and args.commit:
-        show(patches, {}, args)
+    if args.show:
+        show(patches, args)
         return
     if not (args.data / "tldr").exists():
         fail(f"{args.data} has no data: bash quickstart/run.sh --size {args.size} --data-only makes them")
     ones = {name: candidate_of(patch, args) for name, patch in patches.items()}
     plain = {one.text: one for one in map(score.original, STAGES)}
     versions = {name: one.version for name, one in (plain | ones).items()}
-    if args.show:
-        show(patches, versions, args)
-        return
 
     def make(one: score.Candidate, seed: int, note: str, settings: score.Args) -> dict:
         if one.data:
@@ -380,7 +361,7 @@ def main(args: Args):
 
     settings = score.Args(size=args.size, jobs=args.jobs, rows=args.rows, runs=args.runs, data=args.data)
     score.make_missing(jobs_of(patches, ones, args), versions, settings, make)
-    show(patches, versions, args)
+    show(patches, args)
 
 
 if __name__ == "__main__":

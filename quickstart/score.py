@@ -13,15 +13,17 @@ the baseline is the script of that stage in this checkout; with several, it is t
 Rows go to a ledger as they come, and a run whose row is there is not made again. Three columns are hashes:
 
     version     script (without comments and docstrings), files that it imports or its flags name, and its flags
-    bed         all that candidates share: the other stages and their flags, data, base model, metric and machine
+    bed         all that candidates share: the other stages and their flags, data, base model, metric and libraries
     key         bed, version, seed and note: one run
 
 An edited script is another version, and its earlier rows count as a try.
 
 The baseline also runs with another micro-batch, which changes its rounding alone. How far these A/A runs are apart is
-the noise floor, and no difference below it is called one. All numbers come from the saved model in another process
-(metric.py), on posts that are generated only after training has ended. This guards against accidents and against edits
-of a copy's own evaluation.
+the noise floor, and no difference below it is called one. Another processor changes rounding, too, so rows of several
+machines may share a ledger, but a run made again gives the same digits only on the same processor.
+
+All numbers come from the saved model in another process (metric.py), on posts that are generated only after training
+has ended. This guards against accidents and against edits of a copy's own evaluation.
 """
 
 import ast
@@ -203,11 +205,16 @@ def original(stage: str) -> Candidate:
 
 
 def machine() -> dict:
-    """Return what makes two runs comparable to the last digit: processor, threads and versions."""
+    """Return what two runs need to agree in to give the same digits: processor, threads and versions."""
     file = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", file.read_text()) if file.exists() else []
     cpu = names[0] if names else platform.processor() or platform.machine()
-    return {"cpu": cpu, "threads": 1, "torch": version("torch"), "transformers": version("transformers")}
+    return {"cpu": cpu, "threads": 1} | libraries()
+
+
+def libraries() -> dict:
+    """Return the versions of the libraries that decide what a run computes."""
+    return {"torch": version("torch"), "transformers": version("transformers")}
 
 
 # ==== runs =======================================================================================
@@ -219,7 +226,7 @@ def trained(one: Candidate, inputs: dict[str, Path], seed: int, args: Args) -> P
     weights = {name: content(folder.glob("model/*.safetensors")) for name, folder in inputs.items()}
     flags = base_flags(one.stage, args.size) + one.command[1:]
     base = ROOT / "quickstart/bases" / f"nano-{args.size}"
-    key = digest(one.code, flags, weights, data_of(args.data), content(base.glob("*.*")), seed, machine())
+    key = digest(one.code, flags, weights, data_of(args.data), content(base.glob("*.*")), seed, libraries())
     folder = (args.runs or args.rows.parent) / one.stage / key
     # last, because of a flag that is given twice the last one counts: no candidate changes its seed, models or data
     flags += ["--model", base, "--seed", seed, "--output-dir", folder]
@@ -289,15 +296,14 @@ def data_of(folder: Path) -> str:
     return content(folder.glob("tldr/**/*.arrow"))
 
 
-def bed_of(args: Args, on: dict | None = None) -> str:
-    """Return a hash of all that the candidates of a table share: other stages, their flags, data, metric and machine
-    (on: another one than this)."""
+def bed_of(args: Args) -> str:
+    """Return a hash of all that the candidates of a table share: other stages, their flags, data, metric, libraries."""
     stages = [code_of(ROOT / f"{stage}.py") for stage in BASE]
     metric = [code_of(ROOT / file) for file in ("quickstart/metric.py", "eval/eval_helpers.py")]
     metric += [content([ROOT / "quickstart/sentences.json"])]
     base = content((ROOT / "quickstart/bases" / f"nano-{args.size}").glob("*.*"))
     flags = [base_flags(stage, args.size) for stage in BASE]
-    return digest(stages, metric, code_of(ROOT / "tldr_dataset.py"), flags, data_of(args.data), base, on or machine())
+    return digest(stages, metric, code_of(ROOT / "tldr_dataset.py"), flags, data_of(args.data), base, libraries())
 
 
 def read_ledger(path: Path) -> pandas.DataFrame:

@@ -461,7 +461,7 @@ def mini_batches(run, update: int, items: list):
     """Those of all epochs of an update, one after the other."""
     size = len(items) // run.num_mini_batches
     for epoch in range(run.num_ppo_epochs):
-        order = shuffled(len(items), SEED + update, epoch)
+        order = shuffled(len(items), SEED, update * run.num_ppo_epochs + epoch)
         for first in range(0, len(items), size):
             yield [items[i] for i in order[first : first + size]]
 

@@ -302,7 +302,7 @@ def main(args: Args):
         logs = {name: torch.zeros((), device=device) for name in names}
         grad_norms = []
         for epoch in range(args.num_ppo_epochs):
-            shuffled = permutation(len(pairs), args.seed + update, epoch).to(device)
+            shuffled = permutation(len(pairs), args.seed, update * args.num_ppo_epochs + epoch).to(device)
             for mini_batch in shuffled.chunk(args.num_mini_batches):
                 count = untied[mini_batch].sum()
                 if count == 0:
