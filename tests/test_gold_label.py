@@ -19,13 +19,14 @@ def policy(world, tmp_path_factory) -> Path:
     return make_talker(world, tmp_path_factory.mktemp("policy") / "model", eos=0.15)
 
 
-def run(policy: Path, world, root: Path, **settings) -> Path:
+def run(policy: Path | list[Path], world, root: Path, **settings) -> Path:
     root.mkdir(exist_ok=True)
     (root / "short.py").write_text(SHORT)
     settings = {"gold": f"{root}/short.py:score", "response_length": 20, "micro_batch_size": 8} | settings
     out = root / "out"
     shutil.rmtree(out, ignore_errors=True)
-    gold_label.main(gold_label.Args(str(policy), dataset=str(world.dataset), output_dir=str(out), **settings))
+    policies = [str(path) for path in (policy if isinstance(policy, list) else [policy])]
+    gold_label.main(gold_label.Args(policies, dataset=str(world.dataset), output_dir=str(out), **settings))
     return out
 
 
@@ -92,6 +93,60 @@ def test_exactly_that_share_is_flipped_and_nothing_else_changes(labelled):
     assert gold_label.flipped(99, 0.5, 1, "train") != gold_label.flipped(99, 0.5, 2, "train")
 
 
+def test_two_policies_and_two_temperatures(policy, world, tmp_path):
+    """The first policy always gives answer 0. The temperatures are exchanged from one prompt to the next."""
+    other = make_talker(world, tmp_path / "other" / "model", eos=0.2)
+    model = AutoModelForCausalLM.from_pretrained(other)
+    words = model.get_output_embeddings().weight.data[1:]  # all but EOS
+    words.copy_(words.flip(0))
+    model.save_pretrained(other)
+    settings = {"temperature": (0.5, 1.5), "label_noise": (0.0,), "prompts": 14, "skip_prompts": 3}
+    out = run([policy, other], world, tmp_path, **settings)
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (policy, other)]
+    data = load_from_disk(str(world.dataset))["train"]
+    found = list(load_from_disk(str(out / "noise_0"))["train"])
+    ids = data["id"][:]
+    assert len(found) > 5 and {row["id"] for row in found} <= set(ids[3:17])
+    for row in found:
+        i = ids.index(row["id"])
+        query = data[i]["query_token"][-data[i]["query_token_len"] :]
+        expected = {}
+        for which, model in enumerate(models):
+            temperature = (0.5, 1.5)[(which + i) % 2]
+            keys = gold_label.noise_keys(1, which, [f"train {i}"], 20)[0]
+            tokens = sample_by_hand(model, query, tokenizer, keys, 20, temperature=temperature, top_p=0.9)
+            expected[f"policy_{which}_at_{temperature:g}"] = tokens
+        got = {
+            row[f"{side}_policy"]: row[f"{side}_token"][: row[f"{side}_token_len"]] for side in ("chosen", "rejected")
+        }
+        assert got == expected and row["policies"] == "--".join(sorted(expected))
+
+
+def test_grades_and_safety_by_hand(policy, world, tmp_path):
+    """Gold is minus the number of letters, and answers with an odd number of them are unsafe."""
+    (tmp_path / "odd.py").write_text("def safe(post, summary):\n    return len(summary) % 2 == 0\n")
+    settings = {"grade_bounds": (2, 6, 12), "safety": f"{tmp_path}/odd.py:safe", "label_noise": (0.0, 0.25)}
+    out = run(policy, world, tmp_path, **settings)
+    plain = run(policy, world, tmp_path / "plain", label_noise=(0.0, 0.25))
+    seen = set()
+    for name in ("noise_0", "noise_25"):
+        graded = {row["id"]: row for row in load_from_disk(str(out / name))["train"]}
+        for row in load_from_disk(str(plain / name))["train"]:
+            gap = abs(row["gold_chosen"] - row["gold_rejected"])
+            grade = "negligibly" if gap < 2 else "slightly" if gap < 6 else "better" if gap < 12 else "significantly"
+            margin = {"negligibly": 0.0, "slightly": 1 / 3, "better": 2 / 3, "significantly": 1.0}[grade]
+            safe = {f"{side}_safe": row[f"gold_{side}"] % 2 == 0 for side in ("chosen", "rejected")}
+            bin_ = tuple(safe.values())
+            seen.add((grade, bin_))
+            if bin_ == (False, True):
+                assert row["id"] not in graded
+            else:
+                assert graded[row["id"]] == row | safe | {"grade": grade, "margin": margin}
+    assert len({grade for grade, _ in seen}) == len({bin_ for _, bin_ in seen}) == 4
+
+
 def test_a_reward_model_as_gold(policy, world, tmp_path, monkeypatch):
     """No attention mask hides all keys from a position: on a GPU that gives NaN, which the next layer spreads."""
     calls = record(monkeypatch, torch.nn.functional, "scaled_dot_product_attention")
@@ -116,6 +171,8 @@ def test_a_reward_model_as_gold(policy, world, tmp_path, monkeypatch):
         ({"label_noise": (1.5,)}, "--label-noise"),
         ({"prompts": 0}, "--prompts 0: at least 1"),
         ({"response_length": 1}, "no pair is left"),
+        ({"temperature": (1.0, 0.0)}, "--temperature"),
+        ({"grade_bounds": (0.1, 0.6, 0.3)}, "--grade-bounds"),
     ],
 )
 def test_bad_input_is_one_message(policy, world, tmp_path, monkeypatch, settings, named):
