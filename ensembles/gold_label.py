@@ -250,7 +250,7 @@ def labelled(kept: list[tuple], share: float, split: str, tokenizer, args) -> Da
     return Dataset.from_list(rows, features=Features(types | {key: more[key] for key in more if key in rows[0]}))
 
 
-def check_args(args: Args):
+def check_values(args: Args):
     """End with an error if a value is impossible."""
     output_dir = Path(args.output_dir).expanduser()
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
@@ -271,7 +271,7 @@ def check_args(args: Args):
 
 def main(args: Args):
     disable_progress_bars()  # of `datasets`
-    check_args(args)
+    check_values(args)
     # cuDNN's attention builds a plan for every new shape, and its backward pass has given NaN under a mask
     torch.backends.cuda.enable_cudnn_sdp(False)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

@@ -92,7 +92,11 @@ class Args:
     batch_size: int = 64
     """pairs per optimiser step over all devices (table 4)"""
     learning_rate: float = 3e-6
-    """peak learning rate; decays to 0 over the run by a cosine (table 4)"""
+    """peak learning rate; decays over the run by a cosine (table 4)"""
+    warmup_share: float = 0.0
+    """share of the updates, and then at least 5, over which the learning rate rises to its peak (Llama 2: 0.03)"""
+    final_learning_rate: float = 0.0
+    """learning rate that the cosine reaches one update after the last (Llama 2: a tenth of the peak)"""
     max_grad_norm: float = 0.0
     """clip gradients to this global norm; 0: no clipping (as in the paper)"""
     margin: Literal["none", "small", "large", "column"] = "none"
@@ -214,6 +218,16 @@ def safety_labels(data) -> torch.Tensor:
     return torch.tensor(labels.astype("float32").to_numpy())
 
 
+def warmed_up(args, update: int, num_updates: int) -> float:
+    """Return the learning rate of an update, which begins at 1: a linear rise, then a cosine (section 3.2.2)."""
+    warmup = max(5, ceil(args.warmup_share * num_updates)) if args.warmup_share else 0
+    if update <= warmup:
+        return args.learning_rate * update / warmup
+    done = (update - 1 - warmup) / (num_updates - warmup)
+    decaying = args.learning_rate - args.final_learning_rate
+    return args.final_learning_rate + decaying * 0.5 * (1 + cos(pi * done))
+
+
 def is_tie(chosen: torch.Tensor, rejected: torch.Tensor, size: torch.Tensor, precision: str) -> torch.Tensor:
     """Return (b,) whether two scores are too close to call: another micro-batch size could swap them by rounding alone.
     A tie counts as a miss. `size` (b,) sums the magnitudes that were rounded: rewards in reward.py,
@@ -294,7 +308,7 @@ def main(args: Args):
         mbs = pair_micro_batches(batch, args.micro_batch_size, pad_id, accelerator.device)
 
         # ---- 2. one step of the optimiser --------------------------------------------------------
-        learning_rate = args.learning_rate * 0.5 * (1 + cos(pi * (update - 1) / num_updates))  # cosine to 0 (table 4)
+        learning_rate = warmed_up(args, update, num_updates)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         sums = defaultdict(float)

@@ -42,6 +42,15 @@ def test_margins_and_weights_of_pairs():
     assert graded_reward.pair_weights(extra).tolist() == [1] * 10
 
 
+def test_the_learning_rate_by_hand():
+    """105 updates: 3 % are 4, so 5 warm up. Then 100 of a cosine from 2 to 0.2, which is at 1.1 halfway."""
+    args = SimpleNamespace(learning_rate=2.0, warmup_share=0.03, final_learning_rate=0.2)
+    rates = [graded_reward.warmed_up(args, update, 105) for update in range(1, 107)]
+    assert close(torch.tensor(rates[:6]), [0.4, 0.8, 1.2, 1.6, 2.0, 2.0], 1e-6)
+    assert [rates[55], rates[105]] == pytest.approx([1.1, 0.2])
+    assert [graded_reward.warmed_up(args, update, 1000) for update in (29, 30)] == pytest.approx([2 * 29 / 30, 2.0])
+
+
 @pytest.mark.parametrize(
     ("margin", "columns", "named"),
     [
