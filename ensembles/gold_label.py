@@ -232,18 +232,24 @@ def pair_columns(prompt: dict, pair: list[dict], flip: bool, split: str, args, t
     return columns
 
 
+def safety_bins(rows: list[dict]) -> str:
+    """Return the shares of Llama 2's three bins of pairs, beside the paper's."""
+    bins = [(row["chosen_safe"], row["rejected_safe"]) for row in rows]
+    shares = (f"{name} {100 * bins.count(key) / len(rows):.0f} % (Llama 2: {own})" for key, (name, own) in BINS.items())
+    return ", ".join(shares)
+
+
 def labelled(kept: list[tuple], share: float, split: str, tokenizer, args) -> Dataset:
-    """Return a data set of (prompt, pair)s with this share of flipped labels. With --safety, print Llama 2's bins."""
+    """Return a data set of (prompt, pair)s with this share of flipped labels. With --safety, it lacks pairs whose
+    chosen answer alone is unsafe, and Llama 2's bins are printed."""
     flips = flipped(len(kept), share, args.seed, split)
     rows = [pair_columns(*one, flip, split, args, tokenizer) for one, flip in zip(kept, flips, strict=True)]
     if args.safety:
-        bins = [(row["chosen_safe"], row["rejected_safe"]) for row in rows]
-        rows = [row for row, key in zip(rows, bins, strict=True) if key in BINS]
+        count = len(rows)
+        rows = [row for row in rows if row["chosen_safe"] or not row["rejected_safe"]]
         if not rows:
             fail(f"{split}: of every pair, the chosen answer alone is unsafe")
-        shares = (f"{name} {100 * bins.count(key) / len(rows):.0f} % ({own})" for key, (name, own) in BINS.items())
-        print(f"{split}, noise {share:g}, Llama 2's percentages in brackets: {', '.join(shares)}", end="; ")
-        print(f"{len(bins) - len(rows)} pairs left out, because the chosen answer alone is unsafe")
+        print(f"{split}, noise {share:g}: {safety_bins(rows)}; {count - len(rows)} pairs left out")
     types = {name: kind for name, kind in column_types("preference").items() if name in rows[0]}
     more = dict.fromkeys(("gold_chosen", "gold_rejected", "margin"), Value("float64")) | {"grade": Value("string")}
     more |= dict.fromkeys(("chosen_safe", "rejected_safe"), Value("bool"))
