@@ -34,11 +34,14 @@ run "${dataset[@]}" --base "$work/all/base" --output-dir "$work/helpfulness" \
     --mix levels=1/2 posts=1/4 strength=1/25 harmless=21/100
 run "${dataset[@]}" --base "$work/all/base" --output-dir "$work/safety" \
     --mix harmless=9/10 posts=5/100 levels=4/100 strength=1/100
+# one's own set alone, without the open ones
+run python llama2/preference_dataset.py --bad-rows skip --validation-share 0.1 --base "$work/all/base" \
+    --output-dir "$work/alone" --sources levels=five_levels:"$sets"/preferences/graded_five_levels.jsonl
 run python sft.py --model "$work/all/base" --seed 1 --dataset "$work/all/sft" --total-episodes 640 --learning-rate 3e-3 \
     --batch-size 32 --micro-batch-size 8 --output-dir "$runs/sft"
 cp "$work/all/statistics/"{table_6.csv,counts.csv,grades.csv} "$output"
-for kind in helpfulness safety; do
-    margin=$([[ $kind == helpfulness ]] && echo small || echo none)
+for kind in helpfulness alone safety; do
+    margin=$([[ $kind == safety ]] && echo none || echo small)
     run python llama2/reward.py --model nano-xs --seed 1 --sft-model-path "$runs/sft" --dataset "$work/all/sft" \
         --preference-dataset "$work/$kind/preference" --margin "$margin" --num-train-epochs 3 --learning-rate 1e-3 \
         --batch-size 16 --micro-batch-size 8 --run-eval --output-dir "$runs/$kind"
@@ -49,4 +52,4 @@ run python ensembles/ppo.py --model nano-xs --seed 1 --sft-model-path "$runs/sft
     --reward-model-paths "$runs/helpfulness" "$runs/safety" --reward-combination safety_gate \
     --value-start reward --no-standardise-members --penalty-reward-value None --response-length 48 \
     --learning-rate 1e-4 --total-episodes 160 --batch-size 32 --micro-batch-size 8 --sample-every 0 --output-dir "$runs/ppo"
-run cat "$output/table_6.csv" "$output/accuracy_helpfulness.csv" "$output/accuracy_safety.csv"
+run cat "$output/table_6.csv" "$output"/accuracy_{helpfulness,alone,safety}.csv
