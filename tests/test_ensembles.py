@@ -330,7 +330,7 @@ def test_the_commands_are_the_papers_tables():
     expected = {
         "alpaca_dataset": {"max_query_length": 520, "max_response_length": 256},
         "sft": {"learning_rate": 8e-6, "num_train_epochs": 3, "batch_size": 4},
-        "gold_label": {"temperature": 1.0, "top_p": 0.9, "response_length": 256, "label_noise": (0.0, 0.25, 0.35)},
+        "gold_label": {"temperature": (1.0,), "top_p": 0.9, "response_length": 256, "label_noise": (0.0, 0.25, 0.35)},
         "best_of_n": {"temperature": 1.0, "top_p": 0.9, "response_length": 256, "prompts": 1000, "samples": 12_500},
         "reward": {"model": "EleutherAI/pythia-70m", "learning_rate": 1e-5, "num_train_epochs": 5, "batch_size": 32},
         "run": {"learning_rate": 1e-6, "lr_schedule": "cosine", "final_learning_rate": 1e-7, "num_ppo_epochs": 4}

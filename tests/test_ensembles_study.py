@@ -37,8 +37,8 @@ def test_steps_read_what_earlier_ones_wrote_and_name_what_they_write(steps):
     written = set()
     for jobs in steps:
         for job, args in jobs:
-            flags = ("sft_model_path", "policy", "preference_dataset")
-            read = [str(getattr(args, flag)) for flag in flags if getattr(args, flag, None)]
+            read = [getattr(args, flag, None) for flag in ("sft_model_path", "policy", "preference_dataset")]
+            read = [path for one in read if one for path in (one if isinstance(one, list) else [one])]
             read += getattr(args, "reward_model_paths", None) or []
             assert all(any(path == x or path.startswith(f"{x}/") for x in written) for path in read), job.name
             assert args.output_dir == f"{RUNS}/{job.name}" and study.ROOT / args.output_dir in job.result.parents

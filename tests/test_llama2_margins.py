@@ -51,8 +51,10 @@ def test_each_command_reads_what_those_before_it_wrote(name, tmp_path):
         assert all(folder.endswith(f"/{margin}/{seed}") for folder, (margin, seed) in runs.items())
         assert len(runs) == len(margins.LABELS) * len(margins.COLORS) * 4
     else:
-        assert [margin for margin, _ in runs.values()] == ["small", "none"]
-        assert found[-1][1].reward_combination == "safety_gate" and found[-1][1].reward_model_paths == [*runs]
+        assert [margin for margin, _ in runs.values()] == ["small", "small", "none"]
+        helpfulness, _, safety = runs
+        assert found[-1][1].reward_combination == "safety_gate"
+        assert found[-1][1].reward_model_paths == [helpfulness, safety]
 
 
 def test_margins_are_means_over_seeds(tmp_path):
