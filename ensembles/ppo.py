@@ -147,6 +147,8 @@ class Args:
     """shape of the decay, which reaches final_learning_rate one update after the last (table 7: linear)"""
     final_learning_rate: float = 0.0
     """learning rate at the end of the schedule (ensemble paper, table 3: cosine from 1e-6 to 1e-7)"""
+    lr_schedule_length: float = 1.0
+    """length of the schedule in lengths of the run (in the ensemble paper's released code, 10,000 of 3,000 steps)"""
     max_grad_norm: float = 0.0
     """clip gradients to this global norm; 0: no clipping (as in the paper)"""
     response_length: int = 53
@@ -177,6 +179,8 @@ class Args:
     and after the last; 0: only after the last"""
     eval_rows: int = 64
     """number of these posts"""
+    eval_temperature: float | None = None
+    """temperature of these samples (ensemble paper's released code: 0.7); default: --temperature"""
     micro_batch_size: int | None = None
     """episodes per device in one pass of a model; affects memory, speed, rounding; default: fits 80 GB, or 8"""
     sample_batch_size: int | None = None
@@ -214,7 +218,7 @@ def combine(scores: torch.Tensor, method: str = "mean", uwo_lambda: float | None
 
 
 def scheduled(args, done: float) -> float:
-    """Return the learning rate after this share (0 to 1) of the updates."""
+    """Return the learning rate after this share (0 to 1) of the schedule."""
     remaining = 1 - done  # linear (table 7)
     if args.lr_schedule == "cosine":
         remaining = 0.5 * (1 + cos(pi * done))
@@ -402,7 +406,7 @@ def main(args: Args):
         rollout_seconds = time.time() - update_start
 
         # ---- 5. K epochs of clipped updates ------------------------------------------------------
-        learning_rate = scheduled(args, (update - 1) / num_updates)
+        learning_rate = scheduled(args, (update - 1) / num_updates / args.lr_schedule_length)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         logs = defaultdict(float)  # sums over the micro-batches of all optimiser steps
@@ -932,14 +936,15 @@ def diagnostics(batch: dict, kl: torch.Tensor) -> dict:
 
 @torch.no_grad()
 def validation_samples(accelerator, model, ref_policy, reward_models, data, tokenizer, args) -> pandas.DataFrame:
-    """Sample a response to each post of `data` as in training, with noise that is the same at every update. Returns a
-    row per post with its KL to the reference (k2, the ensemble paper's equation 10) and its combined and single scores,
+    """Sample a response to each post of `data`, with noise that is the same at every update. Returns a row a post: its
+    KL to the reference (k2, the ensemble paper's equation 10, at --temperature), its combined and its single scores,
     without EOS penalty."""
     posts = data[:]
     queries = posts["query_token"].to(accelerator.device)
     keys = noise_keys(args.seed, -1, range(len(data)), args.response_length).to(queries.device)
     policy = accelerator.unwrap_model(model).policy
-    responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, args.temperature)
+    temperature = args.eval_temperature or args.temperature
+    responses, _ = sample(accelerator, policy, queries, keys, tokenizer, args, temperature)
     batch = make_batch(queries, responses, tokenizer.pad_token_id)
     rows = torch.arange(len(data), device=queries.device)
     batch |= forward_passes(accelerator, model, ref_policy, batch, [rows], args)

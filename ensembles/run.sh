@@ -16,6 +16,8 @@
 # - The paper's reward models learn from answers to 46,000 prompts (section 4.3; it does not say which of the 52,000). Here
 #   they learn from AlpacaFarm's 10,000 for that purpose, which neither SFT, PPO nor best of n sees.
 # - GOLD must exist before, with the policy's tokenizer and its two turns. AlpacaFarm's of 7B is a LLaMA and does not fit.
+# - What the released code sets beyond the paper's tables is set here where a script has a flag for it; README.md lists the
+#   rest. A warm-up of 50 steps is 0.035 of about 1,400.
 # - 3,000 PPO steps of 32 are 94 updates, because 256 rollouts in 4 epochs are 32 steps.
 # - --eval-every and --eval-rows are ours. All else is ensembles/ppo.py's default: the value model starts from SFT, as in the
 #   paper's code, and members are standardised, as its authors say they did.
@@ -49,6 +51,7 @@ for model in "$policy" "$proxy"; do # their tokens are the same: the policy's da
     run "$data/$name/sft" python ensembles/alpaca_dataset.py --base "$model" --output-dir "$data/$name"
     run "$runs/sft/$name/model" "${launch[@]}" sft.py --model "$data/$name/base" --seed 1 \
         --dataset "$data/${policy##*/}/sft" --learning-rate 8e-6 --num-train-epochs 3 --batch-size 4 \
+        --loss-on response --max-grad-norm 2 \
         "${go_on[@]}" --output-dir "$runs/sft/$name" # table 1
 done
 policy_run=$runs/sft/${policy##*/}
@@ -59,10 +62,10 @@ run "$data/labelled" python ensembles/gold_label.py --policy "$policy_run" --gol
 members=()
 for seed in 1 2 3 4 5; do # table 2: the same data, another head and another order
     member=$runs/reward/$setting/$seed
-    run "$member/eval/accuracy.csv" "${launch[@]}" reward.py --model "$proxy" --seed "$seed" \
+    run "$member/eval/accuracy.csv" "${launch[@]}" llama2/reward.py --model "$proxy" --seed "$seed" \
         --sft-model-path "$runs/sft/${proxy##*/}" --dataset "$data/sft" \
         --preference-dataset "$data/labelled/noise_${NOISE:-25}" --learning-rate 1e-5 --num-train-epochs 5 \
-        --batch-size 32 --run-eval "${go_on[@]}" --output-dir "$member"
+        --batch-size 32 --warmup-share 0.035 --max-grad-norm 2 --score-l2 0.001 --run-eval "${go_on[@]}" --output-dir "$member"
     members+=("$member")
 done
 average=$runs/reward/$setting/average
@@ -75,7 +78,8 @@ run "$runs/best_of_n/$setting/best_of_n.md" python ensembles/best_of_n.py --poli
 ppo() { # folder, kl, seed, flags...: table 3
     local folder=$runs/ppo/$setting/$1_kl_$2/$3
     run "$folder/model" "${launch[@]}" ensembles/ppo.py --model "$policy" --seed "$3" --sft-model-path "$policy_run" \
-        --dataset "$data/unlabeled" --learning-rate 1e-6 --lr-schedule cosine --final-learning-rate 1e-7 --num-ppo-epochs 4 \
+        --dataset "$data/unlabeled" --learning-rate 1e-6 --lr-schedule cosine --final-learning-rate 1e-7 \
+        --lr-schedule-length 3.3333333333333335 --num-ppo-epochs 4 --vf-coef 1 --eval-temperature 0.7 \
         --batch-size 256 --num-mini-batches 8 --total-episodes 24064 --cliprange 0.2 --cliprange-value 0.2 --lam 0.95 \
         --temperature 1.0 --response-length 256 --kl-coef "$2" --penalty-reward-value None \
         --eval-every 3 --eval-rows 256 --resume --save-every 10 \

@@ -14,7 +14,7 @@ Shapes: n is the number of rows of a split, b of the pairs or rows in a function
 The script deviates from the paper and the authors' code on purpose:
 - A pair is one row `query + chosen + rejected` (pair_rows), for nearly half the work. The authors run two rows.
 - The head's bias is not trained: it cancels in the loss, and Adam would only amplify rounding. The authors train it.
-  --safety-coef does train it.
+  --safety-coef and --score-l2 do train it.
 - The head runs in float32. The authors run it under bf16 autocast, which keeps only three digits of a reward.
 - An epoch shows every pair once. The authors' released runs shuffled differently on every rank, so they showed 65.8 %.
 - The rows left over after the last whole batch are not trained on. The authors also trained on 92,832 of 92,858 pairs.
@@ -102,6 +102,9 @@ class Args:
     margin: Literal["none", "small", "large", "column"] = "none"
     """Llama 2's margin of a pair in the loss (equation 2), by its grade: 1, 2/3, 1/3, 0 (small) or 3, 2, 1, 0 (large);
     column: the number in its column `margin`"""
+    score_l2: float = 0.0
+    """weight of half the squares of a pair's rewards in the loss (0.001 in the ensemble paper's released code); above
+    0, the head's bias is trained"""
     safety_coef: float = 0.0
     """weight of Llama 2's auxiliary loss, which trains the sigmoid of a reward to predict whether a labelled response
     is safe; above 0, the head's bias is trained and the rewards are not centred"""
@@ -291,7 +294,7 @@ def main(args: Args):
     widths.append(len(references[0]["query_reference_response_token"]))
     reward_model = new_reward_model(sft_folder, tokenizer, max(widths))
     check_pairs(reward_model.model.to(accelerator.device), sft_folder, max(widths), pad_id)
-    reward_model.bias.requires_grad_(args.safety_coef > 0)  # else it cancels
+    reward_model.bias.requires_grad_(args.safety_coef > 0 or args.score_l2 > 0)  # else it cancels
     model, optimizer = prepare(accelerator, reward_model, args)
     # change here: pass state of your own to accelerator.register_for_checkpointing. --resume restores it on the CPU.
     inputs = {"sft_model_path": sft_folder, "dataset": references, "preference_dataset": train}
@@ -315,6 +318,8 @@ def main(args: Args):
         for mb in accumulate(accelerator, model, mbs):
             chosen, rejected, other_logits = pair_rewards(model, mb)
             loss = (mb["weight"] * margin_loss(chosen, rejected, mb["margin"])).sum()
+            if args.score_l2:
+                loss = loss + args.score_l2 * (mb["weight"] * 0.5 * (chosen.square() + rejected.square())).sum()
             if args.safety_coef:
                 safety = safety_loss(chosen, mb["safe"][:, 0]) + safety_loss(rejected, mb["safe"][:, 1])
                 safety_sum = (mb["weight"] * safety).sum()

@@ -101,6 +101,7 @@ def golden(setting) -> Path:
     """A run against both members, with the frozen models in the machine's memory."""
     args = setting.args("golden", eval_every=2, offload=True)
     args = replace(args, lr_schedule="cosine", final_learning_rate=1e-4, penalty_reward_value=None)
+    args.eval_temperature = 1.1
     return run(args)
 
 
@@ -138,7 +139,7 @@ def plain_samples(setting, world, policy_folder: Path, update: int = -1, tempera
         before = slice(len(query) - 1, len(query) + len(tokens) - 1)
         logs = []
         for model in (policy, reference):
-            logits = (model(both).logits[0, before].double() / (temperature + 1e-7))[:, allowed]
+            logits = (model(both).logits[0, before].double() / (0.7 + 1e-7))[:, allowed]  # as in training
             logs.append(logits.log_softmax(1).gather(1, torch.searchsorted(allowed, torch.tensor(tokens))[:, None]))
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         scores = [
@@ -167,7 +168,7 @@ def test_gold_of_each_update_is_that_of_plain_code(setting, world, single, golde
     rows = pandas.read_csv(folder / "gold_samples.csv", keep_default_na=False)
     assert table.index.tolist() == [0, 2] + [3] * (members == 2)
     for update, policy in ((table.index[0], setting.sft), (table.index[-1], folder / "model")):
-        samples = plain_samples(setting, world, policy)
+        samples = plain_samples(setting, world, policy, temperature=0.7 if members == 1 else 1.1)
         assert len({len(x.tokens) for x in samples}) > 1  # of several lengths
         for x in samples:
             x.gold = x.gold if members == 1 else len(x.query) / 100 - len(x.text) / 7  # FUNCTION
@@ -329,11 +330,13 @@ def test_the_commands_are_the_papers_tables():
     assert {x.preference_dataset for x in members} == {f"{labels.output_dir}/noise_25"}
     expected = {
         "alpaca_dataset": {"max_query_length": 520, "max_response_length": 256},
-        "sft": {"learning_rate": 8e-6, "num_train_epochs": 3, "batch_size": 4},
+        "sft": {"learning_rate": 8e-6, "num_train_epochs": 3, "batch_size": 4, "loss_on": "response"},
         "gold_label": {"temperature": (1.0,), "top_p": 0.9, "response_length": 256, "label_noise": (0.0, 0.25, 0.35)},
         "best_of_n": {"temperature": 1.0, "top_p": 0.9, "response_length": 256, "prompts": 1000, "samples": 12_500},
-        "reward": {"model": "EleutherAI/pythia-70m", "learning_rate": 1e-5, "num_train_epochs": 5, "batch_size": 32},
+        "reward": {"model": "EleutherAI/pythia-70m", "learning_rate": 1e-5, "num_train_epochs": 5, "batch_size": 32}
+        | {"max_grad_norm": 2, "score_l2": 0.001},
         "run": {"learning_rate": 1e-6, "lr_schedule": "cosine", "final_learning_rate": 1e-7, "num_ppo_epochs": 4}
+        | {"lr_schedule_length": 10 / 3, "vf_coef": 1, "eval_temperature": 0.7}
         | {"batch_size": 256, "num_mini_batches": 8, "cliprange": 0.2, "cliprange_value": 0.2, "lam": 0.95}
         | {"temperature": 1.0, "response_length": 256, "penalty_reward_value": None, "value_start": "sft"}
         | {"model": "EleutherAI/pythia-1.4b", "standardise_members": True},

@@ -139,11 +139,11 @@ def batch_of(rows: list, update: int, size: int = BATCH) -> list:
     return [rows[shuffled(len(rows), SEED, i // len(rows))[i % len(rows)]] for i in places]
 
 
-def cosine(update: int) -> float:
+def cosine(update: float) -> float:
     return LEARNING_RATE * (1 + math.cos(math.pi * (update - 1) / UPDATES)) / 2
 
 
-def linear(update: int) -> float:
+def linear(update: float) -> float:
     return LEARNING_RATE * (UPDATES + 1 - update) / UPDATES
 
 
@@ -342,13 +342,13 @@ def test_reward(start, record_property):
     hold(run, {"model.": model}, by_hand(), record_property, changed_after=["score.bias"])
 
 
-@pytest.mark.parametrize(("margin", "coef"), [("column", 0.0), ("small", 0.3)])
-def test_llama2_reward(start, record_property, margin, coef):
+@pytest.mark.parametrize(("margin", "coef", "l2"), [("column", 0.0, 0.0), ("small", 0.3, 0.0), ("none", 0.0, 0.2)])
+def test_llama2_reward(start, record_property, margin, coef, l2):
     settings = {"sft_model_path": start.sft, "dataset": start.dataset, "preference_dataset": start.graded_dataset}
-    settings |= {"margin": margin, "safety_coef": coef}
-    run = train(start, "llama2/reward.py", f"margin {margin}, safety {coef}", **settings)
+    settings |= {"margin": margin, "safety_coef": coef, "score_l2": l2}
+    run = train(start, "llama2/reward.py", f"margin {margin}, safety {coef}, l2 {l2}", **settings)
     model = with_drawn_head(start, run)
-    model.score.bias.requires_grad_(coef > 0)
+    model.score.bias.requires_grad_(coef + l2 > 0)
     kept = [pair for pair in start.pairs if (pair.chosen_safe, pair.rejected_safe) != (False, True)]
 
     def by_hand():
@@ -356,12 +356,13 @@ def test_llama2_reward(start, record_property, margin, coef):
             logs = defaultdict(float)
             for pair in batch_of(kept, update):
                 chosen, rejected = (rewards_at(model, getattr(pair, side))[-1] for side in SIDES)
-                own_margin = pair.margin if margin == "column" else GRADES[pair.grade]
+                own_margin = {"column": pair.margin, "small": GRADES[pair.grade], "none": 0}[margin]
                 safety_loss = torch.zeros(())
                 for reward, safe in ((chosen, pair.chosen_safe), (rejected, pair.rejected_safe)):
                     if safe is not None:
                         safety_loss = safety_loss - pair.weight * logsigmoid(reward if safe else -reward)
                 loss = -pair.weight * logsigmoid(chosen - rejected - own_margin) + coef * safety_loss
+                loss = loss + l2 * pair.weight * (chosen**2 + rejected**2) / 2
                 (loss / BATCH).backward()
                 log_pair(logs, loss, chosen, rejected)
                 if coef:
@@ -769,7 +770,7 @@ def test_ppo_function(start, record_property):
 
 ENSEMBLES = [
     {"reward_combination": "mean", "value_start": "reward", "lr_schedule": "linear"},
-    {"reward_combination": "wco", "value_start": "sft", "lr_schedule": "cosine"},
+    {"reward_combination": "wco", "value_start": "sft", "lr_schedule": "cosine", "lr_schedule_length": 2.5},
     {"reward_combination": "uwo", "uwo_lambda": 0.7, "value_start": "sft", "lr_schedule": "linear"},
     {"reward_combination": "safety_gate", "value_start": "reward", "lr_schedule": "cosine"},
 ]
@@ -825,7 +826,8 @@ def test_ensembles_ppo(start, record_property, options):
         return {"objective/safety_share": sum(is_unsafe(episode) for episode in episodes) / len(episodes)}
 
     def schedule(update: int) -> float:
-        falling = {"linear": linear, "cosine": cosine}[run.lr_schedule](update)
+        passed = 1 + (update - 1) / options.get("lr_schedule_length", 1)
+        falling = {"linear": linear, "cosine": cosine}[run.lr_schedule](passed)
         return 1e-4 + (LEARNING_RATE - 1e-4) * falling / LEARNING_RATE
 
     by_hand = ppo_by_hand(run, value_model, score, schedule, whiten_scores)
