@@ -27,9 +27,10 @@ import tyro
 from matplotlib.figure import Figure
 from scipy import stats
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("eval", "quickstart")]
 
 from eval_helpers import fail, files_below, or_fail  # noqa: E402
+from paired import holm  # noqa: E402
 from run_metrics import read_metrics  # noqa: E402
 
 METHODS = {  # name, color, marker
@@ -197,33 +198,33 @@ def draw_lines(title: str, xlabel: str, ylabel: str, lines: list[dict]) -> Figur
     return figure
 
 
-def difference_text(values: pandas.Series) -> str:
-    """Return mean and interval of paired differences, in bold if the interval excludes 0, or "" without a pair."""
-    if values.empty:
-        return ""
-    middle, low, high = t_interval(values)
-    if len(values) == 1:
-        return f"{middle:.3f}"
-    text = f"{middle:.3f} ({low:.3f} to {high:.3f})"
-    return f"**{text}**" if low > 0 or high < 0 else text
-
-
 def methods_table(runs: pandas.DataFrame) -> str:
-    """Return a Markdown table of each method's final and best gold and the paired differences to a single model."""
-    lines = ["| runs | method | final gold | to single | best gold | to single |", "|" + "---|" * 6]
+    """Return a Markdown table of each method's final and best gold and the paired differences to a single model. p is
+    corrected for all differences of the table by Holm's method, and those below 0.05 are bold."""
     runs = runs.assign(final=runs["gold"].str[-1], best=runs["gold"].map(max))
+    rows, differences = [], {}
     for (procedure, kl), group in runs.groupby(["procedure", "kl_coef"]):
         name = f"PPO, KL {kl:g}" if procedure == "PPO" else f"best of {group.iloc[0]['step'][-1]:,}"
         # means over the runs of a seed, by seed and method
-        tables = [group.pivot_table(x, "seed", "method").reindex(columns=[*METHODS]) for x in ("final", "best")]
+        tables = {x: group.pivot_table(x, "seed", "method").reindex(columns=[*METHODS]) for x in ("final", "best")}
         for method in METHODS:
-            if method not in set(group["method"]):
-                continue
-            cells = [name, METHODS[method][0]]
-            for table in tables:
-                differences = (table[method] - table["single"]).dropna()  # of the seeds that both have
-                cells += [f"{table[method].mean():.3f}", "" if method == "single" else difference_text(differences)]
-            lines.append(f"| {' | '.join(cells)} |".replace("-", "−"))
+            if method in set(group["method"]):
+                rows.append((name, method, {key: table[method].mean() for key, table in tables.items()}))
+                for key, table in tables.items() if method != "single" else ():
+                    differences[name, method, key] = (table[method] - table["single"]).dropna()
+    p = {key: stats.ttest_1samp(values, 0).pvalue for key, values in differences.items() if len(values) > 1}
+    p = holm(pandas.Series(p, dtype=float).fillna(1.0), 0) if p else {}
+    lines = ["| runs | method | final gold | to single | p | best gold | to single | p |", "|" + "---|" * 8]
+    for name, method, means in rows:
+        cells = [name, METHODS[method][0]]
+        for key, mean in means.items():
+            values = differences.get((name, method, key), pandas.Series(dtype=float))
+            middle, low, high = t_interval(values) if len(values) > 1 else (values.mean(), None, None)
+            text = "" if values.empty else f"{middle:.3f}" if low is None else f"{middle:.3f} ({low:.3f} to {high:.3f})"
+            corrected = p.get((name, method, key), 1.0)
+            known = f"{corrected:.3f}" if len(values) > 1 else ""
+            cells += [f"{mean:.3f}", f"**{text}**" if corrected < 0.05 else text, known]
+        lines.append(f"| {' | '.join(cells)} |".replace("-", "−"))
     return "\n".join(lines) + "\n"
 
 
