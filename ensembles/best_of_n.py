@@ -55,7 +55,7 @@ from ppo import (  # noqa: E402
     similar_lengths,
 )
 
-FREE = ["output_dir", "micro_batch_size", "estimate", "uwo_lambda"]  # may differ in one folder
+FREE = ["output_dir", "micro_batch_size", "estimate", "members", "tables", "uwo_lambda"]  # may differ in one folder
 
 
 @dataclass
@@ -91,6 +91,10 @@ class Args:
 
     estimate: bool = False
     """only make the tables, of the prompts that output_dir holds"""
+    members: tuple[int, ...] = ()
+    """with --estimate: only of these reward models, counted from 1; default: all"""
+    tables: str | None = None
+    """with --estimate: folder of the tables, if it is not output_dir"""
     uwo_lambda: float = 0.5
     """weight of the variance in uwo (section 5.1)"""
 
@@ -272,12 +276,16 @@ def bon_values(objective: numpy.ndarray, values: list[numpy.ndarray], weights: n
 
 def make_tables(args: Args, settings: dict):
     """Write the tables of the prompts that are sampled in output_dir; `settings` are the arguments of the sampling."""
-    folder, N, k = Path(args.output_dir), settings["samples"], len(settings["reward_model_paths"])
+    folder, N, paths = Path(args.output_dir), settings["samples"], settings["reward_model_paths"]
+    if not set(args.members) <= set(range(1, len(paths) + 1)):
+        fail(f"--members {args.members}: from 1 to {len(paths)}, the number of reward models of {folder}")
+    members = [member - 1 for member in args.members] or list(range(len(paths)))
+    k = len(members)
     files = [file for i in range(settings["prompts"]) if (file := folder / f"samples_{i:06d}.npz").exists()]
     if not files:
         fail(f"{folder}: no prompt is sampled there yet; without --estimate the command samples them")
     scales = json.loads((folder / "scales.json").read_text()).values()  # in the order of the proxies
-    middle, spread = (numpy.array([scale[key] for scale in scales]) for key in ("mean", "sd"))  # (k,) each
+    middle, spread = (numpy.array([scale[key] for scale in scales])[members] for key in ("mean", "sd"))  # (k,) each
     ns = numpy.unique(numpy.geomspace(1, N, 30).round().astype(int))  # evenly spaced in log n
     weights = numpy.stack([bon_weights(int(n), N) for n in ns])  # (n, N)
     methods = [*(f"single_{i + 1}" for i in range(k)), *(("mean", "wco", "uwo") if k > 1 else ())]
@@ -286,7 +294,7 @@ def make_tables(args: Args, settings: dict):
         shard = numpy.load(file)
         ended.append(shard["has_eos"].mean())
         gold = shard["gold"].astype(float)[None]  # (1, N)
-        scores = (shard["scores"].astype(float) - middle) / spread  # (N, k)
+        scores = (shard["scores"].astype(float)[:, members] - middle) / spread  # (N, k)
         uwo = scores.mean(1) - args.uwo_lambda * scores.var(1)
         objectives = [*scores.T, scores.mean(1), scores.min(1), uwo][: len(methods)]
         values.append([numpy.concatenate(bon_values(x[None], [gold, x[None]], weights)) for x in objectives])
@@ -301,6 +309,11 @@ def make_tables(args: Args, settings: dict):
 {k} reward models, gold {settings["gold"]}, uwo with λ {args.uwo_lambda:g}; {eos} of the responses have EOS.
 
 {markdown(table[table["n"] == N].to_dict("records"))}"""
+    if args.tables:
+        folder = Path(args.tables)
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = settings | {"samples_of": args.output_dir, "reward_model_paths": [paths[i] for i in members]}
+        put(folder / "args.json", (json.dumps(settings, indent=2) + "\n").encode())
     table.to_csv(folder / "best_of_n.csv", index=False)
     (folder / "best_of_n.md").write_text(text, encoding="utf-8")
     print(text)

@@ -3,9 +3,11 @@ method with a single reward model.
 
     python ensembles/figures.py --runs runs/ensembles/ppo runs/ensembles/best_of_n --output-dir runs/ensembles/figures
     python ensembles/figures.py --runs ensembles/results/runs.jsonl --output-dir /tmp/figures    # the committed study
+    python ensembles/figures.py --runs ensembles/results/study.jsonl --arm noise_0 --output-dir /tmp/figures
 
 The script reads the runs of ensembles/ppo.py that eval/gold.py has scored, and those of ensembles/best_of_n.py. It
-writes a figure_N.png for each figure that has runs, table.md, and runs.jsonl, which holds the curves that it read.
+writes a figure_N.png for each figure that has runs, table.md, and runs.jsonl, which holds the curves that it read. Runs
+of study.py have an arm: figures and table are of one arm, and factors.png compares the best of n of all.
 
 A method is `single` (one reward model), `warm` (one that average.py made), `mean`, `wco` or `uwo`. A replicate is a
 seed. Several runs of one seed, such as one for each single reward model, count as their mean. Lines are means over the
@@ -30,7 +32,7 @@ from scipy import stats
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("eval", "quickstart")]
 
 from eval_helpers import fail, files_below, or_fail  # noqa: E402
-from paired import holm  # noqa: E402
+from paired import holm, summarise  # noqa: E402
 from run_metrics import read_metrics  # noqa: E402
 
 METHODS = {  # name, color, marker
@@ -48,6 +50,8 @@ class Args:
     """folders with runs, at any depth, or a runs.jsonl of an earlier call"""
     output_dir: str = "runs/ensembles/figures"
     """folder to write"""
+    arm: str = "centre"
+    """arm of study.py whose figures and table are made; runs without an arm are in this one"""
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -81,6 +85,7 @@ def read_ppo(folder: Path, settings: dict) -> list[dict]:
             "step": gold["update"].tolist(),
             "kl": gold["kl_k2"].tolist(),
             "gold": gold["gold"].tolist(),
+            "proxy": gold["score"].tolist(),
             "variance": variance if len(paths) > 1 else [],  # one value for each update, from 1 on
         }
     ]
@@ -94,7 +99,7 @@ def read_best_of_n(folder: Path, settings: dict) -> list[dict]:
             name = method_of(settings["reward_model_paths"], method) if method == "single" else method
             run = {"procedure": "BoN", "method": name, "kl_coef": 0.0, "seed": settings["seed"], "folder": str(folder)}
             run |= {"step": rows["n"].tolist(), "kl": rows["kl"].tolist(), "gold": rows["gold"].tolist()}
-            runs_read.append(run | {"variance": []})
+            runs_read.append(run | {"proxy": rows["proxy"].tolist(), "variance": []})
     return runs_read
 
 
@@ -115,10 +120,11 @@ def read_runs(sources: tuple[str, ...]) -> pandas.DataFrame:
     if not runs:
         fail(f"--runs {' '.join(sources)}: no complete run with gold scores there; ensembles/study.py makes some")
     runs = pandas.DataFrame(runs)
+    runs["arm"] = runs["arm"].fillna("centre") if "arm" in runs else "centre"
     members = (runs["procedure"] == "PPO") & (runs["method"] == "single")
-    for key, group in runs[~members].groupby(["procedure", "method", "kl_coef", "seed"]):
+    for key, group in runs[~members].groupby(["procedure", "method", "kl_coef", "seed", "arm"]):
         if len(group) > 1:
-            what = "{}, {}, KL penalty {:g}, seed {}".format(*key)
+            what = "{}, {}, KL penalty {:g}, seed {}".format(*key[:-1])
             fail(f"two runs of {what}: {' and '.join(group['folder'][:2])}; name folders of one setting in --runs")
     return runs
 
@@ -228,19 +234,66 @@ def methods_table(runs: pandas.DataFrame) -> str:
     return "\n".join(lines) + "\n"
 
 
+def contrasts_table(runs: pandas.DataFrame) -> str:
+    """Return a Markdown table of the primary contrasts, chosen before study.py's first row: the final gold of mean, WCO
+    and UWO less that of a single reward model, in best of n and in PPO with a KL penalty of 0.1."""
+    runs = runs.assign(final=runs["gold"].str[-1])
+    differences = {}
+    for name, procedure, kl in (("best of n", "BoN", 0), ("PPO, KL 0.1", "PPO", 0.1)):
+        own = runs[(runs["procedure"] == procedure) & (runs["kl_coef"] == kl)]
+        table = own.pivot_table("final", "seed", "method").reindex(columns=[*METHODS])
+        for method in ("mean", "wco", "uwo"):
+            differences[f"{name}: {METHODS[method][0]}"] = table[method] - table["single"]
+    lines = [
+        "| primary contrast | draws | final gold less single's, 95 % | p, Holm | would have shown |",
+        "|" + "---|" * 5,
+    ]
+    for name, row in summarise(pandas.DataFrame(differences), [], 0).items():
+        interval = "{mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**row)
+        lines.append(f"| {name} | {row['count']:.0f} | {interval} | {row['holm']:.3f} | {row['power']:.3f} |")
+    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+
+
+def draw_factors(runs: pandas.DataFrame) -> Figure:
+    """Return a figure of the gold of the best of n in every arm and by every method, with 95 % t intervals over
+    draws."""
+    runs = runs[runs["procedure"] == "BoN"].assign(final=runs["gold"].str[-1])
+    arms = list(runs["arm"].unique())
+    figure = Figure(figsize=(1.5 + 1.1 * len(arms), 4.2), layout="constrained")
+    axis = figure.subplots()
+    for i, (method, (name, color, marker)) in enumerate(METHODS.items()):
+        own = runs[runs["method"] == method].groupby("arm")["final"].apply(t_interval).reindex(arms).dropna()
+        for arm, (middle, low, high) in own.items():
+            style = {"color": color, "marker": marker, "ms": 5, "capsize": 3}
+            label = name if arm == own.index[0] else None
+            axis.errorbar(
+                arms.index(arm) + 0.12 * (i - 2), middle, [[middle - low], [high - middle]], label=label, **style
+            )
+    axis.set_xticks(range(len(arms)), arms)
+    axis.set(ylabel="gold", title="best of n: draws' mean and 95 % interval")
+    axis.grid(alpha=0.3, axis="y")
+    axis.legend(fontsize=9)
+    return figure
+
+
 def main(args: Args):
-    runs = read_runs(args.runs)
+    every_arm = read_runs(args.runs)
+    runs = every_arm[every_arm["arm"] == args.arm]
+    if runs.empty:
+        fail(f"--arm {args.arm}: the runs have {', '.join(every_arm['arm'].unique())}")
     folder = Path(args.output_dir)
-    text = methods_table(runs)
+    text = methods_table(runs) + "\n" + contrasts_table(runs)
     with or_fail(f"--output-dir {folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs.to_dict("records")))
+        (folder / "runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in every_arm.to_dict("records")))
         (folder / "table.md").write_text(text)
         for name, figure in figures(runs).items():
             if figure[-1]:
                 draw_lines(*figure).savefig(folder / f"{name}.png", dpi=100)
             else:
                 print(f"{name}: no runs for it")
+        if every_arm["arm"].nunique() > 1:
+            draw_factors(every_arm).savefig(folder / "factors.png", dpi=100)
     print(text)
 
 

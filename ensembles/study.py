@@ -1,92 +1,241 @@
-"""Reward-model ensembles against overoptimisation, at laptop size: a matrix of PPO runs whose gold reward is the truth.
+"""Reward-model ensembles against overoptimisation, at laptop size: the arms of README.md's study, draw by draw. The
+gold reward is the truth.
 
-    python ensembles/study.py                # runs what is not finished, then draws the figures and the table
-    python ensembles/study.py --dry-run      # prints the commands that are left to run
+    python ensembles/study.py                      # what is missing of draws 1 to 10: first best of n, then PPO
+    python ensembles/study.py --draws 11 12 --parts ppo --methods single uwo
+    python ensembles/study.py --fast               # each arm once, with little of everything: about ten minutes
+    python ensembles/study.py --dry-run            # prints the commands that are left to run
 
-README.md describes the study and its results. Runs and logs are in runs/ensembles, and what ensembles/figures.py writes
-in runs/ensembles/figures.
+A draw has pairs, reward models and a seed of its own, and all arms share the SFT policy. A run whose row is in
+results/study.jsonl is not made again. Runs and logs are in runs/ensembles. ensembles/figures.py makes tables and
+figures of the rows.
 """
 
+import importlib.util
+import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "eval"))
+sys.path += [str(ROOT / folder) for folder in ("eval", "quickstart")]
+
 from eval_helpers import Job, run_jobs  # noqa: E402
 
-RUNS = "runs/ensembles"
+spec = importlib.util.spec_from_file_location("ensembles_figures", ROOT / "ensembles/figures.py")  # eval/ has one, too
+figures = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(figures)
+
 POSTS = "--dataset data/quickstart/posts-1/tldr/sft"
 GOLD = "--gold quickstart/truth.py:score"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What the five reward models of a draw are: their size, the percentage of flipped labels, and whether they learn
+    from all prompts' pairs or from those of a few (640 pairs)."""
+
+    size: str = "xs"
+    noise: int = 25
+    few: bool = False
+
+
+# one factor at a time around the centre
+ARMS = {"centre": Arm(), "noise_0": Arm(noise=0), "noise_35": Arm(noise=35), "size_s": Arm(size="s")}
+ARMS |= {"pairs_640": Arm(few=True)}
+MEMBERS = {"members_3": 3, "members_4": 4}  # best of n with the first of the centre's reward models
+PPO = [("centre", "0.02"), ("centre", "0.1"), ("noise_0", "0.1")]  # arm and KL coefficient
 METHODS = {"single": "", "mean": "--reward-combination mean", "wco": "--reward-combination wco"}
-METHODS |= {"uwo": "--reward-combination uwo --uwo-lambda 0.1", "warm": ""}
+METHODS |= {"uwo": "--reward-combination uwo --uwo-lambda 0.1", "warm": ""}  # WARM: at the centre
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much of everything: reward models of an arm, prompts with pairs, those of the arm with few, epochs of the
+    reward models; posts and samples of best of n; episodes of PPO."""
+
+    members: int = 5
+    prompts: int = 4000
+    few: int = 1000
+    epochs: int = 3
+    posts: int = 64
+    samples: int = 512
+    episodes: int = 1152
+
+
+FAST = Scale(members=2, prompts=300, few=100, epochs=1, posts=8, samples=64, episodes=192)
 
 
 @dataclass
 class Args:
+    draws: list[int] = field(default_factory=lambda: list(range(1, 11)))
+    """draws to make"""
+    parts: list[Literal["best_of_n", "ppo"]] = field(default_factory=lambda: ["best_of_n", "ppo"])
+    """what to make of them"""
+    methods: list[str] = field(default_factory=lambda: list(METHODS))
+    """methods of PPO"""
     jobs: int = 2
     """runs side by side, each with its share of the cores"""
+    fast: bool = False
+    """one draw with little of everything, in runs/ensembles_fast; its numbers mean nothing"""
     dry_run: bool = False
     """only print the commands that are left"""
+    rows: Path = ROOT / "ensembles/results/study.jsonl"
+    """the rows that are there"""
+
+    @property
+    def runs(self) -> str:
+        return "runs/ensembles_fast" if self.fast else "runs/ensembles"
+
+    @property
+    def scale(self) -> Scale:
+        return FAST if self.fast else Scale()
 
 
-def job(name: str, result: str, command: str) -> Job:
+def job(args: Args, name: str, result: str, command: str) -> Job:
     """Return a job whose output folder is RUNS/name."""
-    words = [sys.executable, *command.split(), "--output-dir", f"{RUNS}/{name}"]
-    return Job(name, words, ROOT / RUNS / "logs" / f"{name.replace('/', '_')}.log", ROOT / RUNS / name / result)
+    words = [sys.executable, *command.split(), "--output-dir", f"{args.runs}/{name}"]
+    log = ROOT / args.runs / "logs" / f"{name.replace('/', '_')}.log"
+    return Job(name, words, log, ROOT / args.runs / name / result)
 
 
-def steps_of() -> list[list[Job]]:
-    """Return the jobs of each step; a step needs the results of those before."""
-    sft, labels, members, averages, ppo = [], [], [], [], []
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def members_of(args: Args, arm: str, draw: int) -> list[str]:
+    """Return the run folders of an arm's reward models."""
+    return [f"{args.runs}/reward/{arm}/{draw}/{member}" for member in range(1, args.scale.members + 1)]
+
+
+def reward_models(args: Args, arms: list[str], draw: int) -> list[list[Job]]:
+    """Return the steps that make the reward models of some arms: SFT, pairs, members, and their average."""
+    sft, labels, members, average = [], [], [], []
     for size in ("s", "xs"):
         command = f"sft.py --model quickstart/bases/nano-{size} --seed 1 {POSTS} --learning-rate 1e-3 --batch-size 32"
-        sft.append(job(f"sft/{size}", "model/config.json", f"{command} --micro-batch-size 8 --resume"))
-    for i in range(1, 6):
-        pairs = f"--preference-dataset {RUNS}/labelled/{i}/noise_25"
-        five = [f"{RUNS}/reward/{i}/{seed}" for seed in range(5 * i - 4, 5 * i + 1)]
-        command = f"ensembles/gold_label.py --policy {RUNS}/sft/s {GOLD} {POSTS} --seed {i}"
-        command += " --prompts 4000 --label-noise 0.25"
-        labels.append(job(f"labelled/{i}", "noise_25/dataset_dict.json", command))
-        for folder in five:
-            command = f"reward.py --model quickstart/bases/nano-xs --seed {Path(folder).name} {POSTS} {pairs} --resume"
-            command += f" --sft-model-path {RUNS}/sft/xs --num-train-epochs 3 --learning-rate 1e-3 --batch-size 16"
+        sft.append(job(args, f"sft/{size}", "model/config.json", f"{command} --micro-batch-size 8 --resume"))
+    for name, prompts in {"labelled": args.scale.prompts, "labelled_few": args.scale.few}.items():
+        command = f"ensembles/gold_label.py --policy {args.runs}/sft/s {GOLD} {POSTS} --seed {draw} --prompts {prompts}"
+        command += " --label-noise 0 0.25 0.35"
+        if any(ARMS[arm].few == (name == "labelled_few") for arm in arms):
+            labels.append(job(args, f"{name}/{draw}", "noise_25/dataset_dict.json", command))
+    for arm in arms:
+        settings = ARMS[arm]
+        pairs = f"{args.runs}/labelled{'_few' if settings.few else ''}/{draw}/noise_{settings.noise}"
+        for member in range(1, args.scale.members + 1):
+            command = f"reward.py --model quickstart/bases/nano-{settings.size} --seed {5 * draw - 5 + member} {POSTS}"
+            command += f" --preference-dataset {pairs} --sft-model-path {args.runs}/sft/{settings.size} --resume"
+            command += f" --num-train-epochs {args.scale.epochs} --learning-rate 1e-3 --batch-size 16"
             command += " --micro-batch-size 8 --run-eval"
-            members.append(job(folder.removeprefix(f"{RUNS}/"), "eval/accuracy.csv", command))
-        command = f"ensembles/average.py {pairs} --reward-model-paths {' '.join(five)}"
-        averages.append(job(f"reward/{i}/warm", "args.json", command))
-        models = dict.fromkeys(METHODS, five) | {"single": five[:1], "warm": [f"{RUNS}/reward/{i}/warm"]}
-        for name, paths in {"five": five, "warm": models["warm"]}.items():
-            command = f"ensembles/best_of_n.py --policy {RUNS}/sft/s --reward-model-paths {' '.join(paths)} {GOLD}"
-            command += f" {POSTS} --seed {i} --prompts 64 --samples 512 --micro-batch-size 256 --standardise-posts 64"
-            ppo.append(job(f"best_of_n/{name}/{i}", "best_of_n.md", command))
-        for kl_coef in ("0", "0.02", "0.1"):
-            for method, flags in METHODS.items():
-                command = f"ensembles/ppo.py --model nano-s --seed {i} --sft-model-path {RUNS}/sft/s {POSTS} --resume"
-                command += f" --reward-model-paths {' '.join(models[method])} {flags} --kl-coef {kl_coef}"
-                command += " --standardise-posts 128 --penalty-reward-value None --eval-every 3 --eval-rows 64"
-                command += " --sample-every 0 --total-episodes 1152 --batch-size 64 --micro-batch-size 16"
-                command += " --num-ppo-epochs 2 --num-mini-batches 4 --learning-rate 1e-4"
-                command += " --final-learning-rate 1e-4 --save-every 10"
-                ppo.append(job(f"ppo/{method}_kl_{kl_coef}/{i}", "model/config.json", command))
-    return [sft, labels, members, averages, ppo]
+            members.append(job(args, f"reward/{arm}/{draw}/{member}", "eval/accuracy.csv", command))
+        if arm == "centre":
+            command = f"ensembles/average.py --preference-dataset {pairs}"
+            command += f" --reward-model-paths {' '.join(members_of(args, arm, draw))}"
+            average.append(job(args, f"reward/warm/{draw}", "args.json", command))
+    return [sft, labels, members, average]
+
+
+def best_of_n(args: Args, draw: int) -> list[list[Job]]:
+    """Return the steps of best of n: the policy's samples with the scores of all reward models, then each arm's
+    tables."""
+    paths = [path for arm in ARMS for path in members_of(args, arm, draw)] + [f"{args.runs}/reward/warm/{draw}"]
+    command = f"ensembles/best_of_n.py --policy {args.runs}/sft/s {GOLD} {POSTS} --seed {draw}"
+    command += f" --reward-model-paths {' '.join(paths)} --prompts {args.scale.posts} --samples {args.scale.samples}"
+    samples = job(args, f"samples/{draw}", "best_of_n.md", f"{command} --micro-batch-size 256 --standardise-posts 64")
+    count = args.scale.members
+    used = {arm: range(count * i + 1, count * i + count + 1) for i, arm in enumerate(ARMS)} | {"warm": [len(paths)]}
+    used |= {name: range(1, min(own, count) + 1) for name, own in MEMBERS.items()}
+    tables = []
+    for arm, members in used.items():
+        name = f"best_of_n/{arm}/{draw}"
+        words = ["ensembles/best_of_n.py", "--estimate", "--members", *map(str, members)]
+        words += ["--tables", f"{args.runs}/{name}", "--output-dir", f"{args.runs}/samples/{draw}"]
+        log = ROOT / args.runs / "logs" / f"{name.replace('/', '_')}.log"
+        tables.append(Job(name, [sys.executable, *words], log, ROOT / args.runs / name / "best_of_n.md"))
+    return [*reward_models(args, list(ARMS), draw), [samples], tables]
+
+
+def ppo(args: Args, draw: int) -> list[list[Job]]:
+    """Return the steps of PPO: the runs of each arm and penalty, then their gold."""
+    runs, golds = [], []
+    for arm, kl_coef in PPO:
+        five = members_of(args, arm, draw)
+        models = dict.fromkeys(METHODS, five) | {"single": five[:1], "warm": [f"{args.runs}/reward/warm/{draw}"]}
+        for method in args.methods if arm == "centre" else [x for x in args.methods if x != "warm"]:
+            command = (
+                f"ensembles/ppo.py --model nano-s --seed {draw} --sft-model-path {args.runs}/sft/s {POSTS} --resume"
+            )
+            command += f" --reward-model-paths {' '.join(models[method])} {METHODS[method]} --kl-coef {kl_coef}"
+            command += " --standardise-posts 128 --penalty-reward-value None --eval-every 3 --eval-rows 64"
+            command += f" --sample-every 0 --total-episodes {args.scale.episodes} --batch-size 64 --micro-batch-size 16"
+            command += " --num-ppo-epochs 2 --num-mini-batches 4 --learning-rate 1e-4"
+            command += " --final-learning-rate 1e-4 --save-every 10"
+            runs.append(job(args, f"ppo/{arm}/{method}_kl_{kl_coef}/{draw}", "model/config.json", command))
+            words = [sys.executable, "eval/gold.py", f"{args.runs}/{runs[-1].name}", *GOLD.split()]
+            golds.append(Job(f"gold of {runs[-1].name}", words, runs[-1].log, runs[-1].result.parents[1] / "gold.csv"))
+    return [*reward_models(args, list(dict(PPO)), draw), runs, golds]
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def read_rows(file: Path) -> list[dict]:
+    """Return the rows that are there."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def new_rows(args: Args, part: str, draw: int) -> Iterator[dict]:
+    """Yield the rows of a draw's finished runs that the file lacks."""
+    known = {(row["arm"], row["procedure"], row["method"], row["kl_coef"], row["seed"]) for row in read_rows(args.rows)}
+    for folder in sorted((ROOT / args.runs / part).glob(f"*/{draw}" if part == "best_of_n" else f"*/*/{draw}")):
+        arm = folder.relative_to(ROOT / args.runs / part).parts[0]
+        settings = json.loads((folder / "args.json").read_text())
+        read = figures.read_best_of_n if part == "best_of_n" else figures.read_ppo
+        for row in read(folder, settings):
+            row |= {"arm": "centre" if arm == "warm" else arm, "folder": str(folder.relative_to(ROOT))}
+            if (row["arm"], row["procedure"], row["method"], row["kl_coef"], row["seed"]) not in known:
+                yield row
+
+
+def is_made(args: Args, part: str, draw: int) -> bool:
+    """Return whether the rows of a part of a draw are there."""
+    rows = [row for row in read_rows(args.rows) if row["seed"] == draw]
+    if part == "best_of_n":
+        found = {(row["arm"], row["method"]) for row in rows if row["procedure"] == "BoN"}
+        return {(arm, "mean") for arm in (*ARMS, *MEMBERS)} | {("centre", "warm")} <= found
+    found = {(row["arm"], f"{row['kl_coef']:g}", row["method"]) for row in rows if row["procedure"] == "PPO"}
+    return all((arm, kl, x) in found for arm, kl in PPO for x in args.methods if x != "warm" or arm == "centre")
 
 
 def main(args: Args):
-    posts = Job("posts", ["bash", "quickstart/run.sh", "--data-only"], ROOT / RUNS / "logs" / "posts.log", None)
-    for step in [[posts], *steps_of()]:
-        left = [job for job in step if not job.result or not job.result.exists()]
-        if args.dry_run:
-            print("\n".join(" ".join(job.command) for job in left))
-        else:
-            run_jobs(left, args.jobs, ROOT)
-    gold = f"eval/gold.py {RUNS}/ppo {GOLD}"
-    figures = f"ensembles/figures.py --output-dir {RUNS}/figures --runs {RUNS}/ppo {RUNS}/best_of_n"
-    for command in [] if args.dry_run else [gold, figures]:
-        subprocess.run([sys.executable, *command.split()], cwd=ROOT, check=True)
+    if args.fast:
+        args.draws, args.rows = [1], ROOT / args.runs / "study.jsonl"
+    posts = Job("posts", ["bash", "quickstart/run.sh", "--data-only"], ROOT / args.runs / "logs/posts.log", None)
+    if not args.dry_run:
+        run_jobs([posts], 1, ROOT)
+    for part in args.parts:
+        for draw in args.draws:
+            if is_made(args, part, draw):
+                continue
+            for step in {"best_of_n": best_of_n, "ppo": ppo}[part](args, draw):
+                left = [job for job in step if not job.result.exists()]
+                if args.dry_run:
+                    print("".join(f"{' '.join(job.command)}\n" for job in left), end="")
+                else:
+                    run_jobs(left, args.jobs, ROOT)
+            if not args.dry_run:
+                args.rows.parent.mkdir(parents=True, exist_ok=True)
+                rows = list(new_rows(args, part, draw))
+                with args.rows.open("a") as file:
+                    file.write("".join(json.dumps(row) + "\n" for row in rows))
+                print(f"{part}, draw {draw}: {len(rows)} rows", flush=True)
+    if not args.dry_run:
+        words = ["ensembles/figures.py", "--runs", str(args.rows), "--output-dir", f"{args.runs}/figures"]
+        subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":

@@ -151,6 +151,28 @@ def test_the_tables_of_a_hand_made_case(tmp_path):
 # ---- sampling ----------------------------------------------------------------------------------------------------
 
 
+def test_tables_of_some_members_are_those_of_samples_with_their_scores_alone(tmp_path):
+    write_shards(tmp_path / "all")
+    best_of_n.main(
+        best_of_n.Args(output_dir=f"{tmp_path}/all", estimate=True, members=(3, 1), tables=f"{tmp_path}/some")
+    )
+    write_shards(tmp_path / "alone")
+    for file in (tmp_path / "alone").glob("*.npz"):
+        arrays = dict(numpy.load(file))
+        numpy.savez(file, **arrays | {"scores": arrays["scores"][:, [2, 0]]})
+    for name, keep in (("args.json", lambda x: x | {"reward_model_paths": ["C", "A"]}), ("scales.json", lambda x: x)):
+        content = keep(json.loads((tmp_path / "alone" / name).read_text()))
+        content = {key: content[key] for key in "CA"} if name == "scales.json" else content
+        (tmp_path / "alone" / name).write_text(json.dumps(content))
+    best_of_n.main(best_of_n.Args(output_dir=f"{tmp_path}/alone", estimate=True))
+    some, alone = (pandas.read_csv(tmp_path / name / "best_of_n.csv") for name in ("some", "alone"))
+    pandas.testing.assert_frame_equal(some, alone)
+    assert json.loads((tmp_path / "some/args.json").read_text())["reward_model_paths"] == ["C", "A"]
+    assert not (tmp_path / "all/best_of_n.csv").exists()
+    with pytest.raises(SystemExit, match=r"--members \(4,\): from 1 to 3"):
+        best_of_n.main(best_of_n.Args(output_dir=f"{tmp_path}/all", estimate=True, members=(4,)))
+
+
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 0.8), (1.4, 1.0)])
 @torch.no_grad()
 def test_samples_are_those_of_full_forward_passes(made, temperature, top_p):

@@ -22,7 +22,7 @@ def make_best_of_n(name: str, paths: list[str], methods: dict[str, float], seed:
     """A folder of best_of_n.py, its rows not sorted: gold of a method 10, 11 and 12 times its factor."""
     folder = Path("runs/best_of_n", name)
     write_json(folder / "args.json", {"reward_model_paths": paths, "gold": "g", "seed": seed})
-    rows = [{"method": m, "n": n, "kl": i * 1.5, "gold": (10 + i) * x} for m, x in methods.items()
+    rows = [{"method": m, "n": n, "kl": i * 1.5, "gold": (10 + i) * x, "proxy": -i} for m, x in methods.items()
             for i, n in reversed(list(enumerate(NS)))]  # fmt: skip
     pandas.DataFrame(rows).to_csv(folder / "best_of_n.csv", index=False)
 
@@ -35,7 +35,8 @@ def make_ppo(name: str, paths, combination="mean", kl=0.0, seed=1, golds=(1.0, 2
     write_json(folder / "args.json", settings)
     updates = range(1, last + 1)
     write_jsonl(folder / "metrics.jsonl", [{"update": x, "objective/reward_model_variance": 3 * x} for x in updates])
-    gold = [{"update": x, "gold": gold, "kl_k2": 2 * x} for x, gold in zip(UPDATES, golds, strict=True) if x <= last]
+    gold = [{"update": x, "gold": y, "score": -x, "kl_k2": 2 * x} for x, y in zip(UPDATES, golds, strict=True)]
+    gold = [row for row in gold if row["update"] <= last]
     pandas.DataFrame(gold).to_csv(folder / "gold.csv", index=False)
     return folder
 
@@ -70,9 +71,10 @@ def test_what_is_read(tmp_path, monkeypatch):
     single, warm, uwo = (runs["PPO", x] for x in ("single", "warm", "uwo"))
     assert (single.seed, single.kl_coef, single.variance) == (4, 0, []) and (warm.seed, warm.kl_coef) == (1, 0.5)
     assert (uwo.step, uwo.kl, uwo.gold, uwo.variance) == ([0, 2, 5], [0, 4, 10], [3, 2, 1], [3, 6, 9, 12, 15])
+    assert uwo.proxy == [0, -2, -5] and {run.arm for run in runs.values()} == {"centre"}
     for method, factor in zip(methods, (1, 2, 3, 4, 5), strict=True):
         run = runs["BoN", method]
-        assert (run.step, run.kl, run.seed) == ([*NS], [0, 1.5, 3], 2)
+        assert (run.step, run.kl, run.seed, run.proxy) == ([*NS], [0, 1.5, 3], 2, [0, -1, -2])
         assert run.gold == [10 * factor, 11 * factor, 12 * factor]
 
 
@@ -144,6 +146,29 @@ def test_the_table():
         "| PPO, KL 0.5 | single | 2.500 |  |  | 2.500 |  |  |",
         "| PPO, KL 0.5 | UWO | 5.500 | 3.000 |  | 7.000 | 4.500 |  |",
     ]
+
+
+def test_the_primary_contrasts():
+    """Differences of the final gold, paired by draw: 0.01, 0.02 and 0.06, with mean 0.03 and t interval by hand."""
+    runs = [a_run("single", 0, 1 + i, seed=i, kl=0.1) for i in (1, 2, 3)]
+    runs += [a_run("mean", 9, 1 + i + x, seed=i, kl=0.1) for i, x in ((1, 0.01), (2, 0.02), (3, 0.06))]
+    runs += [a_run("wco", 0, 5, seed=i, kl=0.02) for i in (1, 2, 3)]  # another penalty
+    [row] = figures.contrasts_table(pandas.DataFrame(runs)).splitlines()[2:]
+    half = 4.302653 * statistics.stdev([0.01, 0.02, 0.06]) / 3**0.5
+    assert row.startswith(f"| PPO, KL 0.1: mean | 3 | +0.030 ({0.03 - half:+.3f} to {0.03 + half:+.3f}) | 0.18")
+
+
+def test_arms_are_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [a_run(x, 1, 2, procedure="BoN", seed=i) | {"arm": arm, "proxy": [0, 0]} for arm in ("centre", "noise_0")
+            for x in ("single", "mean") for i in (1, 2)]  # fmt: skip
+    rows[-1]["gold"] = [1, 4]
+    write_jsonl(Path("study.jsonl"), rows)
+    figures.main(figures.Args(runs=("study.jsonl",), output_dir="out", arm="noise_0"))
+    assert "| best of 1 | mean | 3.000 | 1.000 (" in Path("out/table.md").read_text()  # 2 and 4, less 2 and 2
+    assert Path("out/factors.png").exists()
+    with pytest.raises(SystemExit, match="--arm size_s: the runs have centre, noise_0"):
+        figures.main(figures.Args(runs=("study.jsonl",), output_dir="out", arm="size_s"))
 
 
 def test_the_command_draws_the_same_from_what_it_wrote(tmp_path, monkeypatch):
