@@ -260,12 +260,6 @@ def test_sft_asks_for_no_float64_on_its_device(world, tmp_path):
     assert (tmp_path / "run/model").exists()
 
 
-def test_a_checkout_has_line_ends_that_bash_can_read():
-    command = ["git", "check-attr", "eol", "quickstart/run.sh"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert found.endswith("eol: lf\n")
-
-
 def test_an_interrupted_run_saves_and_dies_of_its_signal(world, tmp_path):
     """So that a shell's loop ends with it."""
     command = [sys.executable, str(ROOT / "sft.py"), "--model", world.model, "--dataset", world.dataset]

@@ -141,46 +141,6 @@ def test_no_script_imports_another(script):
     assert not [line for line in found if line.split(": ")[1] not in allowed]
 
 
-SOURCE = '''
-import contextlib
-
-PANELS = 3
-
-
-@contextlib.contextmanager
-def pause(seconds: int):
-    """Wait."""
-    yield seconds  # why
-
-
-class Log:
-    size = 1
-
-    def write(self, text):
-        return text
-
-
-def main():
-    pass
-'''
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "name"),
-    [
-        ("yield seconds", "yield Seconds", "pause"),
-        ("# why", "# who", "pause"),
-        ("@contextlib.contextmanager", "@contextlib.contextmanageR", "pause"),
-        ("size = 1", "size = 2", "Log"),
-    ],
-)
-def test_a_difference_of_one_character_is_found(old, new, name):
-    assert SOURCE.count(old) == 1
-    assert differences({"a.py": SOURCE, "b.py": SOURCE}) == []
-    found = differences({"a.py": SOURCE, "b.py": SOURCE.replace(old, new)})
-    assert len(found) == 1 and found[0].startswith(f"--- a.py: {name}\n+++ b.py: {name}")
-
-
 def test_a_named_exception_is_one_text_among_its_scripts():
     source = "def forward_passes():\n    return 1\n"
     other = source.replace("1", "2")

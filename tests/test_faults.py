@@ -11,7 +11,6 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import kill_runs
 import pytest
@@ -259,7 +258,7 @@ def test_a_full_disk_while_saving(tmp_path, whole):
     assert toy(toy_args(folder, resume=True)) == [3, 4, 5, 6] and end_of(folder) == whole
 
 
-# ---- the size of a checkpoint, and the note about runs without one ------------------------------------------------
+# ---- the size of a checkpoint -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", [reward, ppo])
@@ -284,20 +283,6 @@ def test_the_size_of_a_checkpoint_is_that_on_disk(world, tmp_path, monkeypatch, 
     stage.main(stage.Args(**args))
     [(expected, found)] = sizes
     assert expected == pytest.approx(found, rel=0.03)
-
-
-@pytest.mark.parametrize(("seconds", "save_every", "told"), [(99, 0, ""), (1800, 0, "3.0 hours"), (1800, 2, "")])
-def test_a_long_run_without_checkpoints_says_what_it_risks(tmp_path, monkeypatch, capsys, seconds, save_every, told):
-    """By a clock on which an update takes this many seconds; six of 99 are just under ten minutes."""
-    clock = iter(range(0, 10 * seconds, seconds))
-    monkeypatch.setattr(sft, "time", SimpleNamespace(time=lambda: next(clock)))
-    toy(toy_args(tmp_path / "run", save_every=save_every))
-    notes = [line for line in capsys.readouterr().out.splitlines() if "no checkpoints" in line]
-    if told:  # a linear layer of 300 x 300: 12 bytes for each of its 90,300 parameters
-        told = f"no checkpoints: a run that dies loses up to about {told}; --save-every K keeps two"
-        assert notes == [f"{told} (a checkpoint is 0.0011 GB)"]
-    else:
-        assert notes == []
 
 
 # ---- losses that are no numbers ---------------------------------------------------------------------------------

@@ -197,14 +197,3 @@ def test_win_rates_of_older_samples_are_left_out(tmp_path, capsys):
     assert figures.read_judged(tmp_path, "j", "rates")["win_rate"].tolist() == [0.7]
     samples.write_text("id\n2\n")
     assert figures.read_judged(tmp_path, "j", "rates").empty and "judge_j_rates.csv is stale" in capsys.readouterr().out
-
-
-def test_the_backend_of_a_notebook_is_not_needed():
-    environment = os.environ | {"MPLBACKEND": "missing"}
-    code = 'import os; os.environ["MPLBACKEND"] = "agg"; import matplotlib.figure'
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-    tools = [*ROOT.glob("*.py"), *(file for file in ROOT.glob("*/*.py") if file.parent.name != "tests")]
-    texts = {file: text for file in tools if "from matplotlib" in (text := file.read_text())}
-    assert len(texts) >= 8
-    for file, text in texts.items():
-        assert 'os.environ["MPLBACKEND"] = "agg"' in text.partition("from matplotlib")[0], file
