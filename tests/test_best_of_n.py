@@ -260,13 +260,6 @@ def test_an_infinite_gold_is_named_and_no_sample_is_written(made, tmp_path):
     assert not list(tmp_path.glob("x/samples_*"))
 
 
-@pytest.mark.parametrize("name", ["prompts", "samples", "standardise_posts"])
-def test_counts_below_1_are_refused(made, tmp_path, name):
-    with pytest.raises(SystemExit, match=f"^error: --{name.replace('_', '-')} 0: at least 1"):
-        best_of_n.main(best_of_n.Args(**made.args | {name: 0, "output_dir": str(tmp_path / "x")}))
-    assert not (tmp_path / "x").exists()
-
-
 def test_other_settings_or_inputs_in_the_same_folder(made, written, tmp_path):
     before, args = files(written), made.args | {"output_dir": str(written)}
     with pytest.raises(SystemExit, match="has samples with other top_p"):

@@ -277,25 +277,6 @@ def test_a_gold_that_gives_no_number_is_named(setting, single):
         gold.main(gold.Args(runs=(str(single),), gold=flag))
 
 
-# ---- bad input: nothing is written -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"uwo_lambda": -0.1}, ["--uwo-lambda -0.1 must be a finite number"]),
-        ({"reward_combination": "mean"}, ["nothing else takes it"]),
-        (
-            {"reward_combination": "safety_gate", "uwo_lambda": None, "standardise_members": True},
-            ["safety_gate needs --no-standardise-members"],
-        ),
-    ],
-)
-def test_bad_input(setting, tmp_path, changes, parts):
-    text = error(setting.args("", output_dir=str(tmp_path / "runs" / "out"), **changes))
-    assert all(part in text for part in parts) and not (tmp_path / "runs").exists()
-
-
 # ---- commands ----------------------------------------------------------------------------------------------------
 
 

@@ -261,21 +261,6 @@ def test_bad_files(folder, file, content, named):
     assert not list(folder.glob("out*"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"preference_dataset": "{folder}/tokenizer"}, "none of the splits"),
-        ({"sft_dataset": "{folder}/absent"}, "is not a folder"),
-        ({"push_to_hub": True}, "--push-to-hub needs --hub-id-sft"),
-    ],
-)
-def test_bad_flags(folder, changes, named):
-    changes = {key: x.format(folder=folder) if isinstance(x, str) else x for key, x in changes.items()}
-    with pytest.raises(SystemExit, match=f"^error: .*{named}"):
-        main(arguments(folder, **changes))
-    assert not list(folder.glob("out*"))
-
-
 # ---- Hub -------------------------------------------------------------------------------------------------
 
 

@@ -364,20 +364,6 @@ def test_simpos_rewards_are_means_in_the_evaluation_too(start, tmp_path, monkeyp
             assert close(float(pair[f"{side}_reward"]), expected[side, str(row[f"query_{side}_token"])], 1e-4)
 
 
-@pytest.mark.parametrize(
-    ("module", "changes", "named"),
-    [
-        (online_dpo, {"labels": "soft", "loss_type": "ipo"}, "--labels soft"),
-        (simpo, {"gamma_beta_ratio": -0.1}, "--gamma-beta-ratio -0.1"),
-        (grpo, {"samples_per_prompt": 5}, "--samples-per-prompt 5"),
-    ],
-)
-def test_flags_that_cannot_be_are_refused(start, tmp_path, module, changes, named):
-    with pytest.raises(SystemExit, match=f"^error: .*{named}"):
-        run(start, tmp_path / "run", module, **changes)
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.long
 def test_compiled_layers_keep_the_first_ratio_at_1(start, tmp_path):
     """In bfloat16. Sampling is not compiled, so the first samples and their scores are the same as in ppo.py."""
