@@ -18,7 +18,6 @@ from transformers import AutoTokenizer
 import dpo
 import ppo
 import reward
-import sft
 
 
 def test_copied_words_and_runs_of_words():
@@ -56,15 +55,13 @@ def tied(world, tmp_path_factory) -> dict[str, Path]:
     return {"base": base, "reward": root / "reward"}
 
 
-STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo, "rloo": script("variants/rloo.py")}
+STAGES = {"dpo": dpo, "ppo": ppo, "rloo": script("variants/rloo.py")}
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_tied_model_in_bfloat16_resumes_to_the_same_bytes(world, tied, tmp_path, stage):
     module, base = STAGES[stage], str(tied["base"])
-    own = {"sft": {"model": base, "dataset": str(world.dataset)}}
-    own["dpo"] = {"model": "tied", "sft_model_path": base, "preference_dataset": str(world.preference_dataset)}
-    own["reward"] = own["dpo"] | {"dataset": str(world.dataset)}
+    own = {"dpo": {"model": "tied", "sft_model_path": base, "preference_dataset": str(world.preference_dataset)}}
     own["ppo"] = {"model": "tied", "sft_model_path": base, "dataset": str(world.dataset), "response_length": 8}
     own["ppo"] |= {"reward_model_path": str(tied["reward"]), "sample_every": 0, "eval_rows": 4}
     own["rloo"] = own["ppo"]
