@@ -184,11 +184,6 @@ def test_figures_sh_calls_the_tools_with_flags_that_they_know(tmp_path):
     assert args[4] == figures.Args(("a", "b"), (1, 2), "runs", "runs/figures", "x/y.py:score")
 
 
-def test_a_mean_says_how_many_of_the_runs_it_has():
-    assert figures.mean_of(pandas.Series([0.5, numpy.nan, 0.7])) == "0.600 ± 0.141 (2 of 3)"
-    assert figures.mean_of(pandas.Series([0.5, 0.7])) == "0.600 ± 0.141"
-
-
 def test_win_rates_of_older_samples_are_left_out(tmp_path, capsys):
     samples = tmp_path / "eval/samples_validation.csv"
     samples.parent.mkdir()

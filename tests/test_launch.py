@@ -14,7 +14,6 @@ import samples
 import torch
 import tyro
 import yaml
-from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from transformers import (
     GPT2LMHeadModel,
@@ -117,39 +116,6 @@ def write_program(path: Path, body: str):
     path.chmod(0o755)
 
 
-def test_submit_on_other_clusters(tmp_path):
-    """sbatch prints ID;CLUSTER, lists and flags stand on lines of their own, and CDPATH leads elsewhere."""
-    write_program(
-        tmp_path / "bin/sbatch", f"printf '%q ' \"$@\" >>{tmp_path}/calls; echo >>{tmp_path}/calls; echo '7;c1'"
-    )
-    (tmp_path / "elsewhere/benchmark").mkdir(parents=True)
-    venv = tmp_path / "venv"  # with what setup.sh finds when all is installed
-    venv.mkdir()
-    checksum = subprocess.run(
-        "cat requirements.txt requirements.txt | cksum", shell=True, cwd=ROOT, capture_output=True
-    )
-    (venv / "installed-requirements").write_bytes(checksum.stdout)
-    (tmp_path / "copy").mkdir()
-    for name in ("benchmark", "quickstart", "requirements.txt"):
-        (tmp_path / "copy" / name).symlink_to(ROOT / name)
-    settings = {"SIZES": "1b\n2.8b", "SEEDS": "1\n2\n3", "STAGES": "sft\nreward", "RESOURCES": "--mem=1G"}
-    settings |= {"FLAGS_sft": "--learning-rate 1e-5\n--batch-size 64", "CDPATH": f"{tmp_path}/elsewhere"}
-    settings |= {"VIRTUAL_ENV": str(venv), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "benchmark/submit.sh"],
-        cwd=tmp_path / "copy",
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    calls = [shlex.split(line) for line in (tmp_path / "calls").read_text().splitlines()]
-    assert [call[1] for call in calls] == [f"--job-name={x}_{y}" for x in ("sft", "reward") for y in ("1b", "2.8b")]
-    assert all("--array=0-2" in call and "1 2 3" in call and "--mem=1G" in call for call in calls)
-    assert calls[0][-4:] == ["--learning-rate", "1e-5", "--batch-size", "64"]
-    assert [[x for x in call if "--dependency" in x] for call in calls] == [[]] * 2 + [["--dependency=aftercorr:7"]] * 2
-
-
 def test_the_step_of_a_task_has_its_cores_and_environment(tmp_path):
     write_program(tmp_path / "srun", f'echo "$SRUN_CPUS_PER_TASK $*" >{tmp_path}/call')
     write_program(tmp_path / "scontrol", "echo node1")
@@ -160,15 +126,6 @@ def test_the_step_of_a_task_has_its_cores_and_environment(tmp_path):
     subprocess.run(command, cwd=tmp_path, env=os.environ | settings, check=True)
     call = (tmp_path / "call").read_text()
     assert call.startswith("32 --export=ALL ") and call.endswith("sft.py --seed 2 --resume\n")
-
-
-@pytest.mark.parametrize("name", ["cpu", "ddp", "zero2", "zero2_offload"])
-def test_accelerate_reads_the_configurations(name):
-    config = load_config_from_file(str(ROOT / "benchmark" / "accelerate" / f"{name}.yaml"))  # fails on unknown keys
-    assert (config.distributed_type == "DEEPSPEED") == name.startswith("zero")
-    if name.startswith("zero"):
-        assert config.deepspeed_config["zero_stage"] == int(name[4])
-        assert ("offload_optimizer_device" in config.deepspeed_config) == (name == "zero2_offload")
 
 
 # ---- where frozen models wait, and as what -----------------------------------------------------------------------

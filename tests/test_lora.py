@@ -80,7 +80,6 @@ def test_plain_peft_loads_the_adapters_that_the_saved_model_has_merged(start, pr
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lora_r": 0}, "--lora-r 0 must be above 0"),
         ({"lora_alpha": 0}, "--lora-alpha 0 must be above 0"),
         ({"offload": True}, "works neither with --offload nor with DeepSpeed"),
     ],

@@ -28,10 +28,3 @@ def test_a_damaged_line_is_named(tmp_path, damaged):
     file = write_jsonl(tmp_path / "metrics.jsonl", [ROWS[0], damaged, ROWS[1]])
     with pytest.raises(SystemExit, match=rf"^error: {re.escape(str(file))}, line 2 is damaged: .*\Z"):
         read_metrics(tmp_path)
-
-
-def test_a_file_without_a_whole_line_is_an_error_where_a_tool_needs_one(tmp_path):
-    file = write_jsonl(tmp_path / "metrics.jsonl", ['{"upd'])
-    assert read_metrics(tmp_path, may_be_empty=True) == []
-    with pytest.raises(SystemExit, match=rf"^error: {re.escape(str(file))} has no complete line yet\. .*\Z"):
-        read_metrics(tmp_path)
