@@ -190,13 +190,6 @@ def test_the_shards_hold_what_single_rows_score(made, written):
     assert 0 < sum(ended) < len(ended)
 
 
-def test_a_reward_model_as_gold(made, tmp_path):
-    changes = {"gold": made.rewards[1], "prompts": 1, "output_dir": str(tmp_path)}
-    best_of_n.main(best_of_n.Args(**made.args | changes))
-    (shard,) = shards(tmp_path)
-    assert (shard["gold"] == shard["scores"][:, 1]).all()
-
-
 @torch.no_grad()
 def test_scales_are_of_a_sample_to_each_of_the_first_training_posts(made, written, world):
     scales = json.loads((written / "scales.json").read_text())

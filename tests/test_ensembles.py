@@ -20,7 +20,7 @@ import tyro
 from conftest import head_of, make_constant, make_talker, read_metrics, sample_by_hand, script
 from datasets import load_from_disk
 from kill_runs import weights
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoModelForCausalLM
 
 import ppo as ppo_of_one
 import reward
@@ -191,12 +191,6 @@ def test_gold_of_each_update_is_that_of_plain_code(setting, world, single, golde
             penalised = [x.score if x.has_eos or members == 2 else -1.0 for x in samples]  # golden has no penalty
             assert last["eval/score"] == pytest.approx(statistics.fmean(penalised), rel=1e-4)
             assert last["eval/score_without_penalty"] == pytest.approx(expected["score"], rel=1e-4)
-
-
-def test_a_sampled_carriage_return_breaks_no_row_of_the_samples(setting, monkeypatch):
-    monkeypatch.setattr(PreTrainedTokenizerBase, "batch_decode", lambda self, rows, **_: ["a\rb"] * len(rows))
-    folder = run(setting.args("carriage_return", total_episodes=BATCH))
-    assert gold.read_samples((str(folder),))["response"].tolist() == ["a\rb"] * ROWS
 
 
 # ---- members -----------------------------------------------------------------------------------------------------

@@ -107,20 +107,3 @@ def test_a_reward_model_as_gold(policy, world, tmp_path, monkeypatch):
                 assert row[f"gold_{side}"] == pytest.approx(model(tokens).logits.item() + 0.5, rel=1e-4, abs=1e-5)
     masks = [call.kwargs["attn_mask"] for call in calls]
     assert masks and all(mask is None or mask.dtype == torch.bool and mask.any(-1).all() for mask in masks)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"gold": "nan.py:score"}, "train, prompt 0 .* the score nan"),
-        ({"label_noise": (1.5,)}, "--label-noise"),
-        ({"prompts": 0}, "--prompts 0: at least 1"),
-        ({"response_length": 1}, "no pair is left"),
-    ],
-)
-def test_bad_input_is_one_message(policy, world, tmp_path, monkeypatch, settings, named):
-    monkeypatch.chdir(tmp_path)
-    Path("nan.py").write_text("def score(post, summary):\n    return float('nan')\n")
-    with pytest.raises(SystemExit, match=f"^error: .*{named}"):
-        run(policy, world, tmp_path, **{"prompts": 1} | settings)
-    assert not (tmp_path / "out").exists() and not [*tmp_path.glob("*tmp-*")]
