@@ -6,6 +6,7 @@ import alpaca_dataset
 import check_data
 import pytest
 import torch
+from conftest import write_jsonl
 from datasets import load_from_disk
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
@@ -100,3 +101,17 @@ def test_splits_of_rows_without_any(tmp_path):
     assert [*alpaca_dataset.deal_out(named, 1).values()] == [named[1:2], [], [], [named[0], named[2]], []]
     with pytest.raises(SystemExit, match="c: `split` must be one of sft, pref"):
         alpaca_dataset.deal_out([*named[:2], ("c", {"split": "test"})], 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"instruction": " ", "output": "x"}, r"x\.jsonl, row 1: instruction"),
+        (ROWS[0] | {"input": "a <|assistant|>b"}, r"x\.jsonl, row 1: input holds"),
+    ],
+)
+def test_bad_input_is_named_and_nothing_is_written(world, tmp_path, row, named):
+    file = write_jsonl(tmp_path / "x.jsonl", [row | {"split": "sft"}])
+    with pytest.raises(SystemExit, match=f"^error: .*{named}"):
+        alpaca_dataset.main(alpaca_dataset.Args(str(file), str(world.model), str(tmp_path / "out")))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.jsonl"]

@@ -43,24 +43,6 @@ def test_the_committed_commands_are_those_that_submit_prints():
     assert done.returncode == 1 and "error: --help" in done.stderr
 
 
-def test_the_page_s_resources_are_those_that_sbatch_gets():
-    page = (ROOT / "benchmark" / "README.md").read_text()
-    table = page.partition("| job | sizes | GPUs |")[2].partition("\n\n")[0].splitlines()[2:]
-    told = {}
-    for names, sizes, gpus, cores, memory, hours in ([x.strip() for x in row.split("|")[1:-1]] for row in table):
-        for name in names.split(", "):
-            for size, gb, limit in zip(sizes.split(", "), memory.split(", "), hours.split(", "), strict=True):
-                told[f"{name}_{size}".removesuffix("_")] = tuple(map(int, (gpus, cores, gb, limit)))
-    found = {}
-    for line in [line for line in COMMANDS.splitlines() if line.startswith("sbatch")]:
-        flags = dict(re.findall(r"--([\w-]+)=(\S*)", line))
-        gpus = int(flags.get("gpus-per-node", 0))
-        cores = gpus * int(flags["cpus-per-gpu"]) if gpus else int(flags["cpus-per-task"])
-        hours = int(flags["time"].removesuffix(":00:00"))
-        found[flags["job-name"]] = (gpus, cores, int(flags["mem"].removesuffix("G")), hours)
-    assert told == found
-
-
 def test_checkpoints_are_at_most_about_two_hours_apart():
     for line in [line for line in COMMANDS.splitlines() if "--save-every" in line and line.startswith("accelerate")]:
         flags = dict(zip(shlex.split(line), shlex.split(line)[1:], strict=False))
