@@ -104,16 +104,14 @@ def test_splits_of_rows_without_any(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "settings", "named"),
+    ("row", "named"),
     [
-        ({"instruction": " ", "output": "x"}, {}, r"x\.jsonl, row 1: instruction"),
-        (ROWS[0] | {"input": "a <|assistant|>b"}, {}, r"x\.jsonl, row 1: input holds"),
-        (ROWS[0], {}, "split pref: no rows"),
-        (ROWS[0], {"max_query_length": 4}, "--max-query-length"),
+        ({"instruction": " ", "output": "x"}, r"x\.jsonl, row 1: instruction"),
+        (ROWS[0] | {"input": "a <|assistant|>b"}, r"x\.jsonl, row 1: input holds"),
     ],
 )
-def test_bad_input_is_named_and_nothing_is_written(world, tmp_path, row, settings, named):
+def test_bad_input_is_named_and_nothing_is_written(world, tmp_path, row, named):
     file = write_jsonl(tmp_path / "x.jsonl", [row | {"split": "sft"}])
     with pytest.raises(SystemExit, match=f"^error: .*{named}"):
-        alpaca_dataset.main(alpaca_dataset.Args(str(file), str(world.model), str(tmp_path / "out"), **settings))
+        alpaca_dataset.main(alpaca_dataset.Args(str(file), str(world.model), str(tmp_path / "out")))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.jsonl"]

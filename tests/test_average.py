@@ -65,15 +65,6 @@ def test_weights_and_accuracies(made, tmp_path):
     assert table["all"].nunique() > 1 and (table["pairs"] == len(rows)).all()
 
 
-@pytest.mark.parametrize(("mean", "told"), [(0.59, True), (0.6, False), (0.65, False)])
-def test_an_average_below_its_worst_member_is_told(made, tmp_path, monkeypatch, capsys, mean, told):
-    members, pairs = made
-    shares = iter([0.7, 0.6, mean])
-    monkeypatch.setattr(average, "accuracies", lambda *_: {"all": next(shares)})
-    average.main(average.Args(members[:2], str(tmp_path / "x"), pairs))
-    assert (f"warning: the average is below its worst member, {members[1]}" in capsys.readouterr().out) == told
-
-
 def test_ties_count_half(made, tmp_path):
     members, pairs = made
     constant = make_constant(members[0], tmp_path / "constant")

@@ -6,9 +6,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
-import sys
-import time
 from math import inf, nan
 from pathlib import Path
 
@@ -20,8 +17,6 @@ from datasets import DatasetDict, load_from_disk
 from safetensors.torch import load_file, save_file
 from test_faults import toy, toy_args
 from test_saved_models import GROUPED
-from test_stages import few_rows
-from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import dpo
@@ -85,8 +80,10 @@ def test_weights_that_do_not_fit_end_every_stage(world, tmp_path):
         reward.new_reward_model(compiled, tokenizer)
     for folder in (headless, scores):  # a new head needs none
         assert reward.new_reward_model(folder, tokenizer).reward_mean == 0
-    with pytest.raises(SystemExit, match="fit: .*, score.weight"):
-        ppo.load_reward_model(str(world.model), tokenizer)
+    more = changed_weights(Path(scores), tmp_path / "more", lambda x: x | {"score.bias": torch.zeros(1)})
+    for folder, key in ((str(world.model), ".*, score.weight"), (more, ".*score.bias")):  # one is of an older version
+        with pytest.raises(SystemExit, match=f"^error: {folder}: .* fit: {key}"):
+            ppo.load_reward_model(folder, tokenizer)
 
 
 @torch.no_grad()
@@ -195,16 +192,6 @@ def test_processes_that_see_other_checkpoints_end(tmp_path, monkeypatch):
         toy(toy_args(tmp_path / "run", resume=True))
 
 
-def test_a_copy_of_a_run_gets_a_page_of_its_own(tmp_path):
-    toy(toy_args(tmp_path / "run"))
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    pages = {}
-    for name in ("run", "copy"):
-        toy(toy_args(tmp_path / name, resume=True))
-        pages[name] = json.loads((tmp_path / name / "args.json").read_text())["wandb_id"]
-    assert pages["run"] != pages["copy"]
-
-
 # ---- what others read ---------------------------------------------------------------------------------------------
 
 
@@ -240,44 +227,7 @@ def test_files_are_readable_for_whom_the_umask_lets_read(tmp_path, umask):
     assert len(files) > 5 and {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~umask}
 
 
-# ---- platforms ----------------------------------------------------------------------------------------------------
-
-
-class NoFloat64(TorchFunctionMode):
-    """As on Apple's GPUs, which have no float64: here no call with a device may ask for it."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if kwargs.get("device") is not None and kwargs.get("dtype") == torch.float64:
-            raise TypeError("no float64 on this device")
-        return function(*args, **kwargs)
-
-
-def test_sft_asks_for_no_float64_on_its_device(world, tmp_path):
-    few = few_rows(world, tmp_path / "data")
-    with NoFloat64():
-        sft.main(sft.Args(str(world.model), dataset=str(few.dataset), output_dir=str(tmp_path / "run"), batch_size=8))
-    assert (tmp_path / "run/model").exists()
-
-
-def test_a_checkout_has_line_ends_that_bash_can_read():
-    command = ["git", "check-attr", "eol", "quickstart/run.sh"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert found.endswith("eol: lf\n")
-
-
-def test_an_interrupted_run_saves_and_dies_of_its_signal(world, tmp_path):
-    """So that a shell's loop ends with it."""
-    command = [sys.executable, str(ROOT / "sft.py"), "--model", world.model, "--dataset", world.dataset]
-    command += ["--num-train-epochs", "400", "--batch-size", "16", "--output-dir", tmp_path / "run"]
-    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    metrics, end = tmp_path / "run" / "metrics.jsonl", time.time() + 60
-    while time.time() < end and not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) == -signal.SIGINT
-    last = read_metrics(tmp_path / "run")[-1]["update"]
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [f"update_{last:06d}"]
+# ---- signals ------------------------------------------------------------------------------------------------------
 
 
 def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path):
@@ -294,11 +244,8 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("stage", "changes"),
     [
-        (ppo, {"penalty_reward_value": nan}),
-        (ppo, {"penalty_reward_value": inf}),
         (ppo, {"penalty_reward_value": -inf}),
         (ppo, {"cliprange": nan}),
-        (ppo, {"kl_coef": inf}),
         (ppo, {"cliprange_value": -0.1}),
         (sft, {"num_train_epochs": inf}),
         (sft, {"max_grad_norm": -1.0}),
@@ -310,15 +257,14 @@ def test_a_number_that_is_not_finite_is_named(tmp_path, stage, changes):
         stage.check_args(stage.Args(output_dir=str(tmp_path), **changes))
 
 
-@pytest.mark.parametrize(("penalty", "warnings"), [(-100.0, 1), (100.0, 0)])
-def test_inf_means_no_clipping_and_values_above_the_scores_are_named(world, tmp_path, capsys, penalty, warnings):
+def test_inf_means_no_clipping_and_values_above_the_scores_are_named(world, tmp_path, capsys):
     """inf is valid JSON, too. Few responses of four tokens end, so the scores are about the penalty."""
     folder = make_reward_model(world.model, tmp_path / "reward")
     paths = {"sft_model_path": str(world.model), "reward_model_path": str(folder), "dataset": str(world.dataset)}
     sizes = {"batch_size": 8, "total_episodes": 16, "response_length": 4, "eval_rows": 2, "learning_rate": 1e-2}
-    ranges = {"cliprange": inf, "cliprange_value": inf, "penalty_reward_value": penalty}
+    ranges = {"cliprange": inf, "cliprange_value": inf, "penalty_reward_value": -100.0}
     ppo.main(ppo.Args(**paths, **sizes, **ranges, output_dir=str(tmp_path / "run"), sample_every=0))
-    assert capsys.readouterr().out.count("warning: values lie more than 1 above the scores") == warnings
+    assert capsys.readouterr().out.count("warning: values lie more than 1 above the scores") == 1
     args = json.loads((tmp_path / "run/args.json").read_text(), parse_constant=pytest.fail)
     assert args["cliprange"] == args["cliprange_value"] == "inf"
     lines = read_metrics(tmp_path / "run")

@@ -139,46 +139,7 @@ def test_no_script_imports_another(script):
     found = imports_of_ours(text_of(script))
     allowed = set() if script in [*STAGES, "tldr_dataset.py"] else {IMPORTS.get(script), *FOR_TOOLS}
     assert not [line for line in found if line.split(": ")[1] not in allowed]
-
-
-SOURCE = '''
-import contextlib
-
-PANELS = 3
-
-
-@contextlib.contextmanager
-def pause(seconds: int):
-    """Wait."""
-    yield seconds  # why
-
-
-class Log:
-    size = 1
-
-    def write(self, text):
-        return text
-
-
-def main():
-    pass
-'''
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "name"),
-    [
-        ("yield seconds", "yield Seconds", "pause"),
-        ("# why", "# who", "pause"),
-        ("@contextlib.contextmanager", "@contextlib.contextmanageR", "pause"),
-        ("size = 1", "size = 2", "Log"),
-    ],
-)
-def test_a_difference_of_one_character_is_found(old, new, name):
-    assert SOURCE.count(old) == 1
-    assert differences({"a.py": SOURCE, "b.py": SOURCE}) == []
-    found = differences({"a.py": SOURCE, "b.py": SOURCE.replace(old, new)})
-    assert len(found) == 1 and found[0].startswith(f"--- a.py: {name}\n+++ b.py: {name}")
+    assert script not in IMPORTS or IMPORTS[script] in [line.split(": ")[1] for line in found]
 
 
 def test_a_named_exception_is_one_text_among_its_scripts():
@@ -187,17 +148,3 @@ def test_a_named_exception_is_one_text_among_its_scripts():
     assert differences({"ppo.py": source, "variants/rloo.py": other, "variants/grpo.py": other}) == []
     assert len(differences({"ppo.py": source, "variants/rloo.py": other, "variants/grpo.py": source})) == 1
     assert len(differences({"ppo.py": source, "ensembles/ppo.py": other})) == 1
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import os, quickstart.nano",
-        "from . import sft",
-        "def f():\n    from reward import x",
-        "importlib.import_module('ppo')",
-    ],
-)
-def test_an_import_of_ours_is_found(line):
-    assert imports_of_ours(line)
-    assert not imports_of_ours("import os\nfrom torch import nn\nimport tyro.conf")

@@ -20,7 +20,7 @@ import tyro
 from conftest import head_of, make_constant, make_talker, read_metrics, sample_by_hand, script
 from datasets import load_from_disk
 from kill_runs import weights
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoModelForCausalLM
 
 import ppo as ppo_of_one
 import reward
@@ -194,12 +194,6 @@ def test_gold_of_each_update_is_that_of_plain_code(setting, world, single, golde
             assert last["eval/score_without_penalty"] == pytest.approx(expected["score"], rel=1e-4)
 
 
-def test_a_sampled_carriage_return_breaks_no_row_of_the_samples(setting, monkeypatch):
-    monkeypatch.setattr(PreTrainedTokenizerBase, "batch_decode", lambda self, rows, **_: ["a\rb"] * len(rows))
-    folder = run(setting.args("carriage_return", total_episodes=BATCH))
-    assert gold.read_samples((str(folder),))["response"].tolist() == ["a\rb"] * ROWS
-
-
 # ---- members -----------------------------------------------------------------------------------------------------
 
 
@@ -276,25 +270,6 @@ def test_a_gold_that_gives_no_number_is_named(setting, single):
     flag = setting.function.replace(":score", ":nan")
     with pytest.raises(SystemExit, match=rf"--gold {re.escape(flag)}.*the score nan"):
         gold.main(gold.Args(runs=(str(single),), gold=flag))
-
-
-# ---- bad input: nothing is written -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"uwo_lambda": -0.1}, ["--uwo-lambda -0.1 must be a finite number"]),
-        ({"reward_combination": "mean"}, ["nothing else takes it"]),
-        (
-            {"reward_combination": "safety_gate", "uwo_lambda": None, "standardise_members": True},
-            ["safety_gate needs --no-standardise-members"],
-        ),
-    ],
-)
-def test_bad_input(setting, tmp_path, changes, parts):
-    text = error(setting.args("", output_dir=str(tmp_path / "runs" / "out"), **changes))
-    assert all(part in text for part in parts) and not (tmp_path / "runs").exists()
 
 
 # ---- commands ----------------------------------------------------------------------------------------------------

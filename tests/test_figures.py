@@ -184,11 +184,6 @@ def test_figures_sh_calls_the_tools_with_flags_that_they_know(tmp_path):
     assert args[4] == figures.Args(("a", "b"), (1, 2), "runs", "runs/figures", "x/y.py:score")
 
 
-def test_a_mean_says_how_many_of_the_runs_it_has():
-    assert figures.mean_of(pandas.Series([0.5, numpy.nan, 0.7])) == "0.600 ± 0.141 (2 of 3)"
-    assert figures.mean_of(pandas.Series([0.5, 0.7])) == "0.600 ± 0.141"
-
-
 def test_win_rates_of_older_samples_are_left_out(tmp_path, capsys):
     samples = tmp_path / "eval/samples_validation.csv"
     samples.parent.mkdir()
@@ -197,14 +192,3 @@ def test_win_rates_of_older_samples_are_left_out(tmp_path, capsys):
     assert figures.read_judged(tmp_path, "j", "rates")["win_rate"].tolist() == [0.7]
     samples.write_text("id\n2\n")
     assert figures.read_judged(tmp_path, "j", "rates").empty and "judge_j_rates.csv is stale" in capsys.readouterr().out
-
-
-def test_the_backend_of_a_notebook_is_not_needed():
-    environment = os.environ | {"MPLBACKEND": "missing"}
-    code = 'import os; os.environ["MPLBACKEND"] = "agg"; import matplotlib.figure'
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-    tools = [*ROOT.glob("*.py"), *(file for file in ROOT.glob("*/*.py") if file.parent.name != "tests")]
-    texts = {file: text for file in tools if "from matplotlib" in (text := file.read_text())}
-    assert len(texts) >= 8
-    for file, text in texts.items():
-        assert 'os.environ["MPLBACKEND"] = "agg"' in text.partition("from matplotlib")[0], file

@@ -238,7 +238,7 @@ def two_processes(setting):
 
 def launch(folder: Path, jobs: list):
     """Run jobs (stage, arguments, "" for DDP or DeepSpeed's offload device) one after another in two processes.
-    test_launch.py and test_deepspeed.py launch runs with accelerate's own configuration files."""
+    test_deepspeed.py launches runs with accelerate's own configuration files."""
     (folder / "jobs.json").write_text(json.dumps([(stage, vars(args), offload) for stage, args, offload in jobs]))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
     environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmark'}"}

@@ -77,9 +77,3 @@ def test_margins_are_means_over_seeds(tmp_path):
     assert [row[:5] for row in table] == [row[:5] for row in expected]
     assert [row[5:] for row in table] == [pytest.approx(row[5:], abs=6e-5) for row in expected]
     assert (tmp_path / "out" / "margins.png").stat().st_size > 10_000
-
-
-def test_without_runs_one_message(tmp_path):
-    with pytest.raises(SystemExit, match="no run in .*: bash llama2/margins.sh trains them"):
-        margins.main(margins.Args(runs=str(tmp_path), output_dir=str(tmp_path / "out")))
-    assert not (tmp_path / "out").exists()

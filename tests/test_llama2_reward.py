@@ -136,15 +136,6 @@ def test_tables_by_grade_and_safety(world, graded):
             assert pairs == len(own) and close(accuracy, (own > 0).mean()) and close(gap, own.mean())
 
 
-@pytest.mark.parametrize("coef", [1.0, -1.0])
-def test_a_bad_safety_coefficient_leaves_nothing_behind(world, graded, coef):
-    """Above 0 it needs labels, and the plain pairs have none."""
-    data = {"preference_dataset": str(world.preference_dataset if coef > 0 else graded.folder)}
-    with pytest.raises(SystemExit, match=f"--safety-coef {coef}( must be|: .* chosen_safe)"):
-        run(world, graded, "bad", **data, safety_coef=coef)
-    assert not (graded.root / "bad").exists()
-
-
 @pytest.mark.parametrize("module", [reward, dpo], ids=["reward.py", "dpo.py"])
 def test_what_reads_no_weights_refuses_halved_ties(world, graded, module):
     args = {"model": "nano", "sft_model_path": str(world.model), "output_dir": str(graded.root / "refused")}

@@ -80,7 +80,6 @@ def test_plain_peft_loads_the_adapters_that_the_saved_model_has_merged(start, pr
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lora_r": 0}, "--lora-r 0 must be above 0"),
         ({"lora_alpha": 0}, "--lora-alpha 0 must be above 0"),
         ({"offload": True}, "works neither with --offload nor with DeepSpeed"),
     ],
@@ -89,20 +88,3 @@ def test_what_cannot_be_is_refused(start, changes, message):
     with pytest.raises(SystemExit, match=f"^error: .*{message}"):
         run(start, "refused", **changes)
     assert not (start.root / "refused").exists()
-
-
-@pytest.mark.parametrize("start", ["gpt_neox"], indirect=True)
-def test_deepspeed_is_refused(start, monkeypatch):
-    state = SimpleNamespace(deepspeed_plugin=object())
-    launched = SimpleNamespace(state=state, device="cpu", process_index=0, num_processes=1)
-    monkeypatch.setattr(ppo_lora, "make_accelerator", lambda args: launched)
-    with pytest.raises(SystemExit, match="^error: .*works neither with --offload nor with DeepSpeed"):
-        run(start, "refused")
-    assert not (start.root / "refused").exists()
-
-
-def test_a_model_without_linear_layers_is_refused():
-    with pytest.raises(SystemExit, match="^error: GPTNeoXForCausalLM has no linear layers that peft can adapt"):
-        model = AutoModelForCausalLM.from_config(TRAINED["gpt_neox"])
-        model.gpt_neox.layers = torch.nn.ModuleList()
-        ppo_lora.add_adapters(model, ppo_lora.Args())

@@ -1,16 +1,11 @@
 """Models and tokenizers other than Pythia's: a pair in one row has the numbers of two rows, or the model is refused
 before anything is written."""
 
-import io
-import runpy
-import signal
-import sys
 from copy import deepcopy
 
 import check_data
 import pytest
 import torch
-import tyro
 from conftest import close, make_reward_model
 from datasets import Dataset
 from test_saved_models import TRAINED
@@ -178,15 +173,3 @@ def test_a_bos_that_the_tokenizer_adds_is_left_out(world):
     assert tokenizer("my dog").input_ids[0] == tokenizer.bos_token_id
     row = tldr_dataset.process_sft_row(tldr_dataset.post_fields(POST), tokenizer, tldr_dataset.Args())
     assert all(tokenizer.bos_token_id not in row[key] for key in row if key.endswith("_token"))
-
-
-def test_a_terminal_of_another_encoding_shows_other_characters(monkeypatch):
-    """stdout as under PYTHONIOENCODING=latin-1: a table of samples has characters that it cannot encode."""
-    out, on_ctrl_c = io.TextIOWrapper(io.BytesIO(), encoding="latin-1"), signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(tyro, "cli", lambda _: sys.exit(print("€ 狗")))
-    with pytest.raises(SystemExit):
-        runpy.run_path(sft.__file__, run_name="__main__")
-    signal.signal(signal.SIGINT, on_ctrl_c)
-    out.flush()
-    assert out.buffer.getvalue() == b"? ?\n"

@@ -122,18 +122,3 @@ def test_memory_is_the_h100s_and_less_than_a_term_more(stage, monkeypatch):
 def test_the_page_is_what_the_plan_prints(capsys):
     plan.main(plan.Args())
     assert capsys.readouterr().out == (Path(plan.__file__).parent / "results/plan.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"gpus": 7}, "--gpus 7: must divide the batch of 128"),
-        ({"zero": 0, "offload_optimizer": True}, "--offload-optimizer needs DeepSpeed"),
-        ({"lora_r": 4}, "--lora-r works only for ppo"),
-        ({"micro_batch_size": -4}, "--micro-batch-size -4: at least 1"),
-        ({"reserve": -90.0}, "--reserve -90.0: at least 0"),
-    ],
-)
-def test_sizes_that_cannot_be_are_refused(changes, message):
-    with pytest.raises(SystemExit, match=f"^error: {message}"):
-        plan.plan(plan.Args("sft", **changes))

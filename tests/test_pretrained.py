@@ -12,15 +12,12 @@ import pytest
 from conftest import REPOSITORY, script
 from datasets import Dataset, DatasetDict, load_from_disk
 from kill_runs import complete, left_behind
-from safetensors.torch import load_file
 from test_saved_models import TRAINED, make_base
 from transformers import AutoTokenizer
 
 import dpo
 import ppo
 import reward
-import sft
-import tldr_dataset
 
 
 def test_copied_words_and_runs_of_words():
@@ -37,11 +34,6 @@ def test_the_first_page_has_the_committed_rows():
         shown = [pretrained.with_interval(row, "rougeL"), f"{row['words']:.1f}"]
         shown += [f"{row['questions']:.2f}", f"{row['eos_rate']:.2f}", pretrained.with_interval(row, "score", 2)]
         assert f"| {' | '.join([name.upper(), *shown])} |\n" in page
-
-
-def test_what_a_query_keeps_of_its_post():
-    query = tldr_dataset.format_query({"subreddit": "x", "title": "POST: a", "post": "b\nPOST: c"})
-    assert pretrained.source_of(query) == "b\nPOST: c"
 
 
 def run(module, args):
@@ -63,15 +55,13 @@ def tied(world, tmp_path_factory) -> dict[str, Path]:
     return {"base": base, "reward": root / "reward"}
 
 
-STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo, "rloo": script("variants/rloo.py")}
+STAGES = {"dpo": dpo, "ppo": ppo, "rloo": script("variants/rloo.py")}
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_tied_model_in_bfloat16_resumes_to_the_same_bytes(world, tied, tmp_path, stage):
     module, base = STAGES[stage], str(tied["base"])
-    own = {"sft": {"model": base, "dataset": str(world.dataset)}}
-    own["dpo"] = {"model": "tied", "sft_model_path": base, "preference_dataset": str(world.preference_dataset)}
-    own["reward"] = own["dpo"] | {"dataset": str(world.dataset)}
+    own = {"dpo": {"model": "tied", "sft_model_path": base, "preference_dataset": str(world.preference_dataset)}}
     own["ppo"] = {"model": "tied", "sft_model_path": base, "dataset": str(world.dataset), "response_length": 8}
     own["ppo"] |= {"reward_model_path": str(tied["reward"]), "sample_every": 0, "eval_rows": 4}
     own["rloo"] = own["ppo"]
@@ -115,35 +105,3 @@ def test_training_pairs_are_on_other_posts_than_the_evaluation(tmp_path):
     pretrained.main(pretrained.Args(data=tmp_path / "data", held_out=tmp_path / "pairs"))
     found = load_from_disk(tmp_path / "pairs")
     assert (found["train"]["query"][:], found["validation"]["query"][:]) == (["a", "a"], ["a", "b", "d", "a"])
-
-
-def test_the_policy_of_a_checkpoint_is_the_saved_policy(world, tied, tmp_path):
-    args = ppo.Args(
-        "tied",
-        sft_model_path=str(tied["base"]),
-        reward_model_path=str(tied["reward"]),
-        dataset=str(world.dataset),
-        output_dir=str(tmp_path / "ppo"),
-        response_length=8,
-        total_episodes=16,
-        batch_size=8,
-        learning_rate=1e-2,
-        save_every=2,
-    )
-    run(ppo, args)
-    pretrained.main(pretrained.Args(runs=tmp_path, newest_checkpoint="ppo"))
-    saved, taken = (
-        load_file(tmp_path / "ppo" / name / "model.safetensors") for name in ("model", "checkpoints/policy")
-    )
-    assert saved.keys() == taken.keys() and all(saved[name].equal(taken[name]) for name in saved)
-    base = load_file(tied["base"] / "model.safetensors")
-    assert any(not saved[name].equal(base[name]) for name in base if saved[name].shape == base[name].shape)
-
-
-def test_sentences_of_a_post():
-    assert pretrained.sentences_of("I did it! Why?\n\nMr X 3.5 said no.  Then") == [
-        "I did it!",
-        "Why?",
-        "Mr X 3.5 said no.",
-        "Then",
-    ]

@@ -50,22 +50,6 @@ def test_the_table_has_the_policies_beside_the_summaries_that_need_no_model(args
     assert (folder / "samples.md").read_text().count("\n## ") == 10
 
 
-def test_a_second_call_changes_nothing_and_an_interrupted_one_has_no_table_csv(args, monkeypatch):
-    report.main(args)
-    folder = Path(args.runs, "report/nano-s/1")
-    before = files(folder)
-    report.main(args)
-    assert files(folder) == before
-
-    def interrupt(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(report.Figure, "savefig", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        report.main(args)
-    assert not (folder / "table.csv").exists()
-
-
 def test_interval_of_few_values_is_that_of_all_resamples():
     values = [0.0, 0.1, 0.5, 1.7]
     means = sorted(sum(draw) / 4 for draw in itertools.product(values, repeat=4))  # all 256 alike

@@ -4,11 +4,9 @@ import re
 
 import curves
 import pytest
-from conftest import REPOSITORY, write_jsonl
+from conftest import write_jsonl
 from run_metrics import read_metrics
 
-TOOLS = ["benchmark/pretrained.py", "ensembles/figures.py", "eval/figures.py"]
-TOOLS += ["quickstart/curves.py", "quickstart/report.py"]
 ROWS = [{"update": 0, "eval/loss": 5.0}, {"update": 1, "episode": 8, "objective/kl": 0.5}]
 
 
@@ -30,16 +28,3 @@ def test_a_damaged_line_is_named(tmp_path, damaged):
     file = write_jsonl(tmp_path / "metrics.jsonl", [ROWS[0], damaged, ROWS[1]])
     with pytest.raises(SystemExit, match=rf"^error: {re.escape(str(file))}, line 2 is damaged: .*\Z"):
         read_metrics(tmp_path)
-
-
-def test_a_file_without_a_whole_line_is_an_error_where_a_tool_needs_one(tmp_path):
-    file = write_jsonl(tmp_path / "metrics.jsonl", ['{"upd'])
-    assert read_metrics(tmp_path, may_be_empty=True) == []
-    with pytest.raises(SystemExit, match=rf"^error: {re.escape(str(file))} has no complete line yet\. .*\Z"):
-        read_metrics(tmp_path)
-
-
-@pytest.mark.parametrize("tool", TOOLS)
-def test_every_tool_reads_them_so(tool):
-    text = (REPOSITORY / tool).read_text()
-    assert "read_metrics(" in text and not re.search(r'metrics\.jsonl"\)\.(read|open)', text)

@@ -128,7 +128,7 @@ def test_the_tokens_are_those_of_generate(name, rows, times, record_property):
     assert found["rows with EOS"] > 0 or name == "gpt2"
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["gpt_neox", "mistral"])  # a cache of all tokens, and one of a window
 def test_a_step_reads_nothing_back_from_the_device(name, monkeypatch):
     """Tensors without content: whatever asks for a value, which on a GPU would wait for it, fails. The first that asks
     is the look for the end after the eighth token."""

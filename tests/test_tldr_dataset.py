@@ -2,7 +2,6 @@
 tested in test_details.py and test_properties.py."""
 
 import random
-import re
 import sys
 from pathlib import Path
 
@@ -148,28 +147,6 @@ def test_whole_run(folder):
     assert limits == ["169", "155"]
 
 
-BAD_INPUTS = {
-    "empty summary": ("posts/train", sft_row(summary="  "), "row 3: summary is empty"),
-    "half a surrogate pair": ("posts/train", sft_row(post="\ud83d"), "row 3: .* surrogates not allowed"),
-    "invalid JSON": ("posts/train", '{"id": \n', "row 3: invalid JSON"),
-    "choice true": ("comparisons/train", pair(choice=True), "row 3: choice should be 0 or 1, not True"),
-    "article in train": ("comparisons/train", pair(article="the cat"), "row 3: a CNN/DM row. CNN/DM rows belong"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_INPUTS)
-def test_bad_input_names_file_row_and_field(folder, case):
-    file, bad, message = BAD_INPUTS[case]
-    path = folder / f"{file}.jsonl"
-    rows = path.read_text().splitlines(keepends=True)
-    write_jsonl(path, [*rows[:2], bad, *rows[2:], bad])  # the second bad row must not be the one that is named
-    before = sorted(folder.iterdir())
-    with pytest.raises(SystemExit) as error:
-        main(arguments(folder))
-    assert re.match(f"error: {re.escape(str(path))}, {message}", error.value.code), error.value.code
-    assert sorted(folder.iterdir()) == before  # neither output nor temporary folder is left
-
-
 # ---- what is there and what is not ----------------------------------------------------------------------
 
 
@@ -196,16 +173,6 @@ def test_an_output_folder_of_any_kind(folder, kind, monkeypatch):
     assert output.is_symlink() == (kind == "dangling symlink")
     made = {path.name for path in folder.iterdir()} - before
     assert len(made) <= 1 and not any("tmp-" in str(path) for path in folder.rglob("*"))
-
-
-def test_the_current_folder_is_refused(folder, monkeypatch):
-    """Before the rows are processed: replacing it would leave the shell in a folder that is gone."""
-    (folder / "here").mkdir()
-    monkeypatch.chdir(folder / "here")
-    monkeypatch.setattr(tldr_dataset, "process_split", None)
-    with pytest.raises(SystemExit, match="^error: . cannot be replaced: choose a folder in it"):
-        main(arguments(folder, output_dir="."))
-    assert list((folder / "here").iterdir()) == []
 
 
 # ---- several processes -----------------------------------------------------------------------------------
@@ -258,21 +225,6 @@ def test_bad_files(folder, file, content, named):
     (folder / file).write_bytes(content)
     with pytest.raises(SystemExit, match=f"^error: .*{named}"):
         main(arguments(folder))
-    assert not list(folder.glob("out*"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"preference_dataset": "{folder}/tokenizer"}, "none of the splits"),
-        ({"sft_dataset": "{folder}/absent"}, "is not a folder"),
-        ({"push_to_hub": True}, "--push-to-hub needs --hub-id-sft"),
-    ],
-)
-def test_bad_flags(folder, changes, named):
-    changes = {key: x.format(folder=folder) if isinstance(x, str) else x for key, x in changes.items()}
-    with pytest.raises(SystemExit, match=f"^error: .*{named}"):
-        main(arguments(folder, **changes))
     assert not list(folder.glob("out*"))
 
 

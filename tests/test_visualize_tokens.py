@@ -155,28 +155,6 @@ def test_every_number_is_that_of_a_single_row(made, written):
     assert order == [(made.data[i]["id"], name) for i in range(5) for name in MODELS]
 
 
-def test_without_ppo_there_are_ranks_and_scores(made, tmp_path):
-    given = made.args | {"rows": 7, "ppo": None, "dpo": None}
-    visualize_tokens.main(visualize_tokens.Args(**given, output=str(tmp_path / "x")))
-    tokens = pandas.read_csv(tmp_path / "x_tokens.csv", keep_default_na=False).astype({"rank": int})
-    assert set(tokens[["value", "logratio", "token_reward"]].to_numpy().flatten()) == {""}
-    lines = (tmp_path / "x.md").read_text().splitlines()
-    for name in ("base", "sft", "reference"):  # all 7 counted responses are shown
-        mine = tokens[tokens["model"] == name]
-        eos = (mine["token_id"] == made.tokenizer.eos_token_id).sum()
-        scores = mine.groupby("id")["reward_logit"].last().astype(float)
-        expected = f"| {name} | 7 | {len(mine) / 7:.4g} | {eos / 7:.4g} | {scores.mean():.4g} | {scores.std():.4g} |"
-        assert expected in lines
-
-
-def test_a_character_of_several_tokens_is_shown_at_the_last(made):
-    for text in ("a\u00e9b", "\U0001f600 c\u00e9", "\u4f60\n"):
-        tokens = torch.tensor(made.tokenizer(text)["input_ids"])
-        texts = visualize_tokens.token_texts(tokens, made.tokenizer)
-        assert len(texts) == len(tokens) > len(text) and "".join(texts) == text
-        assert "\ufffd" not in texts
-
-
 def test_bad_input_is_one_message(made, world, tmp_path):
     give_other_tokenizer(world, Path(shutil.copytree(made.folders["sft"], tmp_path / "other")))
     for changes, named in (
