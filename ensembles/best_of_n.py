@@ -7,13 +7,14 @@ Ensembles Help Mitigate Overoptimization".
     python ensembles/best_of_n.py --output-dir runs/best_of_n/1b --estimate    # makes the tables again
 
 The script draws N samples for each prompt and scores them with k reward models (the proxies) and the gold reward, each
-at the response's last token. OUTPUT/samples_{prompt}.npz holds scores (N, k), gold (N,) and has_eos (N,). After a kill,
-the same command makes the files that are missing. scales.json holds mean and standard deviation of each proxy over
-samples of the policy, which standardise the scores, as in ensembles/ppo.py --standardise-members.
+at the response's last token. OUTPUT/samples_{prompt}.npz holds scores (N, k), gold (N,) and has_eos (N,), and
+second_gold (N,), if there is one. After a kill, the same command makes the files that are missing. scales.json holds
+mean and standard deviation of each proxy over samples of the policy, which standardise the scores, as in
+ensembles/ppo.py --standardise-members.
 
-best_of_n.csv holds, for every n and method, the gold reward and the method's own objective, expected over the best of n
-(equation 8) and averaged over the prompts. best_of_n.md shows its rows of the largest n. The methods are single_i, the
-i-th proxy; single, the mean over these; and mean, wco and uwo (equations 3 to 5) of all proxies.
+best_of_n.csv holds, for every n and method, the gold rewards and the method's own objective, expected over the best of
+n (equation 8) and averaged over the prompts. best_of_n.md shows its rows of the largest n. The methods are single_i,
+the i-th proxy; single, the mean over these; and mean, wco and uwo (equations 3 to 5) of all proxies.
 
 Deviation from the paper: 53 new tokens, as for TL;DR, not Alpaca's 256 (--response-length 256).
 """
@@ -68,6 +69,8 @@ class Args:
     """the k proxies, likewise; they need the policy's tokenizer"""
     gold: str | None = None
     """gold reward: a reward model of the same tokenizer, or path.py:function of the texts (post, summary)"""
+    second_gold: str | None = None
+    """another gold reward, likewise, with columns of its own: where the first is a model, it may be overoptimised"""
     dataset: str = "data/tldr/sft"
     """SFT data whose validation posts are the prompts: folder or Hub id[@revision]"""
     prompts: int = 1000
@@ -175,16 +178,32 @@ def proxy_scales(policy, members: list, posts: list[torch.Tensor], eos_id: int, 
     return scales
 
 
+def load_judge(flag: str, value: str, tokenizer, width: int, device):
+    """Return what --gold or --safety names: a function of (post, summary), or a reward model of the policy's
+    tokenizer."""
+    if re.fullmatch(r".+\.py:\w+", value):
+        return load_function(flag, value)
+    path = local_checkpoint(flag, value)
+    if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+        fail(f"{flag} {value} has another tokenizer than --policy: it cannot score that model's tokens")
+    return load_reward_model(path, tokenizer, width).to(device).eval()
+
+
+def gold_digest(flag: str, value: str) -> str:
+    """Return a hash of a gold reward: of a function's file, or of a reward model."""
+    if re.fullmatch(r".+\.py:\w+", value):
+        return hashlib.sha256(Path(value.rpartition(":")[0]).read_bytes()).hexdigest()
+    return content_digest(local_checkpoint(flag, value))
+
+
 def sample_prompts(args: Args, settings: dict, device, rank: int, world: int):
     """Write samples_{prompt}.npz for those of this process's prompts that have none yet. Samples that are there have to
     come from the same settings and inputs."""
     # ---- data and models -------------------------------------------------------------------------
     policy_folder = local_checkpoint("--policy", args.policy)
     folders = [local_checkpoint("--reward-model-paths", path) for path in args.reward_model_paths]
-    names = [*args.reward_model_paths, f"gold {args.gold}"]
-    by_function = re.fullmatch(r".+\.py:\w+", args.gold)
-    if not by_function:
-        folders.append(local_checkpoint("--gold", args.gold))
+    golds = {"--gold": args.gold} | ({"--second-gold": args.second_gold} if args.second_gold else {})
+    names = [*args.reward_model_paths, *(" ".join(gold) for gold in golds.items())]
     tokenizer = load_tokenizer(policy_folder)
     for folder in folders:
         if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
@@ -193,8 +212,7 @@ def sample_prompts(args: Args, settings: dict, device, rank: int, world: int):
     if len(data["validation"]) < args.prompts:
         fail(f"--prompts {args.prompts}: the validation split of {args.dataset} has {len(data['validation'])} rows")
     digests = [content_digest(source) for source in (policy_folder, *folders, data["train"], data["validation"])]
-    if by_function:
-        digests.append(hashlib.sha256(Path(args.gold.rpartition(":")[0]).read_bytes()).hexdigest())
+    digests += [gold_digest(*gold) for gold in golds.items()]
     settings, output = settings | {"inputs": digests}, Path(args.output_dir)
     if (output / "args.json").exists():
         old = json.loads((output / "args.json").read_text())
@@ -203,8 +221,7 @@ def sample_prompts(args: Args, settings: dict, device, rank: int, world: int):
     width = max(len(data[split][0]["query_token"]) for split in ("train", "validation")) + args.response_length
     policy = load_policy(policy_folder, tokenizer, width).to(device).eval()
     models = [load_reward_model(folder, tokenizer, width).to(device).eval() for folder in folders]
-    if by_function:
-        models.append(load_function("--gold", args.gold))
+    models += [load_judge(flag, value, tokenizer, width, device) for flag, value in golds.items()]
     eos_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     with or_fail(f"--output-dir {output} cannot be written"):
         output.mkdir(parents=True, exist_ok=True)
@@ -217,7 +234,7 @@ def sample_prompts(args: Args, settings: dict, device, rank: int, world: int):
         rows = data["train"][: args.standardise_posts]["query_token"]
         posts = [row[row != pad_id].to(device) for row in rows]
         with autocast:
-            scales = proxy_scales(policy, models[:-1], posts, eos_id, pad_id, args)
+            scales = proxy_scales(policy, models[: len(folders)], posts, eos_id, pad_id, args)
         put(output / "scales.json", (json.dumps(scales, indent=2) + "\n").encode())
 
     # ---- samples and scores, prompt by prompt ----------------------------------------------------
@@ -242,7 +259,8 @@ def sample_prompts(args: Args, settings: dict, device, rank: int, world: int):
                     fail(f"prompt {i} ({row['id']}): {name} gives a response no finite score")
                 scores.append(scored[places].float().cpu().numpy())
             file, has_eos = io.BytesIO(), (responses == eos_id).any(1).cpu().numpy()
-            numpy.savez(file, scores=numpy.stack(scores[:-1], 1), gold=scores[-1], has_eos=has_eos)
+            columns = dict(zip(("gold", "second_gold"), scores[len(folders) :], strict=False))
+            numpy.savez(file, scores=numpy.stack(scores[: len(folders)], 1), has_eos=has_eos, **columns)
             put(files[i], file.getvalue())
 
 
@@ -293,15 +311,16 @@ def make_tables(args: Args, settings: dict):
     for file in track(files, "estimating", console=Console(stderr=True)):
         shard = numpy.load(file)
         ended.append(shard["has_eos"].mean())
-        gold = shard["gold"].astype(float)[None]  # (1, N)
+        golds = [shard[name].astype(float)[None] for name in ("gold", "second_gold") if name in shard]  # (1, N) each
         scores = (shard["scores"].astype(float)[:, members] - middle) / spread  # (N, k)
         uwo = scores.mean(1) - args.uwo_lambda * scores.var(1)
         objectives = [*scores.T, scores.mean(1), scores.min(1), uwo][: len(methods)]
-        values.append([numpy.concatenate(bon_values(x[None], [gold, x[None]], weights)) for x in objectives])
-    means = numpy.mean(values, 0)  # (methods, 2, n)
+        values.append([numpy.concatenate(bon_values(x[None], [*golds, x[None]], weights)) for x in objectives])
+    names = ["gold", "second_gold"][: len(golds)] + ["proxy"]
+    means = numpy.mean(values, 0)  # (methods, names, n)
     curves = {"single": means[:k].mean(0)} | dict(zip(methods, means, strict=True))
     columns = {"n": ns, "kl": numpy.log(ns) - (ns - 1) / ns}  # equation 1, nats
-    tables = [pandas.DataFrame({"method": x} | columns | {"gold": y[0], "proxy": y[1]}) for x, y in curves.items()]
+    tables = [pandas.DataFrame({"method": x} | columns | dict(zip(names, y, strict=True))) for x, y in curves.items()]
     table = pandas.concat(tables)
     eos = f"{numpy.mean(ended):.1%}"
     text = f"""# Best of {N:,}: {len(files):,} of {settings["prompts"]:,} prompts

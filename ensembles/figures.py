@@ -11,9 +11,10 @@ of study.py have an arm: figures and table are of one arm, and factors.png compa
 
 A method is `single` (one reward model), `warm` (one that average.py made), `mean`, `wco` or `uwo`. A replicate is a
 seed. Several runs of one seed, such as one for each single reward model, count as their mean. Lines are means over the
-replicates, at the steps that all of them have. Intervals are 95 % t intervals over the replicates; a single replicate
-has none. The paper draws figures 4 and 5 over KL, with the proxy scores. Here they are drawn over updates and without
-proxy scores, because replicates of one method end at very different KL.
+replicates, at the steps that all of them have; bands are 95 % t intervals over the replicates. Figures 3, 4 and 5 are
+drawn over KL on a square root scale, as in the paper, with a panel each for gold, for the standardised scores that the
+policy was trained or chosen by, and for a second gold reward. A point of PPO is an update: the mean of the replicates'
+KL and of their scores, which may lie far apart.
 """
 
 import json
@@ -24,6 +25,7 @@ from pathlib import Path
 
 os.environ["MPLBACKEND"] = "agg"  # the backend that a notebook chooses may not be installed here
 
+import numpy
 import pandas
 import tyro
 from matplotlib.figure import Figure
@@ -42,6 +44,7 @@ METHODS = {  # name, color, marker
     "uwo": ("UWO", "C0", "D"),
     "warm": ("WARM", "C3", "v"),
 }
+COLUMNS = ("kl", "gold", "proxy", "second_gold", "variance")  # of a run: its curves
 
 
 @dataclass
@@ -86,6 +89,7 @@ def read_ppo(folder: Path, settings: dict) -> list[dict]:
             "kl": gold["kl_k2"].tolist(),
             "gold": gold["gold"].tolist(),
             "proxy": gold["score"].tolist(),
+            "second_gold": gold["second_gold"].tolist() if "second_gold" in gold else [],
             "variance": variance if len(paths) > 1 else [],  # one value for each update, from 1 on
         }
     ]
@@ -99,6 +103,7 @@ def read_best_of_n(folder: Path, settings: dict) -> list[dict]:
             name = method_of(settings["reward_model_paths"], method) if method == "single" else method
             run = {"procedure": "BoN", "method": name, "kl_coef": 0.0, "seed": settings["seed"], "folder": str(folder)}
             run |= {"step": rows["n"].tolist(), "kl": rows["kl"].tolist(), "gold": rows["gold"].tolist()}
+            run |= {"second_gold": rows["second_gold"].tolist() if "second_gold" in rows else []}
             runs_read.append(run | {"proxy": rows["proxy"].tolist(), "variance": []})
     return runs_read
 
@@ -121,6 +126,8 @@ def read_runs(sources: tuple[str, ...]) -> pandas.DataFrame:
         fail(f"--runs {' '.join(sources)}: no complete run with gold scores there; ensembles/study.py makes some")
     runs = pandas.DataFrame(runs)
     runs["arm"] = runs["arm"].fillna("centre") if "arm" in runs else "centre"
+    for column in COLUMNS:  # rows of earlier versions lack some
+        runs[column] = [x if isinstance(x, list) else [] for x in runs.get(column, [[]] * len(runs))]
     members = (runs["procedure"] == "PPO") & (runs["method"] == "single")
     for key, group in runs[~members].groupby(["procedure", "method", "kl_coef", "seed", "arm"]):
         if len(group) > 1:
@@ -138,69 +145,69 @@ def t_interval(values: pandas.Series) -> tuple[float, float, float]:
     return middle, middle - half, middle + half
 
 
-def line_of(runs: pandas.DataFrame, column: str = "gold", suffix: str = "") -> dict:
-    """Return the line of the runs of one method: points x and y, which are means over the replicates at the steps that
-    all runs have, and `end`, mean and interval of the last values over the replicates."""
-    curves = []
-    for run in runs.itertuples():
-        steps = run.step if column == "gold" else range(1, len(run.variance) + 1)
-        curves.append(pandas.Series(getattr(run, column), steps))
-    means = pandas.DataFrame(curves, runs["seed"]).dropna(axis=1).groupby(level=0).mean().mean()
-    last = pandas.Series([curve.iloc[-1] for curve in curves], runs["seed"]).groupby(level=0).mean()
-    first, x = runs.iloc[0], means.index.tolist()
-    if first["procedure"] == "BoN":
-        x = pandas.Series(first["kl"], first["step"])[x].tolist()
-    label = METHODS[first["method"]][0] + suffix
-    return {"method": first["method"], "label": label, "x": x, "y": means.tolist(), "end": t_interval(last)}
+def line_of(runs: pandas.DataFrame, suffix: str = "", dashed: bool = False) -> dict:
+    """Return the lines of the runs of one method: for each column that all of them have, its mean over the replicates
+    and the ends of its interval, at the steps that all runs have; `kl` is what they are drawn over."""
+    first = runs.iloc[0]
+    line = {"method": first["method"], "label": METHODS[first["method"]][0] + suffix, "dashed": dashed}
+    for column in COLUMNS:
+        if not runs[column].map(len).all():
+            continue
+        curves = []
+        for values, steps in zip(runs[column], runs["step"], strict=True):
+            curves.append(pandas.Series(values, range(1, len(values) + 1) if column == "variance" else steps))
+        replicates = pandas.DataFrame(curves, runs["seed"]).dropna(axis=1).groupby(level=0).mean()
+        line[column] = replicates.apply(t_interval).T.set_axis(["mean", "low", "high"], axis=1)
+    return line
 
 
 # ---- figures and table -----------------------------------------------------------------------------------------------
 
 
-def figures(runs: pandas.DataFrame) -> dict[str, tuple[str, str, str, list[dict]]]:
-    """Return {file name: (title, label of the x axis, label of the y axis, lines)}; lines are [] without runs."""
+def figures(runs: pandas.DataFrame) -> dict[str, tuple[str, list[dict]]]:
+    """Return {file name: (title, lines)}; lines are [] without runs."""
     lines = {
-        "figure_3": ("Best of n", "KL, nats", "gold", []),
-        "figure_4": ("PPO, each method at its best KL penalty", "update", "gold", []),
-        "figure_5": ("PPO without a KL penalty", "update", "gold", []),
-        "figure_10": ("PPO: variance within the ensemble", "update", "variance", []),
+        "figure_3": ("Best of n", []),
+        "figure_4": ("PPO, each method at its best KL penalty", []),
+        "figure_5": ("PPO without a KL penalty", []),
+        "figure_10": ("PPO: variance within the ensemble", []),
     }
     ppo = runs[runs["procedure"] == "PPO"].assign(final=runs["gold"].str[-1])
     for method in METHODS:
         best_of_n = runs[(runs["procedure"] == "BoN") & (runs["method"] == method)]
         if len(best_of_n):
-            lines["figure_3"][-1].append(line_of(best_of_n))
+            lines["figure_3"][1].append(line_of(best_of_n))
         groups = dict(list(ppo[ppo["method"] == method].groupby("kl_coef")))
         if groups:
             kl = max(groups, key=lambda kl: groups[kl].groupby("seed")["final"].mean().mean())
-            lines["figure_4"][-1].append(line_of(groups[kl], suffix=f", KL penalty {kl:g}"))
+            lines["figure_4"][1].append(line_of(groups[kl], f", KL penalty {kl:g}"))
         if 0 in groups:
-            lines["figure_5"][-1].append(line_of(groups[0]))
+            lines["figure_5"][1].append(line_of(groups[0]))
         for kl in sorted(ppo["kl_coef"].unique())[:2]:
             if kl in groups and method in ("mean", "uwo"):
-                line = line_of(groups[kl], "variance", f", KL penalty {kl:g}")
-                lines["figure_10"][-1].append(line | {"dashed": kl > 0})
+                lines["figure_10"][1].append(line_of(groups[kl], f", KL penalty {kl:g}", dashed=kl > 0))
     return lines
 
 
-def draw_lines(title: str, xlabel: str, ylabel: str, lines: list[dict]) -> Figure:
-    """Return a figure of the lines, with the intervals of their last values side by side on the right."""
-    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
-    axis = figure.subplots()
-    last = max(line["x"][-1] for line in lines)
-    axis.axvline(1.02 * last, color="gray", linewidth=0.6)
-    for i, line in enumerate(lines):
-        _, color, marker = METHODS[line["method"]]
-        style = {"color": color, "marker": marker, "ms": 5}
-        axis.plot(line["x"], line["y"], ls="--" if line.get("dashed") else "-", lw=1.6, label=line["label"], **style)
-        middle, low, high = line["end"]
-        axis.errorbar((1.05 + 0.035 * i) * last, middle, [[middle - low], [high - middle]], capsize=3, ls="", **style)
-    axis.set(title=title, xlabel=f"{xlabel}; right: the last values, 95 % interval over replicates", ylabel=ylabel)
-    axis.locator_params(axis="x", integer=True)
-    axis.set_xticks([tick for tick in axis.get_xticks() if 0 <= tick <= last])
-    axis.set_xlim(-0.02 * last, (1.08 + 0.035 * (len(lines) - 1)) * last)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=9)
+def draw_lines(title: str, lines: list[dict], over_updates: bool) -> Figure:
+    """Return a figure of the lines with their intervals: a panel for each column, over KL; or the variance over
+    updates."""
+    columns = ["variance"] if over_updates else [x for x in ("gold", "proxy", "second_gold") if x in lines[0]]
+    figure = Figure(figsize=(7.2 if len(columns) == 1 else 4.6 * len(columns), 4.0), layout="constrained")
+    for axis, column in zip(figure.subplots(1, len(columns), squeeze=False)[0], columns, strict=True):
+        for line in lines:
+            y, (_, color, marker) = line[column], METHODS[line["method"]]
+            x = y.index if over_updates else line["kl"]["mean"]
+            style = {"color": color, "marker": marker, "ms": 4, "ls": "--" if line["dashed"] else "-", "lw": 1.6}
+            axis.plot(x, y["mean"], label=line["label"], **style)
+            axis.fill_between(x, y["low"], y["high"], color=color, alpha=0.12, linewidth=0)
+        axis.set(xlabel="update" if over_updates else "KL, nats", title=column.replace("_", " "))
+        if not over_updates:
+            axis.set_xscale("function", functions=(lambda x: numpy.sqrt(numpy.maximum(x, 0)), numpy.square))
+            axis.set_xlim(0)
+        axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.suptitle(f"{title}; bands: 95 % over replicates", fontsize=10)
     return figure
 
 
@@ -289,7 +296,7 @@ def main(args: Args):
         (folder / "table.md").write_text(text)
         for name, figure in figures(runs).items():
             if figure[-1]:
-                draw_lines(*figure).savefig(folder / f"{name}.png", dpi=100)
+                draw_lines(*figure, name == "figure_10").savefig(folder / f"{name}.png", dpi=100)
             else:
                 print(f"{name}: no runs for it")
         if every_arm["arm"].nunique() > 1:

@@ -9,7 +9,7 @@ writes into the run's folder:
 gold_samples.csv    the samples of all updates, with their gold reward
 gold.csv            a row for each update: means of its samples' gold reward, score (the combined score of the reward
                     models, standardised if they are, without the penalty for a missing EOS), kl_k2 (nats) and tokens;
-                    gold_se, the standard error over posts; and sqrt_kl, the square root of the mean KL
+                    gold_se, the standard error over posts; sqrt_kl, the square root of the mean KL; and second_gold
 
 All updates have the same posts and the same noise, so compare two updates by their differences post by post. A reward
 model reads the sampled tokens or, if it has another tokenizer, its own tokens of the response's text, with EOS where it
@@ -39,6 +39,8 @@ class Args:
     """run folders of ensembles/ppo.py, or folders with such runs at any depth"""
     gold: str
     """gold reward: a reward model (run folder, checkpoint folder or Hub id[@revision]) or path.py:function"""
+    second_gold: str | None = None
+    """another gold reward, likewise, with a column of its own: where the first is a model, it may be overoptimised"""
 
 
 def read_samples(folders: tuple[str, ...]) -> pandas.DataFrame:
@@ -71,12 +73,14 @@ def tokens_of(tokenizer, samples: pandas.DataFrame) -> list[tuple[int, ...]]:
 
 def main(args: Args):
     samples = read_samples(args.runs)
-    texts = zip(samples["query"], samples["response"], strict=True)
     names = [f"{x.run}, update {x.update}, post {x.id}" for x in samples.itertuples()]
-    samples["gold"] = scores_of("--gold", args.gold, texts, names, partial(tokens_of, samples=samples))
+    for column, value in {"gold": args.gold, "second_gold": args.second_gold}.items():
+        if value:
+            texts, flag = zip(samples["query"], samples["response"], strict=True), f"--{column.replace('_', '-')}"
+            samples[column] = scores_of(flag, value, texts, names, partial(tokens_of, samples=samples))
     for run, rows in samples.groupby("run"):
         updates = rows.groupby("update")
-        table = updates[["gold", "score", "kl_k2", "tokens"]].mean()
+        table = updates[[x for x in ("gold", "score", "kl_k2", "tokens", "second_gold") if x in samples]].mean()
         table.insert(1, "gold_se", updates["gold"].sem())
         table["sqrt_kl"] = table["kl_k2"] ** 0.5
         with or_fail(f"{run} could not be written"):

@@ -36,7 +36,7 @@ def made(world, tmp_path_factory) -> SimpleNamespace:
     rewards = [str(make_reward_model(policy, root / f"reward_{i}", i / 10)) for i in range(3)]
     args = {"policy": str(policy), "reward_model_paths": rewards, "gold": GOLD, "prompts": PROMPTS}
     args |= {"dataset": str(world.dataset), "samples": N, "response_length": R, "micro_batch_size": 5, "top_p": 0.8}
-    args |= {"standardise_posts": 5}
+    args |= {"standardise_posts": 5, "second_gold": rewards[1]}
     return SimpleNamespace(policy=str(policy), rewards=rewards, tokenizer=tokenizer, data=data, args=args)
 
 
@@ -104,7 +104,7 @@ def write_shards(folder: Path):
     folder.mkdir(parents=True)
     for i, (scores, gold) in enumerate(zip(SCORES, GOLDS, strict=True)):
         arrays = {"scores": numpy.array(scores, "float32"), "gold": numpy.array(gold, "float32")}
-        arrays |= {"has_eos": numpy.arange(5) > 0}
+        arrays |= {"has_eos": numpy.arange(5) > 0, "second_gold": 2 * arrays["gold"] + 1}
         numpy.savez(folder / f"samples_{i:06d}.npz", **arrays)
     settings = {"samples": 5, "prompts": 3, "seed": 1, "gold": "G", "reward_model_paths": list(SCALES)}
     (folder / "args.json").write_text(json.dumps(settings))
@@ -125,7 +125,8 @@ def test_the_tables_of_a_hand_made_case(tmp_path):
     write_shards(folder)
     best_of_n.main(best_of_n.Args(output_dir=str(folder), estimate=True, uwo_lambda=0.25))
     table = pandas.read_csv(folder / "best_of_n.csv")
-    assert list(table.columns) == ["method", "n", "kl", "gold", "proxy"]
+    assert list(table.columns) == ["method", "n", "kl", "gold", "second_gold", "proxy"]
+    assert table["second_gold"].tolist() == pytest.approx((2 * table["gold"] + 1).tolist())
     methods, found = ["single_1", "single_2", "single_3", "mean", "wco", "uwo"], {}
     ns = range(1, 6)
     for method in methods:
@@ -198,7 +199,9 @@ def test_the_shards_hold_what_single_rows_score(made, written):
     ended, found = [], shards(written)
     assert len(found) == PROMPTS
     for i, shard in enumerate(found):
-        assert {key: x.shape for key, x in shard.items()} == {"scores": (N, 3), "gold": (N,), "has_eos": (N,)}
+        assert {key: x.shape for key, x in shard.items()} == {"scores": (N, 3), "gold": (N,), "second_gold": (N,),
+                                                             "has_eos": (N,)}  # fmt: skip
+        assert shard["second_gold"].tolist() == shard["scores"][:, 1].tolist()
         for j, response in enumerate(drawn(made, i, N)):
             response = response[: int((response != pad_id).sum())]
             row = torch.cat([query_of(made, i), response])[None]

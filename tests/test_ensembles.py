@@ -160,10 +160,11 @@ def worth(sample) -> float:
 
 @pytest.mark.parametrize("members", [1, 2])
 def test_gold_of_each_update_is_that_of_plain_code(setting, world, single, golden, members):
-    """With a reward model as gold, and with a function. At update 0 the policy is the SFT model."""
+    """With a reward model as gold and a function as the second, and with a function. At update 0 the policy is the SFT
+    model."""
     folder = single if members == 1 else golden
-    named = str(setting.gold) if members == 1 else setting.function
-    gold.main(gold.Args(runs=(str(folder), f"{folder}/../{folder.name}"), gold=named))  # one run, two names
+    named, second = (str(setting.gold), setting.function) if members == 1 else (setting.function, None)
+    gold.main(gold.Args(runs=(str(folder), f"{folder}/../{folder.name}"), gold=named, second_gold=second))  # 2 names
     table = pandas.read_csv(folder / "gold.csv").set_index("update")
     rows = pandas.read_csv(folder / "gold_samples.csv", keep_default_na=False)
     assert table.index.tolist() == [0, 2] + [3] * (members == 2)
@@ -171,7 +172,8 @@ def test_gold_of_each_update_is_that_of_plain_code(setting, world, single, golde
         samples = plain_samples(setting, world, policy, temperature=0.7 if members == 1 else 1.1)
         assert len({len(x.tokens) for x in samples}) > 1  # of several lengths
         for x in samples:
-            x.gold = x.gold if members == 1 else len(x.query) / 100 - len(x.text) / 7  # FUNCTION
+            x.second_gold = len(x.query) / 100 - len(x.text) / 7  # FUNCTION
+            x.gold = x.gold if members == 1 else x.second_gold
             x.score = x.scores[0] if members == 1 else worth(x)
         columns = {"id": load_from_disk(str(world.dataset))["validation"][:ROWS]["id"]}
         columns |= {"query": [x.query for x in samples], "response": [x.text for x in samples]}
@@ -180,9 +182,11 @@ def test_gold_of_each_update_is_that_of_plain_code(setting, world, single, golde
         columns |= {"kl_k2": [x.kl for x in samples], "score": [x.score for x in samples]}
         columns |= {f"score_{i + 1}": [x.scores[i] for x in samples] for i in range(members)}
         columns |= {"update": update, "gold": [x.gold for x in samples]}
+        columns |= {"second_gold": [x.second_gold for x in samples]} if members == 1 else {}
         found = rows[rows["update"] == update].reset_index(drop=True)
         pandas.testing.assert_frame_equal(found, pandas.DataFrame(columns), rtol=1e-3, atol=1e-5, check_dtype=False)
-        expected = {key: statistics.fmean(columns[key]) for key in ("gold", "score", "kl_k2", "tokens")}
+        means = ["gold", "score", "kl_k2", "tokens", *(["second_gold"] if members == 1 else [])]
+        expected = {key: statistics.fmean(columns[key]) for key in means}
         expected |= {"gold_se": statistics.stdev(columns["gold"]) / math.sqrt(ROWS)}
         expected |= {"sqrt_kl": math.sqrt(expected["kl_k2"])}
         assert (expected["kl_k2"] > 0.01) == (update > 0)

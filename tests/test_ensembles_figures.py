@@ -36,6 +36,8 @@ def make_ppo(name: str, paths, combination="mean", kl=0.0, seed=1, golds=(1.0, 2
     updates = range(1, last + 1)
     write_jsonl(folder / "metrics.jsonl", [{"update": x, "objective/reward_model_variance": 3 * x} for x in updates])
     gold = [{"update": x, "gold": y, "score": -x, "kl_k2": 2 * x} for x, y in zip(UPDATES, golds, strict=True)]
+    if combination == "uwo":
+        gold = [row | {"second_gold": 7 * row["gold"]} for row in gold]
     gold = [row for row in gold if row["update"] <= last]
     pandas.DataFrame(gold).to_csv(folder / "gold.csv", index=False)
     return folder
@@ -44,7 +46,8 @@ def make_ppo(name: str, paths, combination="mean", kl=0.0, seed=1, golds=(1.0, 2
 def a_run(method: str, *golds: float, kl=0.0, seed=1, steps=None, procedure="PPO", variance=()) -> dict:
     steps = list(steps or range(len(golds)))
     run = {"procedure": procedure, "method": method, "kl_coef": kl, "seed": seed, "folder": "folder", "step": steps}
-    return run | {"kl": [2.0 * x for x in steps], "gold": [*golds], "variance": [*variance]}
+    run |= {"kl": [2.0 * x for x in steps], "gold": [*golds], "variance": [*variance]}
+    return run | {"proxy": [-x for x in golds], "second_gold": []}
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -71,6 +74,7 @@ def test_what_is_read(tmp_path, monkeypatch):
     single, warm, uwo = (runs["PPO", x] for x in ("single", "warm", "uwo"))
     assert (single.seed, single.kl_coef, single.variance) == (4, 0, []) and (warm.seed, warm.kl_coef) == (1, 0.5)
     assert (uwo.step, uwo.kl, uwo.gold, uwo.variance) == ([0, 2, 5], [0, 4, 10], [3, 2, 1], [3, 6, 9, 12, 15])
+    assert (uwo.second_gold, single.second_gold) == ([21, 14, 7], [])
     assert uwo.proxy == [0, -2, -5] and {run.arm for run in runs.values()} == {"centre"}
     for method, factor in zip(methods, (1, 2, 3, 4, 5), strict=True):
         run = runs["BoN", method]
@@ -105,9 +109,11 @@ def test_curves_are_means_over_replicates_at_common_steps():
     runs = [a_run("single", 1, 2, 3, seed=1), a_run("single", 1, 4, 5, seed=1)]  # two members, with mean 1, 3, 4
     runs += [a_run("single", 0, 1, 8, seed=2, steps=(0, 1, 2)), a_run("single", 5, 6, seed=3, steps=(0, 2))]
     line = figures.line_of(pandas.DataFrame(runs))
-    assert (line["x"], line["y"]) == ([0, 2], [2, 6])  # (1 + 0 + 5) / 3, (4 + 8 + 6) / 3
+    assert line["gold"]["mean"].to_dict() == {0: 2, 2: 6}  # (1 + 0 + 5) / 3, (4 + 8 + 6) / 3
+    assert line["proxy"]["mean"].to_dict() == {0: -2, 2: -6} and line["kl"]["mean"].to_dict() == {0: 0, 2: 4}
     half = 4.302653 * statistics.stdev([4, 8, 6]) / 3**0.5
-    assert line["end"] == pytest.approx((6, 6 - half, 6 + half))
+    assert line["gold"].loc[2].tolist() == pytest.approx((6, 6 - half, 6 + half))
+    assert "second_gold" not in line and "variance" not in line
 
 
 def test_which_runs_each_figure_has():
@@ -116,10 +122,11 @@ def test_which_runs_each_figure_has():
     runs += [a_run("mean", 1, 1, 2.5, kl=0.2, variance=[9, 9]), a_run("uwo", 1, 1, 2, variance=[4, 4])]
     runs += [a_run("mean", 2, 4, 3, procedure="BoN", steps=(1, 2, 4))]
     found = {}
-    for name, (*_, lines) in figures.figures(pandas.DataFrame(runs)).items():
-        found[name] = [(line["method"], line.get("dashed", False), line["x"], line["y"]) for line in lines]
+    for name, (_, lines) in figures.figures(pandas.DataFrame(runs)).items():
+        shown = [line["variance" if name == "figure_10" else "gold"]["mean"] for line in lines]
+        found[name] = [(x["method"], x["dashed"], [*y.index], [*y]) for x, y in zip(lines, shown, strict=True)]
     updates = [0, 1, 2]
-    assert found["figure_3"] == [("mean", False, [2, 4, 8], [2, 4, 3])]  # over KL
+    assert found["figure_3"] == [("mean", False, [1, 2, 4], [2, 4, 3])]
     best = [("single", False, updates, [1, 1, 3.5]), ("mean", False, updates, [1, 5, 3])]
     assert found["figure_4"] == [*best, ("uwo", False, updates, [1, 1, 2])]
     free = [("single", False, updates, [1, 9, 1]), ("mean", False, updates, [1, 5, 3])]

@@ -22,7 +22,7 @@ def parsed(steps: list) -> list:
 @pytest.fixture(scope="module")
 def parts() -> dict[str, list]:
     args = study.Args()
-    return {"best_of_n": parsed(study.best_of_n(args, DRAW)), "ppo": parsed(study.ppo(args, DRAW))}
+    return {name: parsed(getattr(study, name)(args, DRAW)) for name in ("best_of_n", "ppo", "gold_model")}
 
 
 def five(arm: str) -> list[str]:
@@ -69,7 +69,24 @@ def test_each_ppo_run_has_the_settings_and_models_of_its_name(parts):
     assert [args.runs for _, _, args in parts["ppo"][-1]] == [(args.output_dir,) for _, _, args in parts["ppo"][-2]]
 
 
-@pytest.mark.parametrize("part", ["best_of_n", "ppo"])
+def test_the_gold_model_learns_from_the_truth_and_all_else_from_the_model(parts):
+    made = {args.output_dir: args for step in parts["gold_model"] for _, _, args in step if hasattr(args, "output_dir")}
+    model, truth = f"{RUNS}/gold", "quickstart/truth.py:score"
+    assert (made[model].model, made[model].preference_dataset) == (
+        "quickstart/bases/nano-m",
+        f"{RUNS}/labelled_gold/noise_0",
+    )
+    assert (made[f"{RUNS}/labelled_gold"].gold, made[f"{RUNS}/labelled_model/2"].gold) == (truth, model)
+    assert made[f"{RUNS}/labelled_gold"].seed != made[f"{RUNS}/labelled_model/2"].seed
+    assert {made[path].preference_dataset for path in five("gold_model")} == {f"{RUNS}/labelled_model/2/noise_25"}
+    scored = [made[f"{RUNS}/best_of_n/gold_model/2"], *(args for _, _, args in parts["gold_model"][-1])]
+    assert {(args.gold, args.second_gold) for args in scored} == {(model, truth)} and len(scored) == 5
+    runs = {path.split("/")[4]: args for path, args in made.items() if "/ppo/" in path}
+    assert set(runs) == {f"{method}_kl_0" for method in ("single", "mean", "wco", "uwo")}
+    assert all(set(args.reward_model_paths) <= set(five("gold_model")) and args.kl_coef == 0 for args in runs.values())
+
+
+@pytest.mark.parametrize("part", ["best_of_n", "ppo", "gold_model"])
 def test_steps_read_what_earlier_ones_wrote_and_name_what_they_write(parts, part):
     written = set()
     for step in parts[part]:
@@ -77,6 +94,7 @@ def test_steps_read_what_earlier_ones_wrote_and_name_what_they_write(parts, part
             read = [getattr(args, flag, None) for flag in ("sft_model_path", "policy", "preference_dataset")]
             read = [path for one in read if one for path in (one if isinstance(one, list) else [one])]
             read += getattr(args, "reward_model_paths", None) or []
+            read += [path for path in (getattr(args, "gold", None),) if path and ":" not in path]
             assert all(any(path == x or path.startswith(f"{x}/") for x in written) for path in read), job.name
             folder = getattr(args, "tables", None) or getattr(args, "output_dir", None) or args.runs[0]
             assert study.ROOT / folder in job.result.parents
@@ -95,15 +113,15 @@ def test_rows_are_added_once_and_a_part_with_all_of_them_is_made(tmp_path, monke
         (folder / "best_of_n.csv").write_text("method,n,kl,gold,proxy\n" + "\n".join(lines) + "\n")
     monkeypatch.setattr(study.figures, "method_of", lambda paths, name: "warm" if paths == ["warm"] else name)
     assert not study.is_made(args, "best_of_n", 3)
-    rows = list(study.new_rows(args, "best_of_n", 3))
+    rows = list(study.new_rows(args, 3))
     assert len(rows) == 7 * 2 + 1 and sum(row["arm"] == "centre" for row in rows) == 3
     assert {row["folder"].split("/")[0] for row in rows} == {"runs"}
     args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert study.is_made(args, "best_of_n", 3) and not study.is_made(args, "best_of_n", 4)
-    assert not list(study.new_rows(args, "best_of_n", 3))
+    assert not list(study.new_rows(args, 3))
     ppo = [{"arm": arm, "procedure": "PPO", "method": x, "kl_coef": float(kl), "seed": 3}
            for arm, kl in study.PPO for x in study.METHODS if x != "warm" or arm == "centre"]  # fmt: skip
     Path(args.rows).write_text("".join(json.dumps(row) + "\n" for row in ppo[:-1]))
-    assert not study.is_made(args, "ppo", 3)
+    assert not study.is_made(args, "ppo", 3) and not study.is_made(args, "gold_model", 3)
     Path(args.rows).write_text("".join(json.dumps(row) + "\n" for row in ppo))
     assert study.is_made(args, "ppo", 3)
