@@ -12,7 +12,8 @@ Labels that are flipped at a lower share are also flipped at a higher one, so th
 As in Llama 2 (section 3.2.1), two --policy models give one answer each, two values of --temperature one each (every
 second prompt exchanges them), and --grade-bounds writes `grade` and `margin` by the size of the difference in gold.
 --safety marks each answer as safe or not, in `chosen_safe` and `rejected_safe`, and leaves out pairs whose chosen
-answer alone is unsafe. llama2/reward.py trains on all of these.
+answer alone is unsafe. It does so after labels are flipped, so that data sets of several --label-noise hold other pairs
+and the share that is left of flipped ones may differ. llama2/reward.py trains on all of these.
 
 OUTPUT_DIR/noise_N, one for each value of --label-noise (N in percent), holds train and validation in the columns of
 tldr_dataset.py's preference data, with `gold_chosen` and `gold_rejected`. `batch` is kept or flipped, so reward.py and
@@ -73,9 +74,9 @@ class Args:
     safety: str | None = None
     """what tells safe answers: as --gold, and safe above 0 (of a reward model: a probability above 0.5)"""
     prompts: int | None = None
-    """so many of train; default: all"""
+    """so many of train, and at most so many of validation; default: all"""
     skip_prompts: int = 0
-    """leave out so many of train before them"""
+    """leave out so many of train before these"""
     seed: int = 1
     """seed of the sampled answers and of the flipped labels"""
     temperature: tuple[float, ...] = (1.0,)
@@ -296,6 +297,8 @@ def main(args: Args):
         for split in ("train", "validation"):
             rows = data[split].select_columns(COLUMNS)
             first = args.skip_prompts if split == "train" else 0
+            if first >= len(rows):
+                fail(f"--skip-prompts {first}: {args.dataset} has {len(rows)} rows of train")
             prompts = load_prompts(rows, range(len(rows))[first:][: args.prompts], tokenizer.pad_token_id)
             pairs = answer(prompts, split, policies, judges, tokenizer, args, bar)
             kept = [one for one in zip(prompts, pairs, strict=True) if is_usable(one[1], tokenizer.eos_token_id)]

@@ -17,7 +17,7 @@ WORDS = 40
 
 
 def args(**changes) -> speed.Args:
-    return speed.Args(**{"stages": ("sft",), "device": "cpu", "batch_size": 2, "updates": 1} | changes)
+    return speed.Args(**{"stages": ("sft",), "device": "cpu", "batch_size": 2, "updates": 1, "warmup": 0} | changes)
 
 
 @pytest.fixture
@@ -42,6 +42,9 @@ def test_work_done_by_hand(work):
     one = 2 * 192 * 5 + 16 * (9 / 2 + 2 * (3 + 1))  # 3 and 2 tokens
     two = 2 * 192 * 7 + 16 * (16 / 2 + 3 * (4 + 1.5))  # 4 and 3
     assert speed.work_done("sft", args(), work, 0) == (6, (one + two + 2 * 160 * 12) / 2)
+    second = args(batch_size=1, updates=2, warmup=1)  # the rows of a warm-up are not timed
+    tokens = [5, 7][speed.row_order("sft", second, work)[1]]
+    assert speed.work_done("sft", second, work, 0) == (tokens, {5: one, 7: two}[tokens] + 2 * 160 * tokens)
     one = 2 * 192 * 6 + 16 * (9 / 2 + 2 * (3 + 1) + 1 * (3 + 0.5))  # 3, 2 and 1
     two = 2 * 192 * 8 + 16 * (16 / 2 + 1 * (4 + 0.5) + 3 * (4 + 1.5))  # 4, 1 and 3
     assert speed.work_done("reward", args(), work, 0) == (7, (one + two) / 2)
@@ -116,7 +119,7 @@ def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "call", lambda script, *flags: in_process(["", script, *(few.get(x, x) for x in flags)]))
     monkeypatch.setitem(speed.SHAPES, "cpu", (16, 1, 2, 300))
     monkeypatch.setattr(sys, "argv", ["speed.py"])
-    common = {"updates": 2, "batch_size": 4, "micro_batch_size": 2, "raw": "", "work": str(tmp_path / "work")}
+    common = {"updates": 2, "warmup": 1, "batch_size": 4, "micro_batch_size": 2, "raw": "", "work": str(tmp_path / "work")}
     monkeypatch.setattr(speed, "matmul_rate", lambda args, work, tokens: 1e6)
     speed.main(args(stages=("sft", "ppo"), **common, output=str(tmp_path / "speed.csv")))
     table = {row["who"] + " " + row["stage"]: row for row in read_csv(tmp_path / "speed.csv")}
@@ -127,7 +130,7 @@ def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch):
         first, second = [line for line in lines if line["update"]]
         seconds = second["time/total"] - first["time/total"]
         assert table[f"ours {stage}"]["items/s"] == f"{4 / seconds:.3f} {speed.ITEMS[stage]}"
-        small, length = args(updates=2, batch_size=4), second.get("response/length", 0)
+        small, length = args(updates=2, warmup=1, batch_size=4), second.get("response/length", 0)
         operations = passes[stage] * 4 * speed.work_done(stage, small, tmp_path / "work/cpu/generated", length)[1]
         assert table[f"ours {stage}"]["peak GiB"] == "1.50"
         if stage == "ppo":

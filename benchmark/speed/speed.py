@@ -239,7 +239,7 @@ def run(command: list, log: Path) -> float:
     if status:
         fail(f"{shlex.join(map(str, command))}\n{text[-3000:]}")
     on_gpu = re.search(r"peak of the GPU's memory: (.*) GiB", text)
-    return float(on_gpu[1]) if on_gpu else usage.ru_maxrss / 2**20
+    return float(on_gpu[1]) if on_gpu else usage.ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
 def ours(stage: str, args: Args, work: Path, *flags) -> dict:
@@ -312,7 +312,7 @@ def row_order(stage: str, args: Args, work: Path) -> torch.Tensor:
 
 
 def work_done(stage: str, args: Args, work: Path, response: float) -> tuple[float, float]:
-    """Return the mean real tokens of an item, and the floating-point operations of one pass forward over them: 2 x
+    """Return the mean real tokens of a timed item, and the floating-point operations of one pass forward over them: 2 x
     parameters x tokens, the head where a loss reads it, and attention (4 x width x keys for each token). `response`: of
     PPO's."""
     config, pad_id = AutoConfig.from_pretrained(work / "model"), with_pad(work / "model").pad_token_id
@@ -327,7 +327,7 @@ def work_done(stage: str, args: Args, work: Path, response: float) -> tuple[floa
         tokens, keys = query + sum(responses), query**2 / 2 + sum(r * (query + r / 2) for r in responses)
         return 2 * body * tokens + 4 * layers * width * keys
 
-    index = row_order(stage, args, work).tolist()
+    index = row_order(stage, args, work).tolist()[args.warmup * args.batch_size :]
     if stage in ("sft", "ppo"):
         data = load_from_disk(str(work / "sft"))["train"].select(index)
         query, own = (data[f"{x}_token"] for x in ("query", "reference_response"))
@@ -359,6 +359,7 @@ def matmul_rate(args: Args, work: Path, tokens: float) -> float:
     width, inner = config.hidden_size, config.intermediate_size
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     n = int(tokens * args.micro_batch_size)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", cores())))  # as in the stages' processes
     a, b = torch.randn(n, width, device=device, dtype=dtype), torch.randn(width, inner, device=device, dtype=dtype)
     taken = []
     for _ in range(33):  # the first three do not count
