@@ -119,7 +119,8 @@ def test_what_is_printed_is_what_the_runs_took(tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "call", lambda script, *flags: in_process(["", script, *(few.get(x, x) for x in flags)]))
     monkeypatch.setitem(speed.SHAPES, "cpu", (16, 1, 2, 300))
     monkeypatch.setattr(sys, "argv", ["speed.py"])
-    common = {"updates": 2, "warmup": 1, "batch_size": 4, "micro_batch_size": 2, "raw": "", "work": str(tmp_path / "work")}
+    common = {"updates": 2, "warmup": 1, "batch_size": 4, "micro_batch_size": 2}
+    common |= {"raw": "", "work": str(tmp_path / "work")}
     monkeypatch.setattr(speed, "matmul_rate", lambda args, work, tokens: 1e6)
     speed.main(args(stages=("sft", "ppo"), **common, output=str(tmp_path / "speed.csv")))
     table = {row["who"] + " " + row["stage"]: row for row in read_csv(tmp_path / "speed.csv")}
