@@ -21,14 +21,8 @@ from test_copies import OURS, STAGES
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ["quickstart", "benchmark", "eval", "ensembles", "llama2", "variants", "ablations", "tests"]
 DOCUMENTS = ["README.md", *(f"{folder}/README.md" for folder in FOLDERS), "quickstart/bases/README.md"]
-DOCUMENTS += [
-    "docs/details.md",
-    "docs/kl.md",
-    "docs/metrics.md",
-    "docs/papers.md",
-    "docs/runs.md",
-    "benchmark/pretrained.md",
-]
+DOCUMENTS += [f"docs/{name}.md" for name in ("details", "kl", "metrics", "papers", "runs")]
+DOCUMENTS += ["benchmark/pretrained.md"]
 DETAILS = ROOT / "docs" / "details.md"
 LINK = re.compile(r"\[`([^`]+)`\]\(\.\./([\w/.]+)#L(\d+)\)")
 METRIC = re.compile(
