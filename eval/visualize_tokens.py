@@ -8,7 +8,8 @@ The rank is 1 + the number of tokens with a larger logit. Base, SFT, PPO and DPO
 beside them, and one reward model scores all of them. Writes
 
     OUTPUT.html           the coloured summaries
-    OUTPUT.md             per model: length, share with EOS, score; shares at the first token, at EOS and between
+    OUTPUT.md             per model: length, share with EOS, score; shares at the first token, at EOS and between; reward
+                          logits before the last token (Detail 13), and what PPO's values know of the score (Detail 22)
     OUTPUT_tokens.csv     a row per example shown, model and response token
 
 The numbers of the PPO response follow ppo.py: `value` belongs to the state before the token, `logratio` is
@@ -63,7 +64,7 @@ class Args:
     rows: int = 3
     """examples shown: the first of the validation split"""
     counted: int = 64
-    """examples for the shares by position and the means, which include those shown"""
+    """examples for the tables, which include those shown"""
     response_length: int | None = None
     """tokens generated at most; default: those of the PPO run, or 53 (Detail 23)"""
     output: str = "runs/tokens"
@@ -185,6 +186,28 @@ def place_shares(tokens: pandas.DataFrame, eos_id: int) -> list[dict]:
     return table.fillna("").reset_index().to_dict("records")
 
 
+def logits_before_the_last(tokens: pandas.DataFrame) -> list[dict]:
+    """Return a row per model: how many reward logits its responses have before their last token, their mean, and the
+    share of them that is negative (Detail 13)."""
+    before = tokens[tokens.duplicated(["model", "row"], keep="last")]
+    logits = before["reward_logit"].astype(float).groupby(before["model"], sort=False)
+    table = pandas.DataFrame({"logits": logits.size(), "mean": logits.mean()})
+    table["share negative"] = logits.apply(lambda x: (x < 0).mean())
+    return table.reset_index().to_dict("records")
+
+
+def values_and_scores(tokens: pandas.DataFrame) -> list[dict]:
+    """Return the correlation over PPO's responses of its value with the reward model's score, before the first token,
+    in the middle and before the last token (Detail 22: does the value model become a reward model per token?)."""
+    responses = [response for _, response in tokens[tokens["model"] == "ppo"].groupby("row", sort=False)]
+    scores = pandas.Series([float(response["reward_logit"].iloc[-1]) for response in responses])
+    rows = []
+    for place, share in {"before the first token": 0.0, "in the middle": 0.5, "before the last token": 1.0}.items():
+        values = [float(response["value"].iloc[round(share * (len(response) - 1))]) for response in responses]
+        rows.append({"value": place, "correlation with the score": scores.corr(pandas.Series(values))})
+    return rows
+
+
 def write_html(path: str, queries: list[str], tokens: pandas.DataFrame, eos_id: int):
     """Write queries, each with a table of the responses of all models and their scores."""
     console = Console(record=True, file=io.StringIO(), width=120)
@@ -261,6 +284,9 @@ def main(args: Args):
     text += markdown(overview(tokens, tokenizer.eos_token_id))
     text += "\n## Shares of tokens: unshifted / marginal / shifted\n\n"
     text += markdown(place_shares(tokens, tokenizer.eos_token_id))
+    text += "\n## Reward logits before the last token\n\n" + markdown(logits_before_the_last(tokens))
+    if args.ppo:
+        text += "\n## PPO's values and the score\n\n" + markdown(values_and_scores(tokens))
     Path(f"{args.output}.md").write_text(text, encoding="utf-8")
     print(text)
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,6 +93,20 @@ def test_shares_by_place_by_hand():
         "EOS": "0.333 / 0.333 / 0.333",
     }
     assert visualize_tokens.place_shares(tokens[:2], 0)[0]["EOS"] == ""
+
+
+def test_logits_before_the_last_and_values_by_hand():
+    rows = [  # model, row, reward logit, value
+        ("sft", 0, 9.0, None), ("ppo", 0, -1.0, 3.0), ("ppo", 0, 2.0, 1.0), ("ppo", 0, 4.0, 0.0),
+        ("ppo", 1, -3.0, 5.0), ("ppo", 1, 1.0, 0.5), ("ppo", 2, 5.0, 4.0), ("ppo", 2, -2.0, 7.0), ("ppo", 2, 7.0, 2.0),
+    ]  # fmt: skip
+    tokens = pandas.DataFrame(rows, columns=["model", "row", "reward_logit", "value"])
+    [found] = visualize_tokens.logits_before_the_last(tokens)  # -1, 2; -3; 5, -2
+    assert found == {"model": "ppo", "logits": 5, "mean": pytest.approx(0.2), "share negative": 0.6}
+    first, _, last = visualize_tokens.values_and_scores(tokens)  # scores 4, 1, 7
+    for row, values in ((first, (3, 5, 4)), (last, (0, 0.5, 2))):
+        expected = statistics.correlation((4, 1, 7), values)
+        assert row["correlation with the score"] == pytest.approx(expected)
 
 
 def outputs(made, name: str, i: int, tokens: list[int]) -> torch.Tensor:
