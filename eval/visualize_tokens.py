@@ -8,8 +8,8 @@ The rank is 1 + the number of tokens with a larger logit. Base, SFT, PPO and DPO
 beside them, and one reward model scores all of them. Writes
 
     OUTPUT.html           the coloured summaries
-    OUTPUT.md             per model: length, share with EOS, score; shares at the first token, at EOS and between; reward
-                          logits before the last token (Detail 13), and what PPO's values know of the score (Detail 22)
+    OUTPUT.md             per model: length, share with EOS, score; shares at the first token, at EOS and between;
+                          reward logits before the last token (Detail 13); PPO's values and the score (Detail 22)
     OUTPUT_tokens.csv     a row per example shown, model and response token
 
 The numbers of the PPO response follow ppo.py: `value` belongs to the state before the token, `logratio` is
