@@ -17,7 +17,7 @@ OURS = [
     "tldr_dataset.py",
     "ablations/price.py",
     *(f"benchmark/{name}.py" for name in ("convert_released", "plan", "smollm2")),
-    *(f"benchmark/speed/{name}.py" for name in ("speed", "trl_peer")),
+    *(f"benchmark/speed/{name}.py" for name in ("authors_peer", "speed", "trl_peer")),
     *(f"ensembles/{name}.py" for name in ("alpaca_dataset", "average", "best_of_n", "figures", "gold_label", "study")),
     *(
         f"eval/{name}.py"

@@ -5,6 +5,7 @@ import sys
 from itertools import count
 from pathlib import Path
 
+import authors_peer
 import pytest
 import speed
 import torch
@@ -57,6 +58,21 @@ def test_matmul_rate_counts_two_operations_per_multiplication(work, monkeypatch)
     """(micro-batch of 8 x 5 tokens, width 4) x (4, 16) in one second of a clock that goes by seconds."""
     monkeypatch.setattr(speed.time, "perf_counter", count().__next__)
     assert speed.matmul_rate(args(micro_batch_size=8), work, 5) == 2 * 40 * 4 * 16
+
+
+def test_the_authors_loop_steps_once_per_batch():
+    """Micro-batches with losses w, 3 w, 5 w, 9 w of one weight, two to a batch: gradients 2 and 7."""
+    weight = torch.nn.Parameter(torch.tensor(1.0))
+    both = authors_peer.Accumulating(torch.optim.SGD([weight], lr=0.1), 2)
+    after = []
+    for factor in (1, 3, 5, 9):
+        with both.accumulate(None):
+            both.backward(factor * weight)
+            both.step()
+            both.zero_grad()
+        after.append(round(weight.item(), 6))
+    assert after == [1.0, 0.8, 0.8, 0.1]
+    assert both.losses == pytest.approx([2.0, 5.6]) and len(both.ends) == 3
 
 
 @pytest.mark.parametrize("width", [256, 1024])

@@ -1,14 +1,19 @@
-"""Items per second of the stage scripts, and of TRL's trainers on the same rows: real lengths, a random model.
+"""Items per second of the stage scripts, and of TRL's trainers or the authors' loops on the same rows: real lengths, a
+random model.
 
     python benchmark/speed/speed.py sft reward dpo ppo                  # ours alone
     python benchmark/speed/speed.py ppo --script ppo_compile.py         # a copy
     python benchmark/speed/speed.py sft reward dpo --peer trl-1.16.0    # beside TRL; ppo: trl-1.11.0
+    python benchmark/speed/speed.py sft reward --peer authors           # beside the authors' loops
     python benchmark/speed/speed.py dpo --runs runs/pretrained/NAME --data data/pretrained/NAME/tldr
     python benchmark/speed/speed.py ppo --batch-size 512 --micro-batch-size 16 --sample-batch-size 256    # one GPU
 
 A peer has an environment of its own. TRL removed PPO in September 2026 (trl#7020), so 1.11 is the last to compare with:
 
     python3 -m venv .peers/trl-1.11.0 && .peers/trl-1.11.0/bin/pip install -r requirements.txt trl==1.11.0
+
+    git clone https://github.com/vwxyzjn/summarize_from_feedback_details authors
+    pip install --target old_libraries transformers==4.33.2 tokenizers==0.13.3      # Python 3.11 has wheels
 
 The rows have the lengths of the posts and comparisons in --raw or, if that folder is missing, of generated ones,
 stretched to the length of real posts. Words are numbers and the model is random, because what a model has learnt does
@@ -39,6 +44,7 @@ import pandas
 import torch
 import tyro
 from datasets import DatasetDict, Features, Sequence, Value, disable_progress_bars, load_from_disk
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -70,8 +76,8 @@ class Args:
     """stages to measure, one after the other"""
     script: str | None = None
     """a copy of the stage's script that runs in its place; default: the stage's own"""
-    peer: Literal["none", "trl-1.16.0", "trl-1.11.0"] = "none"
-    """also a run of this version of TRL"""
+    peer: Literal["none", "trl-1.16.0", "trl-1.11.0", "authors"] = "none"
+    """also a run of this version of TRL, or of the authors' code (sft and reward on a CPU)"""
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     updates: int = 2
     """updates of a run"""
@@ -229,11 +235,12 @@ def stage_command(stage: str, args: Args, work: Path) -> list[str]:
     return [str(word) for word in command]
 
 
-def run(command: list, log: Path) -> float:
+def run(command: list, log: Path, environment: dict | None = None) -> float:
     """Run a command to its end, with its output in a file. Returns its peak memory in GiB: the GPU's if it prints
     that (WITH_PEAK and trl_peer.py do), otherwise that of its process."""
     with log.open("w") as output:
-        child = subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        places = {"cwd": ROOT, "env": os.environ | (environment or {}), "stdout": output}
+        child = subprocess.Popen([*map(str, command)], **places, stderr=subprocess.STDOUT)
     _, status, usage = os.wait4(child.pid, 0)
     text = log.read_text()
     if status:
@@ -273,18 +280,29 @@ def check_finite(name: str, lines: list[dict]):
 
 
 def peer(stage: str, args: Args, work: Path, *flags, **others) -> dict:
-    """Run TRL's trainer in its own environment. Returns the same numbers, and the trainer's arguments. `others` are
-    further settings of trl_peer.py."""
-    python = Path(args.peers, args.peer, "bin", "python")
-    if not (ROOT / python).exists():
-        fail(f"{python} is missing; the top of benchmark/speed/speed.py has the command that makes it")
-    out = work / "runs" / f"{stage}_trl.json"
+    """Run the peer in its own environment. Returns the same numbers, and the trainer's arguments. `others` are further
+    settings of trl_peer.py or authors_peer.py."""
+    is_trl = args.peer != "authors"
+    needed = Path(args.peers, args.peer, "bin", "python") if is_trl else Path("authors")
+    if not (ROOT / needed).exists():
+        fail(f"{needed} is missing; the top of benchmark/speed/speed.py has the command that makes it")
+    out = work / "runs" / f"{stage}_peer.json"
     settings = {"stage": stage, "work": str(work), "batch": args.batch_size, "micro": args.micro_batch_size}
     settings |= {"forward": args.forward_batch_size, "updates": args.updates, "device": args.device, "flags": flags}
     settings |= {"output": str(out), "reward": str(work / "reward"), "learning_rate": 3e-6} | others
     settings["rows"] = row_order(stage, args, work).tolist()
+    python, script, environment = needed, "trl_peer.py", {}
+    if not is_trl:
+        python, script, environment = sys.executable, "authors_peer.py", {"PYTHONPATH": "old_libraries"}
+        settings |= {"authors": str(needed), "pad": with_pad(work / "model").pad_token_id}
+        settings |= {"rows_of": str(work / "runs" / "rows.pt"), "head": None} | others
+        columns = {"sft": ["query_reference_response_token"], "reward": ["query_chosen_token", "query_rejected_token"]}
+        name = "sft" if stage == "sft" else "preference"
+        data = load_from_disk(str(work / name))["train"].select(settings["rows"]).with_format("torch")
+        torch.save({column: torch.stack([*data[column]]) for column in columns[stage]}, settings["rows_of"])
     (work / "runs" / "peer.json").write_text(json.dumps(settings))
-    peak = run([python, ROOT / "benchmark/speed/trl_peer.py", work / "runs" / "peer.json"], out.with_suffix(".log"))
+    command = [python, ROOT / "benchmark/speed" / script, work / "runs" / "peer.json"]
+    peak = run(command, out.with_suffix(".log"), environment)
     measured = json.loads(out.read_text())
     seconds = (measured["ends"][args.updates] - measured["ends"][args.warmup]) / (args.updates - args.warmup)
     measured["loss"] = measured["losses"][args.updates - 1]
@@ -292,13 +310,16 @@ def peer(stage: str, args: Args, work: Path, *flags, **others) -> dict:
 
 
 def same_loss(stage: str, args: Args, work: Path) -> tuple[float, float]:
-    """Return our loss and TRL's of the same small batch from the same weights: sft's first; reward's first under the
-    head that ours drew; dpo's second after a long step, since its first is log 2 whatever the model says."""
+    """Return our loss and the peer's of the same small batch from the same weights: sft's first; reward's first under
+    the head that ours drew; dpo's second after a long step, since its first is log 2 whatever the model says."""
     rate = {"sft": 3e-6, "reward": 0.0, "dpo": 1e-3}[stage]
     changed = {"updates": 2 if stage == "dpo" else 1, "warmup": 0, "batch_size": 2 * args.micro_batch_size}
     small = replace(args, **changed)
     own = ours(stage, small, work, "--learning-rate", rate)
-    others = {"reward": str(work / "runs" / "reward" / "model")} if stage == "reward" else {}
+    others = {}
+    if stage == "reward":
+        others = {"reward": str(work / "runs" / "reward" / "model"), "head": str(work / "runs" / "head.pt")}
+        torch.save(load_file(Path(others["reward"], "model.safetensors"))["score.weight"], others["head"])
     return own["loss"], peer(stage, small, work, "sequential", learning_rate=rate, **others)["loss"]
 
 
@@ -410,7 +431,7 @@ def measure(stage: str, args: Args, work: Path) -> list[dict]:
         print(f"largest abs(ratio - 1) before a first step: {own['ratio']:g}")
     print(pandas.DataFrame(table).drop(columns=["command", "machine"]).to_string(index=False), flush=True)
     if args.peer != "none" and stage != "ppo":  # which samples
-        print("loss of the same batch: ours {:.6f}, TRL {:.6f}".format(*same_loss(stage, args, work)))
+        print("loss of the same batch: ours {:.6f}, the peer's {:.6f}".format(*same_loss(stage, args, work)))
     return table
 
 
@@ -422,8 +443,10 @@ def main(args: Args):
     disable_progress_bars()
     if args.script and len(args.stages) > 1:
         fail("--script is a copy of one stage's script: name one stage")
-    if args.peer != "none" and ("ppo" in args.stages) != (args.peer == "trl-1.11.0"):
+    if args.peer.startswith("trl") and ("ppo" in args.stages) != (args.peer == "trl-1.11.0"):
         fail("ppo is compared with trl-1.11.0, the last version that has it, and the other stages with trl-1.16.0")
+    if args.peer == "authors" and ({"ppo", "dpo"} & set(args.stages) or args.device != "cpu"):
+        fail("the authors' loops are timed for sft and reward, on a CPU")
     settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(cores())}
     for key, value in (settings | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}).items():
         os.environ.setdefault(key, value)  # for ours and the peer's
