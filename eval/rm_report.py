@@ -38,6 +38,8 @@ class Args:
     """judge.py's CSV file of the validation pairs, for the agreement"""
     write_pairs: str | None = None
     """only write the validation pairs of --preference-dataset to this CSV file, which judge.py reads"""
+    policies: bool = False
+    """table 5 also by the pair of policies, of which the paper's validation split has 241"""
     preference_dataset: str = "data/tldr/preference"
     output: str = "runs/rm_report"
     """path that the names of all files begin with"""
@@ -51,14 +53,15 @@ def read(args: Args, name: str) -> dict[tuple[str, int], pandas.DataFrame]:
     return {key: pandas.read_csv(path, keep_default_na=False) for key, path in paths.items() if path.exists()}
 
 
-def table_5(accuracies: dict, statistics: dict, models: tuple[str, ...]) -> list[dict]:
-    """Return rows of table 5: statistics of the references' rewards, then accuracy by split and group; a column per
-    model with mean and standard deviation over seeds."""
+def table_5(accuracies: dict, statistics: dict, models: tuple[str, ...], policies: bool) -> list[dict]:
+    """Return rows of table 5: statistics of the references' rewards, then accuracy by split and group (by pair of
+    policies only if asked); a column per model with mean and standard deviation over seeds."""
     frames = []
     for (model, _), frame in statistics.items():
         frame = frame.rename(columns={"value": "accuracy", "statistic": "value"})
         frames.append(frame.assign(model=model, data="rewards of references", group=""))
-    frames += [frame[frame["group"] != "policies"].assign(model=model) for (model, _), frame in accuracies.items()]
+    for (model, _), frame in accuracies.items():
+        frames.append(frame[policies | (frame["group"] != "policies")].assign(model=model))
     table = pandas.concat(frames).astype({"value": str, "accuracy": float})
     table = table.pivot_table("accuracy", ["data", "group", "value"], "model", with_sd, sort=False)
     return table.reindex(columns=models).fillna("").reset_index().to_dict("records")
@@ -122,7 +125,7 @@ def main(args: Args):
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     models = tuple(m for m in args.models if any(key[0] == m for key in pairs))
     text = "# Reward models\n\n## Table 5: mean ± sample standard deviation over seeds\n\n"
-    text += markdown(table_5(accuracies, statistics, models))
+    text += markdown(table_5(accuracies, statistics, models, args.policies))
 
     differences = {key: (x["chosen_reward"] - x["rejected_reward"]) * ~x["tie"] for key, x in pairs.items()}
     curves, errors = [], {}

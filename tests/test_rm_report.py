@@ -32,6 +32,8 @@ def test_the_tables(tmp_path, capsys):
     assert "| validation | overall | all | 0.625 ± 0.177 | 0.875 ± 0.177 |" in lines  # (0.75 - 0.5) / sqrt 2
     assert "| rewards of references |  | mean | 2.000 ± 0.707 | 2.000 ± 0.707 |" in lines
     assert not any("policies" in line for line in lines)
+    accuracies = {(name, 1): pandas.read_csv(tmp_path / f"reward/{name}/1/eval/accuracy.csv") for name in ("xs", "s")}
+    assert rm_report.table_5(accuracies, {}, ("xs",), True)[1]["value"] == "a--b"
     assert "2 of 6 are not there" in capsys.readouterr().out  # the runs of seed 3
     curve = pandas.read_csv(f"{output}_calibration.csv")
     assert curve[curve["model"] == "s"]["pairs"].sum() == 8  # of both seeds
