@@ -81,15 +81,16 @@ def finish(child: int) -> int:
 # ---- what a run leaves behind ------------------------------------------------------------------------------------
 
 
-def tensorboard_events(folder: Path) -> list[tuple[int, str, float]]:
-    """Return the sorted (step, key, value) of all scalars that TensorBoard shows. The file of a resumed run names the
+def tensorboard_events(folder: Path) -> list[tuple[int, str, float | bytes]]:
+    """Return the sorted (step, key, value) of all scalars and texts that TensorBoard shows. The file of a resumed run names the
     step from which it replaces earlier files."""
     files = [list(EventFileLoader(str(path)).Load()) for path in folder.glob("events.*")]
     found = []
     for event in chain.from_iterable(sorted(files, key=lambda x: [e.wall_time for e in x[:1]])):  # names: whole seconds
         if event.session_log.status == SessionLog.START:
             found = [row for row in found if row[0] < event.step]
-        found += [(event.step, value.tag, value.tensor.float_val[0]) for value in event.summary.value]
+        for value in event.summary.value:
+            found.append((event.step, value.tag, *value.tensor.float_val, *value.tensor.string_val))
     return sorted(found)
 
 

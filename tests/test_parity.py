@@ -86,8 +86,8 @@ def test_other_orders_keep_each_row_in_its_mini_batch(mini_batches):
 
 # ---- the authors' code beside errors of ours -------------------------------------------------------------------------
 
-REFERENCE = """                logits = response_logits(ref_policy, tokens, columns, banned)
-                logprobs = token_logprobs(logits, mb["responses"], """
+REFERENCE = """                logits = response_logits(ref_policy, mb["tokens"], mb["columns"])
+            logprobs = token_logprobs(logits, mb["responses"], """
 BREAKS = {  # a text of ppo.py, what replaces it, and a quantity that must be above its bound then
     "the score at EOS": (
         "score_position = lengths.clamp(max=kl.shape[1] - 1)",
@@ -95,7 +95,7 @@ BREAKS = {  # a text of ppo.py, what replaces it, and a quantity that must be ab
         "token rewards",
     ),
     "unbiased variance": (".square() * mask).sum() / count", ".square() * mask).sum() / (count - 1)", "advantages"),
-    "lambda left out": ("delta + gamma * lam * advantage", "delta + gamma * advantage", "returns"),
+    "lambda left out": ("deltas[:, t] + gamma * lam * advantage", "deltas[:, t] + gamma * advantage", "returns"),
     "the reference without temperature": (
         REFERENCE + "args.temperature",
         REFERENCE + "1.0",
@@ -107,6 +107,11 @@ BREAKS = {  # a text of ppo.py, what replaces it, and a quantity that must be ab
         "values",
     ),
 }
+
+
+def test_each_break_is_of_today_s_script():
+    text = (parity.our_side.ROOT / "ppo.py").read_text()
+    assert {what: text.count(old) for what, (old, _, _) in BREAKS.items()} == dict.fromkeys(BREAKS, 1)
 
 
 @pytest.mark.long
