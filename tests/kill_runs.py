@@ -82,8 +82,8 @@ def finish(child: int) -> int:
 
 
 def tensorboard_events(folder: Path) -> list[tuple[int, str, float | bytes]]:
-    """Return the sorted (step, key, value) of all scalars and texts that TensorBoard shows. The file of a resumed run names the
-    step from which it replaces earlier files."""
+    """Return the sorted (step, key, value) of all scalars and texts that TensorBoard shows. The file of a resumed run
+    names the step from which it replaces earlier files."""
     files = [list(EventFileLoader(str(path)).Load()) for path in folder.glob("events.*")]
     found = []
     for event in chain.from_iterable(sorted(files, key=lambda x: [e.wall_time for e in x[:1]])):  # names: whole seconds
