@@ -15,10 +15,12 @@ so that an interrupted call leaves comparisons that can be read.
 The rules were set before the first row:
 - An effect counts from 0.03 of truth. A patch whose interval lies within ±0.03 makes "no difference of 0.03".
 - First look: all patches on seeds 1 to 4, with 99 % intervals. At most ten patches whose interval excludes 0 or whose
-  mean is beyond 0.03 get seeds 5 to 8, those with the largest mean difference first.
+  mean is beyond 0.03 get seeds 5 to 8, those with the largest mean difference first; not those whose p after the
+  correction is below 0.01 already.
 - Last look (--last): 95 % intervals, and a difference needs p below 0.05 after Holm's correction over all rows.
-- Intervals and the noise floor are those of paired.py, with the variance pooled over the rows of a stage.
-- "breaks" is a difference after which the mean truth is below that of the SFT model that PPO or DPO starts from.
+- Intervals and the noise floor are those of paired.py, with one standard deviation for the rows of a stage. Rows with
+  more than three times the median spread keep their own.
+- "breaks" is a difference after which the mean truth is below that of sft.py's model.
 """
 
 import os
@@ -191,7 +193,7 @@ def differences(patches: dict[str, Patch], ledger: pandas.DataFrame, last: bool)
     starts = ledger[ledger["note"] == "SFT"]
     found = {}
     for stage in STAGES:
-        pairs, facts = {}, {}
+        pairs, facts, runs = {}, {}, {}
         plain = own_rows[own_rows["candidate"] == f"{stage}.py"]
         noise = noise_pairs(ledger, plain.iloc[0], "truth") if len(plain) else []
         for patch in patches.values():
@@ -200,6 +202,7 @@ def differences(patches: dict[str, Patch], ledger: pandas.DataFrame, last: bool)
                 continue
             base = own_rows[own_rows["candidate"] == patch.baseline].set_index("seed")
             pairs[patch.name] = (own["truth"] - base["truth"]).dropna()
+            runs |= {patch.name: own["truth"], patch.baseline: base["truth"]}
             seeds = pairs[patch.name].index
             facts[patch.name] = own.loc[seeds, list(score.NUMBERS)].mean().add_prefix("own_").to_dict() | {
                 "stage": stage,
@@ -207,7 +210,7 @@ def differences(patches: dict[str, Patch], ledger: pandas.DataFrame, last: bool)
                 "failed": int((own["failed"] != "").sum()),
                 "runs": len(own),
             }
-        summaries = summarise(pandas.DataFrame(pairs), noise, 0, 0.95 if last else 0.99)
+        summaries = summarise(pandas.DataFrame(pairs), noise, 0, 0.95 if last else 0.99, pandas.DataFrame(runs))
         for name, seen in facts.items():
             found[name] = seen | summaries.get(name, {"count": len(pairs[name])})
     table = pandas.DataFrame(found).T.infer_objects()
@@ -222,8 +225,8 @@ def verdict(row: dict, last: bool) -> str:
         return f"fails on {row['failed']:.0f} of {row['runs']:.0f} seeds"
     if not row["count"] > 1:
         return "cannot be told: fewer than two seeds"
-    if not row["floor"]:
-        return "cannot be told: no A/A runs"
+    if row["noise_runs"] < 2:
+        return "cannot be told: fewer than two A/A runs"
     is_told = row["holm"] < 0.05 if last else row["low"] * row["high"] > 0
     if is_told and row["own_truth"] < row["sft"]:
         return "breaks"
@@ -238,6 +241,7 @@ def wanted_seeds(table: pandas.DataFrame) -> list[str]:
     """Return which patches get more seeds after the first look, by the rule at the top of the file."""
     table = table.dropna(subset="mean")
     is_wanted = (table["low"] * table["high"] > 0) | (table["mean"].abs() > COUNTS)
+    is_wanted &= table["holm"] >= 0.01
     largest_first = table["mean"].abs().astype(float).sort_values(ascending=False).index
     return [name for name in largest_first if is_wanted[name]][:MOST]
 

@@ -2,19 +2,30 @@
 
 from math import sqrt
 
+import numpy
 import pandas
 from scipy import stats
 
 
 def noise_pairs(rows: pandas.DataFrame, baseline: pandas.Series, of: str) -> list[float]:
-    """Return the differences between A/A runs and their baseline, of all beds: same command or version, same size.
-    Equal runs are left out: their micro-batches were the same, or too few updates followed."""
+    """Return the differences between A/A runs and their baseline, of all beds: same command or version, same size."""
     is_same = (rows["candidate"] == baseline["candidate"]) | (rows["version"] == baseline["version"])
     rows = rows[is_same & (rows["size"] == baseline["size"])]
     run = ["bed", "version", "seed"]
     plain = rows[rows["note"] == ""].drop_duplicates(run)
     both = rows[rows["note"].str.startswith("A/A")].merge(plain, on=run, suffixes=("", " before"))
-    return [x for x in (both[of] - both[f"{of} before"]).dropna() if x]
+    return (both[of] - both[f"{of} before"]).dropna().tolist()
+
+
+def residual_spread(runs: pandas.DataFrame) -> tuple[float, int]:
+    """Return the standard deviation of runs (a column of seeds for each candidate, some missing) that is left after
+    the effects of candidate and seed, and its degrees of freedom."""
+    table = runs.stack().dropna()
+    seed, candidate = (table.index.get_level_values(level) for level in (0, 1))
+    design = pandas.concat([pandas.get_dummies(candidate), pandas.get_dummies(seed).iloc[:, 1:]], axis=1).astype(float)
+    effects, _, rank, _ = numpy.linalg.lstsq(design.to_numpy(), table.to_numpy(), rcond=None)
+    freedom = len(table) - rank
+    return sqrt(((table - design.to_numpy() @ effects) ** 2).sum() / max(freedom, 1)), freedom
 
 
 def holm(p: pandas.Series, tries: int) -> pandas.Series:
@@ -24,29 +35,37 @@ def holm(p: pandas.Series, tries: int) -> pandas.Series:
     return corrected[p.sort_values().index].cummax()[p.index]
 
 
-def summarise(differences: pandas.DataFrame, noise: list[float], tries: int, level: float = 0.95) -> dict[str, dict]:
-    """Return {candidate: count, mean, low, high, p, holm, floor, power} of its differences to the baseline, a column of
-    seeds each; none for a single seed. noise: the differences of A/A runs. tries: the number that p is corrected for.
-    level: that of the interval.
+def summarise(
+    differences: pandas.DataFrame,
+    noise: list[float],
+    tries: int,
+    level: float = 0.95,
+    runs: pandas.DataFrame | None = None,
+) -> dict[str, dict]:
+    """Return {candidate: count, mean, low, high, p, holm, floor, noise_runs, power} of its differences to the baseline,
+    a column of seeds each; none for a single seed. noise: the differences of A/A runs. tries: the number that p is
+    corrected for. level: that of the interval. floor is the largest mean difference that rounding alone would give
+    (95 %), and power the smallest effect that so many seeds would show with 80 %, before the correction.
 
-    The standard deviation is at least that pooled over the candidates whose own is below three times the noise's, so
-    that few seeds that happen to lie together do not count as certainty. floor is the largest mean difference that
-    rounding alone would give (95 %), and power the smallest effect that so many seeds would show with 80 %."""
+    Intervals and p are those of the paired t test. With the runs themselves (candidates and their baselines), a study
+    of many candidates takes one standard deviation for all: `residual_spread` of those whose differences have at most
+    three times the median standard deviation. The others keep their own."""
     if differences.empty:
         return {}
     table = differences.agg(["count", "mean", "std"]).T
     table = table[table["count"] > 1]
-    noise_sd = pandas.Series(noise, dtype=float).std()
-    is_alike = table["std"].gt(0) & table["std"].lt(3 * noise_sd)  # a copy that changes nothing has 0
-    freedom = table["count"] - 1
-    pooled = sqrt((freedom * table["std"] ** 2)[is_alike].sum() / max(freedom[is_alike].sum(), 1))
-    is_pooled = is_alike & table["std"].lt(pooled)
-    error = table["std"].mask(is_pooled, pooled) / table["count"] ** 0.5
-    freedom = freedom.mask(is_pooled, freedom[is_alike].sum())
+    error, freedom = table["std"] / table["count"] ** 0.5, table["count"] - 1
+    if runs is not None:
+        is_wild = table["std"] > 3 * table["std"].median()
+        spread, left = residual_spread(runs.drop(columns=table.index[is_wild]))
+        error = error.where(is_wild, spread * (2 / table["count"]) ** 0.5)
+        freedom = freedom.where(is_wild, left)
     wide = stats.t.ppf((1 + level) / 2, freedom)
     table["low"], table["high"] = table["mean"] - wide * error, table["mean"] + wide * error
-    table["p"] = 2 * stats.t.sf((table["mean"].abs() / error).fillna(0), freedom)
+    table["p"] = 2 * stats.t.sf((table["mean"].abs() / error).fillna(0), freedom)  # a copy that changes nothing: 0 / 0
     table["holm"] = holm(table["p"], tries)
+    noise_sd = pandas.Series(noise, dtype=float).std()
+    table["noise_runs"] = len(noise)
     table["floor"] = stats.t.ppf(0.975, len(noise) - 1) * noise_sd / table["count"] ** 0.5 if len(noise) > 1 else 0.0
     table["power"] = (stats.t.ppf(0.975, freedom) + stats.t.ppf(0.8, freedom)) * error
     return table.to_dict("index")
@@ -54,8 +73,8 @@ def summarise(differences: pandas.DataFrame, noise: list[float], tries: int, lev
 
 def verdict(summary: dict, confirm: int) -> str:
     """Return what can be said of a candidate in words. confirm: the number of seeds that a confirmation needs, or 0."""
-    if not summary["floor"]:
-        return "cannot be told: no A/A runs, which a call without --confirm makes"
+    if summary["noise_runs"] < 2:
+        return "cannot be told: fewer than two A/A runs, which a call without --confirm makes"
     if summary["count"] < confirm:
         return f"cannot be told: {summary['count']:.0f} of {confirm} seeds"
     if abs(summary["mean"]) <= summary["floor"]:

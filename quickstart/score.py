@@ -162,6 +162,12 @@ def content(paths: Iterable[Path]) -> str:
     return digest([hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(paths)])
 
 
+def weights_of(folder: Path) -> str:
+    """Return a hash of a run's model: its weights and, of a reward model, the mean that centres its rewards."""
+    means = [json.loads(file.read_text()).get("reward_mean") for file in folder.glob("model/config.json")]
+    return content(folder.glob("model/*.safetensors")) + "".join(f" centred by {x}" for x in means if x is not None)
+
+
 def fields_of(path: Path) -> set[str]:
     """Return the names of a script's arguments."""
     classes = [x for x in ast.parse(path.read_text()).body if getattr(x, "name", "") == "Args"]
@@ -223,7 +229,7 @@ def libraries() -> dict:
 def trained(one: Candidate, inputs: dict[str, Path], seed: int, args: Args) -> Path:
     """Return the folder of a candidate's run on a seed, made where it is not there. inputs: the folders {stage: folder}
     of the runs that it may start from."""
-    weights = {name: content(folder.glob("model/*.safetensors")) for name, folder in inputs.items()}
+    weights = {name: weights_of(folder) for name, folder in inputs.items()}
     flags = base_flags(one.stage, args.size) + one.command[1:]
     base = ROOT / "quickstart/bases" / f"nano-{args.size}"
     key = digest(one.code, flags, weights, data_of(args.data), content(base.glob("*.*")), seed, libraries())
@@ -243,7 +249,7 @@ def trained(one: Candidate, inputs: dict[str, Path], seed: int, args: Args) -> P
             run([one.command[0], *flags, *resume], Path(f"{folder}.log"))
             Path(f"{folder}.done").touch()
     for name, old in weights.items():
-        if content(inputs[name].glob("model/*.safetensors")) != old:
+        if weights_of(inputs[name]) != old:
             shutil.rmtree(inputs[name])
             raise RuntimeError(f"it changed the {name} model that it starts from")
     if candidate(shlex.join(one.command)).code != one.code:

@@ -161,7 +161,7 @@ def ledger(tmp_path) -> Path:
     add("lambda of 1", "", base + [0.001, -0.002, 0.003, -0.004])
     add("four mini-batches", "", base + [0.04, 0.05, 0.047, 0.043])
     add("dropout of 0.1", "", base - [0.3, 0.4, 0.35, 0.31])
-    add("one epoch per batch", "", base - [0.1, -0.1, 0.12, -0.05])
+    add("one epoch per batch", "", base - [0.1, -0.05, 0.12, 0.0])
     add("shared backbone", "", [numpy.nan] * 4, failed="diverged")
     for row in rows:
         score.append(tmp_path / "price.csv", row)
@@ -170,17 +170,19 @@ def ledger(tmp_path) -> Path:
 
 def test_the_table_by_hand(ledger, capsys, tmp_path):
     table = price.differences(PATCHES, score.read_ledger(ledger), last=True)
-    sds = {"lambda of 0": [0.05, 0.06, 0.055, 0.052], "lambda of 1": [0.001, -0.002, 0.003, -0.004]}
-    sds["four mini-batches"] = [0.04, 0.05, 0.047, 0.043]
-    pooled = numpy.sqrt(
-        numpy.mean([numpy.var(x, ddof=1) for x in sds.values()])
-    )  # of those that are no wilder than A/A
-    error = max(pooled, numpy.std(sds["lambda of 0"], ddof=1)) / 2
+    rows = (
+        score.read_ledger(ledger)
+        .query("note == '' and failed == ''")
+        .pivot(index="seed", columns="candidate", values="truth")
+    )
+    alike = rows[["ppo.py", "lambda of 0", "lambda of 1", "four mini-batches"]]  # dropout and "one epoch" are wild
+    left = alike.sub(alike.mean(axis=1), axis=0).sub(alike.mean()) + alike.to_numpy().mean()
+    error = numpy.sqrt((left**2).to_numpy().sum() / 9 * 2 / 4)  # (4 - 1)(4 - 1) degrees of freedom
     row = table.loc["lambda of 0"]
-    assert row["mean"] == pytest.approx(-numpy.mean(sds["lambda of 0"]), abs=1e-6)
-    own = numpy.std(sds["lambda of 0"], ddof=1) >= pooled
-    t = stats.t.ppf(0.975, 3 if own else 9)
-    assert row["low"] == pytest.approx(row["mean"] - t * error, abs=1e-5)
+    assert row["mean"] == pytest.approx(-numpy.mean([0.05, 0.06, 0.055, 0.052]), abs=1e-6)
+    assert row["low"] == pytest.approx(row["mean"] - stats.t.ppf(0.975, 9) * error, abs=1e-5)
+    own = stats.ttest_1samp(rows["one epoch per batch"] - rows["ppo.py"], 0)
+    assert table.loc["one epoch per batch", "p"] == pytest.approx(own.pvalue, rel=1e-4)
     p = table["p"].dropna().astype(float).sort_values()
     corrected, largest = {}, 0.0
     for rank, (name, value) in enumerate(p.items()):
@@ -193,7 +195,7 @@ def test_the_table_by_hand(ledger, capsys, tmp_path):
     assert verdicts == expected | {"shared backbone": "fails on 4 of 4 seeds"}
     first = price.differences(PATCHES, score.read_ledger(ledger), last=False)
     assert first.loc["lambda of 1", "low"] < table.loc["lambda of 1", "low"]  # 99 %, not 95 %
-    assert price.wanted_seeds(first) == ["dropout of 0.1", "lambda of 0", "four mini-batches"]
+    assert price.wanted_seeds(first) == ["one epoch per batch"]  # the others are decided
     price.main(price.Args(show=True, rows=ledger, figure=tmp_path / "price.png"))
     said = capsys.readouterr().out
     assert re.search(r"\| lambda of 0 \| 20 \| 4 \| -0\.054 \(.*\| worse \| worse \|", said)

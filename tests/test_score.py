@@ -87,22 +87,20 @@ def test_a_changed_upstream_model_is_noticed(tmp_path, monkeypatch):
 
 
 def test_differences_by_hand():
-    """One candidate alone has the paired t test; pooling with others can widen an interval and not narrow it."""
-    wide, narrow, other = [0.1, 0.5, -0.2, 0.3], [0.01, 0.02, 0.00, 0.01], [-0.03, -0.01, -0.02, -0.04]
-    noise, columns = [0.01, -0.01, 0.012, -0.008], {"wide": wide, "narrow": narrow, "other": other}
+    """The paired t test, the floor of the A/A runs, and Holm's correction. A copy that changes nothing has p 1."""
+    columns = {"wide": [0.1, 0.5, -0.2, 0.3], "narrow": [0.01, 0.02, 0.00, 0.01], "other": [-0.03, -0.01, -0.02, -0.04]}
+    noise = [0.01, -0.01, 0.012, -0.008]
     found = paired.summarise(pandas.DataFrame(columns), noise, 3)
-    for name, values in (("wide", wide), ("other", other)):
+    for name, values in columns.items():
         expected = stats.ttest_1samp(values, 0)
         interval = expected.confidence_interval(0.95)
         assert found[name]["p"] == pytest.approx(expected.pvalue)
         assert (found[name]["low"], found[name]["high"]) == pytest.approx((interval.low, interval.high))
-    spread = numpy.sqrt((numpy.var(narrow, ddof=1) + numpy.var(other, ddof=1)) / 2)  # three degrees of freedom each
-    t = numpy.mean(narrow) / (spread / 2)
-    assert found["narrow"]["p"] == pytest.approx(2 * stats.t.sf(t, 6))
-    assert found["narrow"]["power"] == pytest.approx((stats.t.ppf(0.975, 6) + stats.t.ppf(0.8, 6)) * spread / 2)
+    error = stats.sem(columns["narrow"])
+    assert found["narrow"]["power"] == pytest.approx((stats.t.ppf(0.975, 3) + stats.t.ppf(0.8, 3)) * error)
     assert found["narrow"]["floor"] == pytest.approx(stats.t.ppf(0.975, 3) * numpy.std(noise, ddof=1) / 2)
     copied = paired.summarise(pandas.DataFrame(columns | {"copied": [0.0] * 4}), noise, 4)
-    assert copied["narrow"]["p"] == found["narrow"]["p"] and copied["copied"]["p"] == 1  # a copy makes none look better
+    assert copied["narrow"]["p"] == found["narrow"]["p"] and copied["copied"]["p"] == 1
     for tries in (3, 7):  # Holm: x 3, x 2, x 1, or more if more has been tried
         found = paired.summarise(pandas.DataFrame(columns), noise, tries)
         smallest, middle, largest = sorted(found, key=lambda name: found[name]["p"])
@@ -112,6 +110,30 @@ def test_differences_by_hand():
         assert found[largest]["holm"] >= found[largest]["p"]
 
 
+def test_one_standard_deviation_for_the_candidates_of_a_study():
+    """By hand, with two candidates: the residuals of a two-way table are those of the three columns' double centring.
+    A candidate of more than three times the median spread keeps its own t test, and seeds may be missing."""
+    rng = numpy.random.default_rng(0)
+    runs = pandas.DataFrame(rng.normal(size=(5, 3)) + rng.normal(size=(5, 1)), columns=["base", "a", "b"])
+    centred = runs.sub(runs.mean(axis=1), axis=0).sub(runs.mean()) + runs.to_numpy().mean()
+    spread = numpy.sqrt((centred**2).to_numpy().sum() / 8)  # (3 - 1)(5 - 1) degrees of freedom
+    assert paired.residual_spread(runs) == (pytest.approx(spread), 8)
+    differences = runs[["a", "b"]].sub(runs["base"], axis=0)
+    found = paired.summarise(differences, [], 0, 0.95, runs)
+    half = stats.t.ppf(0.975, 8) * spread * numpy.sqrt(2 / 5)
+    for name in differences:
+        assert found[name]["high"] == pytest.approx(differences[name].mean() + half)
+    wild = runs.assign(wild=runs["base"] + 100 * rng.normal(size=5), c=runs["a"] + rng.normal(size=5))
+    few = wild.mask(wild.index.to_numpy()[:, None] + (wild.columns == "b") * 5 >= 8)  # b has three seeds
+    differences = few[["a", "b", "c", "wild"]].sub(few["base"], axis=0)
+    found = paired.summarise(differences, [], 0, 0.95, few)
+    assert found["wild"]["p"] == pytest.approx(stats.ttest_1samp(differences["wild"], 0).pvalue)
+    spread, freedom = paired.residual_spread(few.drop(columns="wild"))
+    assert freedom == 18 - (4 + 4)  # four candidates' runs, less two of b; their effects, and those of four seeds
+    half = stats.t.ppf(0.975, freedom) * spread * numpy.sqrt(2 / 3)
+    assert found["b"]["low"] == pytest.approx(differences["b"].mean() - half)
+
+
 @pytest.mark.parametrize(
     ("numbers", "confirm", "words"),
     [
@@ -119,14 +141,17 @@ def test_differences_by_hand():
         ({"mean": 0.2, "holm": 0.002}, 0, "promising"),
         ({"mean": 0.2, "holm": 0.2}, 0, "cannot be told: an effect of 0.250"),
         ({"mean": -0.2, "holm": 0.002}, 0, "worse"),
-        ({"mean": 0.2, "holm": 0.002, "floor": 0.0}, 0, "cannot be told: no A/A runs"),
+        ({"mean": 0.2, "holm": 0.002, "noise_runs": 1}, 0, "cannot be told: fewer than two A/A runs"),
+        ({"mean": 0.01, "holm": 0.002, "floor": 0.0}, 0, "promising"),  # rounding changes nothing
         ({"mean": 0.2, "holm": 0.2}, 8, "cannot be told: an effect"),
         ({"mean": 0.2, "holm": 0.02}, 8, "better"),
         ({"mean": 0.2, "holm": 0.02, "count": 5}, 8, "cannot be told: 5 of 8 seeds"),
     ],
 )
 def test_the_verdict(numbers, confirm, words):
-    assert words in paired.verdict({"power": 0.25, "floor": 0.03, "p": 0.001, "count": 8} | numbers, confirm)
+    assert words in paired.verdict(
+        {"power": 0.25, "floor": 0.03, "noise_runs": 8, "p": 0.001, "count": 8} | numbers, confirm
+    )
 
 
 @pytest.fixture
@@ -188,6 +213,17 @@ def test_an_edited_script_is_another_try(rows, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count(" as of ") == 2  # its row and its verdict
 
 
+def test_the_mean_that_centres_rewards_is_part_of_a_model(tmp_path):
+    """Reward models that differ in it alone are two, because PPO's clipping and penalty see it."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/model.safetensors").write_bytes(b"weights")
+    found = set()
+    for config in ({}, {"reward_mean": 0.0}, {"reward_mean": 3.4}):
+        (tmp_path / "model/config.json").write_text(json.dumps(config))
+        found.add(score.weights_of(tmp_path))
+    assert len(found) == 3
+
+
 def test_tries_of_another_stage_count(rows, tmp_path, monkeypatch):
     """p of dpo_mine.py beside ppo.py is corrected for all of its versions, and for the candidates of ppo.py's stage."""
     monkeypatch.chdir(tmp_path)
@@ -202,7 +238,7 @@ def test_tries_of_another_stage_count(rows, tmp_path, monkeypatch):
 
 def test_confirmation_uses_seeds_of_its_own(rows, capsys):
     score.main(score.Args(["ppo.py --kl-coef 0"], confirm=True, **rows.args))
-    assert "cannot be told: no A/A runs" in capsys.readouterr().out
+    assert "cannot be told: fewer than two A/A runs" in capsys.readouterr().out
     score.main(score.Args(["ppo.py"], **rows.args))
     rows.made.clear()
     table = pandas.read_csv(rows.args["rows"], dtype={"note": str})  # a call that was cut short
