@@ -10,14 +10,18 @@ gold reward is the truth.
 A draw has pairs, reward models and a seed of its own, and all arms share the SFT policy. In the arm gold_model, as in
 the paper, a larger reward model labels the pairs and judges the policies, and the truth is the second gold.
 
-A run whose row is in results/study.jsonl is not made again. Runs and logs are in runs/ensembles. ensembles/figures.py
+A run whose row is in results/study.jsonl is not made again, and a finished run folder is kept: empty the folder after a
+change of code. Runs and logs are in runs/ensembles. ensembles/figures.py
 makes tables and figures of the rows.
 """
 
 import importlib.util
 import json
+import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / folder) for folder in ("eval", "quickstart")]
 
 from eval_helpers import Job, run_jobs  # noqa: E402
+from score import commit_of  # noqa: E402
 
 spec = importlib.util.spec_from_file_location("ensembles_figures", ROOT / "ensembles/figures.py")  # eval/ has one, too
 figures = importlib.util.module_from_spec(spec)
@@ -242,7 +247,7 @@ def read_rows(file: Path) -> list[dict]:
 
 
 def new_rows(args: Args, draw: int) -> Iterator[dict]:
-    """Yield the rows of a draw's finished runs that the file lacks."""
+    """Yield the rows of a draw's finished runs that the file lacks, with commit and date."""
     known = {(row["arm"], row["procedure"], row["method"], row["kl_coef"], row["seed"]) for row in read_rows(args.rows)}
     runs = ROOT / args.runs
     for folder in sorted([*(runs / "best_of_n").glob(f"*/{draw}"), *(runs / "ppo").glob(f"*/*/{draw}")]):
@@ -251,6 +256,7 @@ def new_rows(args: Args, draw: int) -> Iterator[dict]:
         read = figures.read_best_of_n if procedure == "best_of_n" else figures.read_ppo
         for row in read(folder, settings):
             row |= {"arm": "centre" if arm == "warm" else arm, "folder": str(folder.relative_to(ROOT))}
+            row |= {"commit": commit_of(), "date": time.strftime("%Y-%m-%d")}
             if (row["arm"], row["procedure"], row["method"], row["kl_coef"], row["seed"]) not in known:
                 yield row
 
@@ -268,8 +274,12 @@ def is_made(args: Args, part: str, draw: int) -> bool:
 
 
 def main(args: Args):
+    args.rows = args.rows.resolve()
+    os.chdir(ROOT)  # commands, and so the paths in runs' settings, are relative to it
     if args.fast:
         args.draws, args.rows = [1], ROOT / args.runs / "study.jsonl"
+        if not args.dry_run and all(is_made(args, part, 1) for part in args.parts):  # a finished trial is made again
+            shutil.rmtree(ROOT / args.runs)
     posts = Job("posts", ["bash", "quickstart/run.sh", "--data-only"], ROOT / args.runs / "logs/posts.log", None)
     if not args.dry_run:
         run_jobs([posts], 1, ROOT)

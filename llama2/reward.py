@@ -349,8 +349,6 @@ def main(args: Args):
             "time/update": time.time() - update_start,
             "time/total": time.time() - run_start,
         }
-        if args.safety_coef:
-            metrics["loss/safety"] = sums["loss/safety"] / args.batch_size
         if update == num_updates or (args.eval_every and update % args.eval_every == 0):
             tables["validation"] = evaluate_pairs(accelerator, reward_model, data, args, pad_id, "validation")
             metrics["eval/loss"] = mean_pair_loss(tables["validation"])

@@ -40,21 +40,25 @@ ARMS = {
     "once": "all pairs from the SFT policy",
     "ensemble": "the same, five reward models",
 }
+PAIRED = "{mean:+.3f} ({low:+.3f} to {high:+.3f}), p {holm:.3f}, would have shown {power:.3f}"
 GRADES = ["significantly", "better", "slightly", "negligibly"]
 NUMBERS = {"truth": 3, "win_rate": 3, "wrong_facts": 2, "words": 1, "kl": 2, "score": 2, "accuracy": 3}
 
 
-def merge(labelled: list[Path], to: Path, count: int | None = None):
-    """Join the pairs of several rounds, each a folder of gold_label.py with noise_0 and noise_25. count: of the
-    training pairs, keep so many, the first."""
+def merge(labelled: list[Path], to: Path, count: int):
+    """Join the pairs of several rounds, each a folder of gold_label.py with noise_0 and noise_25. count: of each
+    round's training pairs, keep so many, the first, so that all arms have as many. Ends with an error if one has
+    fewer."""
     splits = {"train": [], "validation": []}
     for number, folder in enumerate(labelled, 1):
-        splits["train"].append(load_from_disk(folder / "noise_25")["train"])
+        noisy = load_from_disk(folder / "noise_25")["train"]
+        if len(noisy) < count:
+            fail(f"{folder} has {len(noisy)} training pairs, fewer than --count {count}: label more prompts")
+        splits["train"].append(noisy.take(count))
         clean = load_from_disk(folder / "noise_0")["validation"]
         splits["validation"].append(clean.remove_columns("batch").add_column("batch", [f"round {number}"] * len(clean)))
     with unfinished_folder(to) as folder:
         joined = DatasetDict({split: concatenate_datasets(parts) for split, parts in splits.items()})
-        joined["train"] = joined["train"].take(min(count or len(joined["train"]), len(joined["train"])))
         joined.save_to_disk(folder / "finished" / "preference")
     print(f"{to}: {len(joined['train'])} pairs of {len(labelled)} rounds")
 
@@ -101,15 +105,24 @@ def accuracy_rows(arm: Path, trained: int, sampled: int) -> list[dict]:
 
 
 def measure(run: Path, rounds: int = 5, output: Path = RESULTS):
-    """Add the policy of RUNS/SIZE/SEED/ARM/ROUND to rounds.csv."""
+    """Add the policy of RUNS/SIZE/SEED/ARM/ROUND to rounds.csv. Ends with an error if rows of this arm and seed are of
+    another commit."""
     size, seed, arm, number = run.parts[-4:]
+    file, place = output / "rounds.csv", {"arm": arm, "size": size, "seed": int(seed)}
+    for old in pandas.read_csv(file).to_dict("records") if file.exists() else []:
+        if old | place == old and old["commit"] != commit_of():
+            fail(
+                f"{file} has rows of {arm}, size {size}, seed {seed} of commit {old['commit']}: remove them or go back"
+            )
     pairs = load_from_disk(run / "pairs/preference")["train"]
     reward = next(path for path in (run / "reward", run / "reward_1") if path.exists())
     numbers, _, _ = metric.measure(metric.Args(str(run / "ppo"), str(run.parents[1] / "sft"), str(reward)))
-    row = {"arm": arm, "size": size, "seed": int(seed), "round": int(number), "labels": len(pairs)} | numbers
+    row = place | {"round": int(number), "labels": len(pairs)} | numbers
+    if arm == "ensemble":  # PPO saw the mean of five, and these are one member's
+        row |= {"score": None, "accuracy": None}
+    append([row], file)
     if int(number) == (1 if arm == "once" else rounds):
         append(accuracy_rows(run.parent, int(number), rounds), output / "accuracy.csv")
-    append([row], output / "rounds.csv")
     print(f"{arm}, size {size}, seed {seed}, round {number}: {len(pairs)} labels, truth {row['truth']:.3f}")
 
 
@@ -135,16 +148,14 @@ def show(output: Path = RESULTS):
         for (arm, number), own in rows.groupby(["arm", "round"], sort=False):
             cells = {"arm": ARMS[arm], "round": str(number), "seeds": str(len(own))}
             cells["labels"] = f"{own['labels'].mean():.0f}"
-            lines.append(cells | {name: with_sd(own[name], digits) for name, digits in NUMBERS.items()})
+            lines.append(cells | {name: with_sd(own[name].dropna(), digits) for name, digits in NUMBERS.items()})
         print(f"\nSize {size}; mean ± standard deviation over seeds:\n\n{markdown(lines)}")
         last = rows[rows["round"] == rows.groupby("arm")["round"].transform("max")]
         truth = last.pivot(index="seed", columns="arm", values="truth")
         others = [arm for arm in ARMS if arm in truth and arm != "graded"]
         if "graded" in truth and others:
-            found = summarise(truth[others].sub(truth["graded"], axis=0), [], 0)
-            for arm, row in found.items():
-                words = "{mean:+.3f} ({low:+.3f} to {high:+.3f}), p {holm:.3f}, would have shown {power:.3f}"
-                print(f"{ARMS[arm]}, truth less the rounds' last, 95 %: {words.format(**row)}")
+            for arm, row in summarise(truth[others].sub(truth["graded"], axis=0), [], 3).items():  # three in all sizes
+                print(f"{ARMS[arm]}, truth less the rounds' last, 95 %: {PAIRED.format(**row)}")
     for (size, arm), rows in accuracies.groupby(["size", "arm"], sort=False) if len(accuracies) else []:
         sums = rows.groupby(["seed", "reward_model", "pairs_of"])[["hits", "pairs"]].sum()
         cells = (sums["hits"] / sums["pairs"]).groupby(["reward_model", "pairs_of"]).agg(list)
@@ -155,6 +166,14 @@ def show(output: Path = RESULTS):
         ]
         print(f"\nAccuracy on validation pairs, size {size}, {ARMS[arm]}, {rows['seed'].nunique()} seeds:\n")
         print(markdown(lines))
+        by_seed, first, last = (sums["hits"] / sums["pairs"]).unstack("seed"), trained[0], sampled[-1]
+        contrasts = {f"round {first}'s model, pairs of round {last} less round {first}": by_seed.loc[first, last]}
+        contrasts[next(iter(contrasts))] -= by_seed.loc[first, first]
+        if trained[-1] != first:
+            later = by_seed.loc[trained[-1], last] - by_seed.loc[first, last]
+            contrasts[f"on the pairs of round {last}, round {trained[-1]}'s model less round {first}'s"] = later
+        for name, row in summarise(pandas.DataFrame(contrasts), [], 0).items():
+            print(f"{name}, 95 %: {PAIRED.format(**row)}")
         own = rows[rows["reward_model"] == rows["pairs_of"]]
         lines = []
         for grade in (grade for grade in GRADES if grade in set(own["grade"])):

@@ -1,27 +1,29 @@
 #!/usr/bin/env bash
 # Llama 2's loop (section 3.2.1) where the truth is known: in each of five rounds the newest policy and the one before it
-# answer 800 new prompts at two temperatures, the truth grades the pairs (a quarter of the labels are flipped), a reward
+# answer 800 new prompts at two temperatures, the truth grades 400 pairs (a quarter of the labels are flipped), a reward
 # model learns from all pairs so far with margins, and PPO starts from the SFT policy against it. Arms:
 #
 #   graded     the rounds
 #   plain      the rounds without margins
-#   once       the same number of labels, all of pairs by the SFT policy: one reward model, one PPO
+#   once       as many labels (2,000), all of pairs by the SFT policy: one reward model, one PPO
 #   ensemble   once's pairs, five reward models and their mean
 #
 #   bash llama2/rounds.sh [--size s|xs] [--seeds "1 2 3 4"] [--fast] [arm]...     (default: graded once ensemble at s,
 #                                                                                  graded plain at xs)
 #   --fast     one seed, size xs, two rounds of 400 prompts and 480 episodes, graded and once: about eight minutes
 #
-# It goes on where it was stopped, and an arm whose last row is in the results is not made again.
+# It goes on where it was stopped, and an arm whose last row is in the results is not made again; but --fast, once
+# finished, starts anew.
 set -euo pipefail
 CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-size=s seeds="1 2 3 4" rounds=5 prompts=800 episodes=1920 output=llama2/results runs=runs/llama2_rounds arms=()
+size=s seeds="1 2 3 4" rounds=5 prompts=800 labels=400 episodes=1920 output=llama2/results runs=runs/llama2_rounds arms=()
 while (($#)); do
     case $1 in
         --fast)
-            size=xs seeds=1 rounds=2 prompts=400 episodes=480 runs=runs/llama2_rounds_fast output=$runs/results
+            size=xs seeds=1 rounds=2 prompts=400 labels=180 episodes=480 runs=runs/llama2_rounds_fast output=$runs/results
             arms=(graded once)
+            [[ ! -e $output/rounds.png ]] || rm -rf "$runs"
             ;;
         --size) size=$2 && shift ;;
         --seeds) seeds=$2 && shift ;;
@@ -68,27 +70,23 @@ for seed in $seeds; do
     sft=$runs/$size/$seed/sft
     for arm in "${arms[@]}"; do
         here=$runs/$size/$seed/$arm
-        last=$rounds number=$prompts margin=small
+        last=$rounds number=$prompts count=$labels margin=small
         if [[ $arm == once || $arm == ensemble ]]; then
-            last=1 number=$((rounds * prompts))
+            last=1 number=$((rounds * prompts)) count=$((rounds * labels))
         fi
         [[ $arm != plain ]] || margin=none
         if grep -qs "^$arm,$size,$seed,$last," "$output/rounds.csv"; then
             continue
         fi
         sft "$sft"
-        policies=("$sft") labelled=() labels=()
-        if ((last == 1)); then # as many labels as the rounds had
-            labels=(--count "$(grep -s "^graded,$size,$seed,$rounds," "$output/rounds.csv" | cut -d, -f5)") ||
-                { echo "error: $arm needs the row of graded's last round for seed $seed: run graded first" >&2 && exit 1; }
-        fi
+        policies=("$sft") labelled=()
         for ((round = 1; round <= last; round++)); do
             now=$here/$round
             answers=${here/%ensemble/once}/$round/labelled # the ensemble's pairs are once's
             labelled+=("$answers")
             label "$answers" $(((round - 1) * number)) "$number" "${policies[@]}"
             [[ -e $now/pairs ]] || step python llama2/rounds.py merge --labelled "${labelled[@]}" --to "$now/pairs" \
-                ${labels[@]+"${labels[@]}"}
+                --count "$count"
             if [[ $arm == ensemble ]]; then
                 members=()
                 for member in 1 2 3 4 5; do

@@ -126,7 +126,8 @@ def measure(run: Path, tldr: Path, output: Path = RESULTS):
     row = {"arm": arm, "seed": int(seed), "unsafe": private["unsafe"].mean(), "truth": table["truth"].mean()}
     row["words"] = table["summary"].str.findall(r"\w+").str.len().mean()
     row["kl"] = metric.log_ratios(policy, sft, batches[metric.KL_TEMPERATURE]).mean().item()
-    row["gated"] = read_metrics(run)[-1].get("objective/safety_share")
+    shares = [update.get("objective/safety_share") for update in read_metrics(run)]
+    row["gated"] = None if None in shares else sum(shares) / len(shares)  # of all episodes
     append([row], output / "safety.csv")
     print(f"seed {seed}, {arm}: {row['unsafe']:.3f} of the summaries of {len(private)} posts with a request are unsafe")
 

@@ -32,6 +32,7 @@ OURS = [
 IMPORTS = {
     "ablations/price.py": "score",
     "ensembles/alpaca_dataset.py": "preference_dataset",
+    "ensembles/study.py": "score",
     "eval/gold.py": "judge",
     "quickstart/metric.py": "posts",
     "quickstart/report.py": "metric",

@@ -81,13 +81,12 @@ def test_each_round_asks_the_two_newest_policies(run):
 
 def test_the_other_arms_have_as_many_labels(run, tmp_path):
     commands = run("--seeds", "1")
-    assert [values(line, "--count") for line in commands if " --count " in line] == [["500"], ["500"]]
+    merged = [line for line in commands if " merge " in line]
+    totals = [len(values(line, "--labelled")) * int(values(line, "--count")[0]) for line in merged]
+    assert totals == [400, 800, 1200, 1600, 2000, 2000, 2000]
     assert sum("--skip-prompts 0 --prompts 4000" in line for line in commands) == 1  # the ensemble's are once's
     [ensemble] = [line for line in commands if line.startswith("ensembles/ppo.py")]
     assert len(set(values(ensemble, "--reward-model-paths"))) == 5
-    (tmp_path / "llama2/results/rounds.csv").unlink()
-    shutil.rmtree(tmp_path / "runs")
-    run("--seeds", "1", "once", dies_at=1)
 
 
 def test_a_stopped_loop_goes_on(run, tmp_path):
@@ -120,13 +119,23 @@ def arm(world, tmp_path):
 
 def test_merging_by_hand(arm, tmp_path):
     labelled = [arm / "1/labelled", arm / "2/labelled"]
-    rounds.merge(labelled, tmp_path / "all")
+    rounds.merge(labelled, tmp_path / "all", count=4)
     joined = load_from_disk(str(tmp_path / "all/preference"))
     own = [load_from_disk(str(folder / "noise_25"))["train"]["id"][:] for folder in labelled]
-    assert joined["train"]["id"][:] == own[0] + own[1] and len(joined["train"]) == 5 + 4
+    assert joined["train"]["id"][:] == own[0][:4] + own[1] and (len(own[0]), len(own[1])) == (5, 4)
     assert joined["validation"]["batch"][:] == ["round 1"] * 6 + ["round 2"] * 6
-    rounds.merge(labelled, tmp_path / "some", count=6)
-    assert load_from_disk(str(tmp_path / "some/preference"))["train"]["id"][:] == (own[0] + own[1])[:6]
+    with pytest.raises(SystemExit):
+        rounds.merge(labelled, tmp_path / "many", count=5)
+    assert not (tmp_path / "many").exists()
+
+
+def test_rows_of_another_commit_are_refused(tmp_path):
+    rows = [{"arm": arm, "size": "s", "seed": 1, "round": 1, "commit": "other"} for arm in ("graded", "once")]
+    pandas.DataFrame(rows).to_csv(tmp_path / "rounds.csv", index=False)
+    with pytest.raises(SystemExit):
+        rounds.measure(tmp_path / "s/1/graded/2", output=tmp_path)
+    with pytest.raises(FileNotFoundError):  # no row of this seed: it goes on to the run, which is not there
+        rounds.measure(tmp_path / "s/2/graded/2", output=tmp_path)
 
 
 def test_accuracies_by_hand(arm, world):
@@ -175,5 +184,7 @@ def test_the_tables(tmp_path, capsys):
     assert "| rounds, margins by grade | 2 | 2 | 200 | 0.715 ± 0.007 |" in said  # 0.71 and 0.72
     assert "all pairs from the SFT policy, truth less the rounds' last, 95 %: -0.050" in said
     assert "| round 1 | 0.650 ± 0.000 | 0.450 ± 0.000 |" in said  # 6 + 7 of 20, and 4 + 5
+    assert "round 1's model, pairs of round 2 less round 1, 95 %: -0.200" in said
+    assert "on the pairs of round 2, round 2's model less round 1's, 95 %: +0.200" in said
     assert "| better | 40 | 0.600 | 0.600 |" in said and "| slightly | 40 | 0.600 | 0.700 |" in said
     assert (tmp_path / "rounds.png").exists()
