@@ -45,7 +45,6 @@ from pathlib import Path
 
 os.environ["MPLBACKEND"] = "agg"  # the backend that a notebook chooses may not be installed here
 
-import datasets
 import pandas as pd
 import pyarrow.parquet
 import tyro
@@ -82,6 +81,8 @@ PAPER = {
     ("preference", "validation", "policies", "unique pairs"): 241,
     ("preference", "validation_cnndm", "policies", "unique pairs"): 7,
 }
+# the main branch has only a script, which `datasets` does not run any more; this one is the Hub's own conversion
+CONVERTED = {"openai/summarize_from_feedback": "refs/convert/parquet"}
 RawRows = list[tuple[str, dict]]  # [(where, row), …]
 
 
@@ -90,7 +91,7 @@ class Args:
     sft_dataset: str = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"
     """posts with reference summaries (Detail 1): a Hub id (`@revision` allowed) or a folder of jsonl/parquet files"""
     preference_dataset: str = "openai/summarize_from_feedback"
-    """pairs of summaries with a choice (Detail 1): a Hub id (its config `comparisons`) or a folder"""
+    """pairs of summaries with a choice (Detail 1): a Hub id (its folder `comparisons`) or a folder"""
     tokenizer: str = "EleutherAI/pythia-1b-deduped"
     """tokenizer of the models to train: a Hub id (`@revision` allowed) or a folder; `[PAD]` is added (Detail 3)"""
     output_dir: str = "data/tldr"
@@ -332,12 +333,14 @@ def read_file(path: Path) -> RawRows:
 
 
 def read_hub(source: str, splits: Iterable[str]) -> dict[str, RawRows]:
-    """Return {split: rows} for those of the splits that a Hub id[@revision] has."""
+    """Return {split: rows} for those of the splits that a Hub id[@revision] has, in its folder `comparisons` if there
+    is one."""
     repository, _, revision = source.partition("@")
+    revision = revision or CONVERTED.get(repository)
     with or_fail(f"{source} is not a folder, and cannot be loaded from the Hub"):
-        configs = datasets.get_dataset_config_names(repository, revision=revision or None)
-        config = "comparisons" if "comparisons" in configs else None
-        loaded = load_dataset(repository, config, revision=revision or None)
+        files = HfApi().list_repo_files(repository, revision=revision, repo_type="dataset")
+        folder = "comparisons" if any(name.startswith("comparisons/") for name in files) else None
+        loaded = load_dataset(repository, data_dir=folder, revision=revision)
     raw = {}
     for split in splits:
         if split in loaded:

@@ -20,6 +20,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 
@@ -45,6 +46,7 @@ from rm_report import calibration  # noqa: E402
 from run_metrics import read_metrics  # noqa: E402
 
 import ppo  # noqa: E402
+from tldr_dataset import unfinished_folder  # noqa: E402
 
 POLICIES = {"zero_shot": "as shipped", "sft": "SFT", "dpo": "DPO", "ppo": "PPO", "ppo_lam_095": "PPO, lambda 0.95"}
 POLICIES |= {"rloo": "RLOO"}
@@ -107,7 +109,8 @@ def write_held_out(args: Args):
     measured = {query for split in ("validation", "test") if split in posts for query in posts[split]["query"]}
     before = len(pairs["train"])
     pairs["train"] = pairs["train"].filter(lambda query: query not in measured, input_columns="query")
-    pairs.save_to_disk(args.held_out)
+    with unfinished_folder(args.held_out) as folder:
+        pairs.save_to_disk(folder / "finished")
     print(f"{args.held_out}: {len(pairs['train'])} of {before} training pairs are on other posts than the evaluation's")
 
 
@@ -243,7 +246,10 @@ def agreement_rows(args: Args) -> tuple[list[dict], list[dict]]:
     pairs = load_from_disk(args.data / "preference")["validation"]
     longer = [len(words_of(a)) - len(words_of(b)) for a, b in zip(pairs["chosen"], pairs["rejected"], strict=True)]
     hits = {"the longer summary": [0.5 if gap == 0 else float(gap > 0) for gap in longer]}
-    hits["the policy's, not the reference"] = [float(policy != "ref") for policy in pairs["chosen_policy"]]
+    of_policy = "the policy's, not the reference"
+    hits[of_policy] = [float(policy != "ref") for policy in pairs["chosen_policy"]]
+    both = zip(pairs["chosen_policy"], pairs["rejected_policy"], strict=True)
+    has_reference = [(a is not None and b is not None) and (a == "ref") != (b == "ref") for a, b in both]
     for stage, name in (("reward", "reward model"), ("dpo", "DPO, implicit")):
         rewards = pandas.read_csv(args.runs / stage / "eval" / "pairs_validation.csv")
         gaps = (rewards["chosen_reward"] - rewards["rejected_reward"]).to_numpy()
@@ -251,11 +257,10 @@ def agreement_rows(args: Args) -> tuple[list[dict], list[dict]]:
         if stage == "reward":
             bins, error = calibration(gaps, 5)
     table = []
-    for split, judge in (("valid2", "a language model"), ("valid1", "people")):
-        rows = [i for i, name in enumerate(pairs["split"]) if name == split]
-        for name, values in hits.items():
-            if split == "valid1" and name.startswith("the policy"):
-                continue  # these pairs name no policy
+    judges = ["a language model" if batch == "ai_judged" else "people" for batch in pairs["batch"]]
+    for judge, name in product(("a language model", "people"), hits):
+        if rows := [i for i, by in enumerate(judges) if by == judge and (name != of_policy or has_reference[i])]:
+            values = hits[name]
             right = sum(values[i] for i in rows)
             low, high = wilson(right, len(rows))
             row = {"judged by": judge, "pairs": len(rows), "rule": name, "agreement": right / len(rows)}

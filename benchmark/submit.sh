@@ -96,32 +96,42 @@ if [[ -z $dry_run ]]; then
     source quickstart/setup.sh requirements.txt
     mkdir -p logs # where Slurm writes what a task prints; without the folder it runs none
 fi
-declare -A job before=([reward]=sft [dpo]=sft [ppo]=reward [ppo_whiten]=reward [sft_samples]=sft [dpo_samples]=dpo)
-before+=([ppo_samples]=ppo [ppo_whiten_samples]=ppo_whiten)
+before() { # the stage that one waits for
+    case $1 in
+        reward | dpo) echo sft ;;
+        ppo | ppo_whiten) echo reward ;;
+        *_samples) echo "${1%_samples}" ;;
+    esac
+}
+jobs="" # lines of "stage_size id"; the bash of macOS has no associative arrays
+job() { printf '%s' "$jobs" | awk -v name="$1" '$1 == name { print $2 }'; }
 [[ -z $dry_run ]] || printf '%s\n\n' '# Commands' 'Every run of the study, as `bash benchmark/submit.sh --dry-run` prints it.'
 for stage in "${stages[@]}"; do
     [[ -z $dry_run ]] || printf '## %s\n\n```bash\n' "$stage"
     if [[ $stage == tldr_dataset ]]; then
         flags=(--output-dir data/tldr ${FLAGS_tldr_dataset:-})
         takes=(${RESOURCES:-$(resources "$stage")})
-        job[$stage]=$(
+        id=$(
             submit --job-name="$stage" --output=logs/%x_%j.out "${takes[@]}" benchmark/tldr_dataset.sbatch "${flags[@]}"
         )
-        [[ -z $dry_run ]] && echo "${job[tldr_dataset]} tldr_dataset" || echo "python tldr_dataset.py ${flags[*]}"
+        jobs+="tldr_dataset $id"$'\n'
+        [[ -z $dry_run ]] && echo "$id tldr_dataset" || echo "python tldr_dataset.py ${flags[*]}"
     else
         [[ $stage == *_samples ]] && config=$sampling || config=$training
         for size in "${sizes[@]}"; do
             name=${size##*/}
             flags=($(arguments "$stage" "$size"))
             takes=(${RESOURCES:-$(resources "$stage" "$size")})
-            earlier=${job[${before[$stage]:-}_$name]:-}
+            earlier=$(job "$(before "$stage")_$name")
             [[ -z $earlier ]] || takes+=(--dependency="aftercorr:$earlier")
-            [[ $stage != sft || -z ${job[tldr_dataset]:-} ]] || takes+=(--dependency="afterok:${job[tldr_dataset]}")
-            job[${stage}_$name]=$(
+            data=$(job tldr_dataset)
+            [[ $stage != sft || -z $data ]] || takes+=(--dependency="afterok:$data")
+            id=$(
                 submit --job-name="${stage}_$name" --array="0-$((${#seeds[@]} - 1))" --output=logs/%x_%A_%a.out \
                     "${takes[@]}" benchmark/stage.sbatch "$config" "$processes" "${seeds[*]}" "${flags[@]}"
             )
-            [[ -n $dry_run ]] || echo "${job[${stage}_$name]} ${stage}_$name"
+            jobs+="${stage}_$name $id"$'\n'
+            [[ -n $dry_run ]] || echo "$id ${stage}_$name"
             for seed in "${seeds[@]}"; do
                 [[ -z $dry_run ]] || echo "accelerate launch --config_file $config ${flags[*]//\{seed\}/$seed}"
             done

@@ -189,6 +189,15 @@ def dataset_of(checkpoint: str, known: dict) -> str:
     return dataset
 
 
+def placed(model, accelerator):
+    """Return a model on the device. Under bf16, weights but a reward's head are bfloat16 before they come there, which
+    takes half the memory; autocast would keep a copy of them beside float32."""
+    if accelerator.mixed_precision == "bf16":
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data if "score." in name else parameter.data.bfloat16()
+    return model.to(accelerator.device).eval()
+
+
 def main(args: Args):
     known = settings_of(Path(args.checkpoint))
     args.seed = known.get("seed", 44413) if args.seed is None else args.seed
@@ -220,22 +229,18 @@ def main(args: Args):
     first = next(iter(data.values()))[0]
     longest = max(args.response_length, len(first["reference_response_token"]))
     width = max(len(rows[0]["query_token"]) for rows in data.values()) + longest
-    policy, reward_model = load_policy(folder, tokenizer, width).to(accelerator.device).eval(), None
+    policy, reward_model = placed(load_policy(folder, tokenizer, width), accelerator), None
     if args.reward_model_path:
         reward_folder = local_checkpoint("--reward-model-path", args.reward_model_path)
         if load_tokenizer(reward_folder).get_vocab() != tokenizer.get_vocab():
             fail(f"--reward-model-path {reward_folder}: a reward model of another tokenizer than {folder}")
-        reward_model = load_reward_model(reward_folder, tokenizer, width).to(accelerator.device).eval()
+        reward_model = placed(load_reward_model(reward_folder, tokenizer, width), accelerator)
     reference = None
     if args.reference:
         reference_folder = local_checkpoint("--reference", args.reference)
         if load_tokenizer(reference_folder).get_vocab() != tokenizer.get_vocab():
             fail(f"--reference {reference_folder}: a policy of another tokenizer than {folder}")
-        reference = load_policy(reference_folder, tokenizer, width).to(accelerator.device).eval()
-    if accelerator.mixed_precision == "bf16":  # half the memory; autocast would keep a copy of the weights beside them
-        for model in filter(None, (policy, reward_model, reference)):
-            for name, parameter in model.named_parameters():
-                parameter.data = parameter.data if "score." in name else parameter.data.bfloat16()
+        reference = placed(load_policy(reference_folder, tokenizer, width), accelerator)
     tracker = WandBTracker(None, dir=args.output_dir, id=known.get("wandb_id"), resume="allow")
     if args.track and accelerator.is_main_process:
         tracker.start()

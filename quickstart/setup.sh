@@ -7,7 +7,7 @@ if [[ -n "${VIRTUAL_ENV:-}" ]]; then
     echo "setup: using the active virtual environment $venv"
 else
     venv=$PWD/.venv
-    if [[ ! -x "$venv/bin/python" ]]; then
+    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # not there, or half made
         python=${PYTHON:-python3}
         "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
             echo "error: $python is older than Python 3.11; name a newer one: PYTHON=python3.12 bash $0" >&2
@@ -23,6 +23,10 @@ export PATH="$venv/bin:$PATH"
 stamp=$venv/installed-requirements
 checksum=$(cat requirements.txt "$requirements" | cksum)
 if [[ "$(cat "$stamp" 2>/dev/null)" != "$checksum" ]]; then
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip || {
+        echo "error: $venv has no pip, and ensurepip cannot add it: make it with python -m venv" >&2
+        exit 1
+    }
     echo "setup: pip install -r $requirements (into $venv)"
     rm -f "$stamp"
     python -m pip install --quiet --disable-pip-version-check -r "$requirements"

@@ -7,9 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import create_autospec
 
+import datasets
 import pytest
 import tyro
-from datasets import DatasetDict, load_from_disk
+from datasets import Dataset, DatasetDict, load_from_disk
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
 import dpo
@@ -85,3 +86,34 @@ def test_each_stage_loads_what_was_pushed(hub):
     scores = "me/nano-reward@reward__nano-xs__3"
     assert sorted(hub.asked) == sorted([data, start, data, pairs, start, scores, data, start, pairs])
     assert "tldr_dataset.py" in (hub.place("me/tldr", "v1") / "README.md").read_text()
+
+
+def test_the_published_pairs_come_from_the_converted_branch(world, tmp_path, monkeypatch):
+    """Its layout: a folder for each config, of which only the comparisons are pairs, and a folder for each split."""
+    expected = tldr_dataset.read_raw(
+        str(world.raw / "comparisons"), ["train", "validation"], tldr_dataset.PREFERENCE_COLUMNS
+    )
+    expected = {split: [row for _, row in rows] for split, rows in expected.items()}
+    together = Dataset.from_list([row for rows in expected.values() for row in rows])
+    count = len(expected["train"])
+    for split, rows in {"train": range(count), "validation": range(count, len(together))}.items():
+        together.select(rows).to_parquet(tmp_path / f"hub/comparisons/{split}/0000.parquet")
+        Dataset.from_list([{"summary": {"text": "x"}}]).to_parquet(tmp_path / f"hub/axis/{split}/0000.parquet")
+    load, asked, api = datasets.load_dataset, [], create_autospec(HfApi)
+
+    def load_data(repository, data_dir, revision):
+        asked.append((repository, revision))
+        return load(str(tmp_path / "hub"), data_dir=data_dir)
+
+    files = [str(file.relative_to(tmp_path / "hub")) for file in (tmp_path / "hub").rglob("*.*")]
+    api.return_value.list_repo_files.return_value = files
+    monkeypatch.setattr(tldr_dataset, "HfApi", api)
+    monkeypatch.setattr(tldr_dataset, "load_dataset", load_data)
+    default = tldr_dataset.Args().preference_dataset
+    found = tldr_dataset.read_hub(default, ["train", "validation", "validation_cnndm"])
+    for split, rows in expected.items():
+        for row, (_, own) in zip(rows, found[split], strict=True):
+            assert (own["summaries"][0]["text"], own["choice"]) == (row["summaries"][0]["text"], row["choice"])
+    assert list(found) == list(expected)
+    assert asked == [(default, "refs/convert/parquet")]
+    assert api.return_value.list_repo_files.call_args.kwargs["revision"] == "refs/convert/parquet"
