@@ -87,7 +87,10 @@ fi
 posts=(--dataset "$data/tldr/sft") pairs=(--preference-dataset "$data/pairs")
 
 # ---- stages ---------------------------------------------------------------------------------------------------------
-trap '' TERM # of `timeout`: only the stages follow it, and end with code 75 once they have written a checkpoint
+# TERM, of `timeout`, goes to all processes here. Training follows it: before its first update it ends at once, and then
+# with code 75, once it has written a checkpoint. All else goes on, and no other training begins.
+rang=""
+trap 'rang=yes' TERM
 start=(--sft-model-path "$runs/sft")
 online=("${start[@]}" --reward-model-path "$runs/reward" "${posts[@]}" --sample-every 4)
 
@@ -100,51 +103,65 @@ train() { # a stage
         ppo_lam_095) set -- ppo.py "$1" "${online[@]}" ${ppo[@]+"${ppo[@]}"} --lam 0.95 ;;
         rloo) set -- variants/rloo.py "$1" "${online[@]}" ${rloo[@]+"${rloo[@]}"} ;;
     esac
-    python "$1" "${common[@]}" --output-dir "$runs/$2" "${@:3}"
+    (trap - TERM && exec python "$1" "${common[@]}" --output-dir "$runs/$2" "${@:3}")
 }
 sample() { # summaries of a stage's model for the validation posts, and for five invented ones
     local checkpoint=$runs/$1 weights=$runs/$1/model what folder
     [[ $1 != zero_shot ]] || checkpoint=$model weights=$model
     if [[ $1 != zero_shot && ! -d $weights ]]; then # the clock stopped it
         checkpoint=$runs/$1/checkpoints/policy weights=$checkpoint
-        python benchmark/pretrained.py --runs "$runs" --newest-checkpoint "$1"
+        if ! compgen -G "$runs/$1/checkpoints/update_*" >/dev/null; then
+            echo "$runs/$1 has no checkpoint to sample yet" && return
+        fi
+        (trap '' TERM && exec python benchmark/pretrained.py --runs "$runs" --newest-checkpoint "$1")
     fi
     for what in tldr invented; do
         folder=$runs/samples/$what/$1
-        [[ $folder/eval/rouge.csv -nt $weights ]] || python eval/samples.py "$checkpoint" --seed "$seed" \
-            --dataset "$data/$what/sft" --reward-model-path "$runs/reward" --splits validation \
-            --output-dir "$folder" "${samples[@]}"
+        [[ $folder/eval/rouge.csv -nt $weights ]] || (trap '' TERM && exec python eval/samples.py "$checkpoint" \
+            --seed "$seed" --dataset "$data/$what/sft" --reward-model-path "$runs/reward" --splits validation \
+            --output-dir "$folder" "${samples[@]}")
     done
 }
 policy() { # train a stage that the clock may stop
     local code=0
     train "$1" || code=$?
-    [[ $code != 75 ]] || touch "$runs/stopped"
-    ((code == 0 || code == 75)) || exit $code
+    case $code in
+        0) ;;
+        75 | 143) touch "$runs/stopped" ;;
+        *) exit $code ;;
+    esac
 }
 together() { # run commands side by side with --gpu, and else one after the other
     local command jobs=() code=0
     for command in "$@"; do
         if [[ $gpu ]]; then
-            $command &
+            (trap '' TERM && $command) &
             jobs+=($!)
         else
             $command
         fi
     done
-    for job in ${jobs[@]+"${jobs[@]}"}; do wait "$job" || code=$?; done
+    for job in ${jobs[@]+"${jobs[@]}"}; do
+        until wait "$job"; do # TERM ends wait
+            kill -0 "$job" 2>/dev/null || { wait "$job" || code=$?; break; }
+        done
+    done
     return $code
 }
+go_on() { [[ -z $rang ]] || { echo "stopped by TERM; the same command continues" && exit 75; }; }
 
 train sft
+go_on
 together "train reward" "train dpo"
+go_on
 rm -f "$runs/stopped"
 together "policy ppo" ${gpu:+"policy ppo_lam_095"} # 37 GB each with --gpu
 others=("sample zero_shot" "sample sft" "sample dpo" "sample ppo" ${gpu:+"sample ppo_lam_095"})
-if [[ -e $runs/stopped ]]; then
+if [[ $rang || -e $runs/stopped ]]; then
     together "${others[@]}"
 else
     together "policy rloo" "${others[@]}"
     sample rloo
 fi
+trap '' TERM
 python benchmark/pretrained.py --runs "$runs" --data "$data/tldr" --output $output

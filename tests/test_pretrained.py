@@ -2,7 +2,11 @@
 embeddings, a vocabulary without a row for [PAD], an EOS that is its padding, bfloat16 on a CPU."""
 
 import logging
+import os
 import shutil
+import signal
+import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,3 +110,74 @@ def test_training_pairs_are_on_other_posts_than_the_evaluation(tmp_path):
     pretrained.main(pretrained.Args(data=tmp_path / "data", held_out=tmp_path / "pairs"))
     found = load_from_disk(tmp_path / "pairs")
     assert (found["train"]["query"][:], found["validation"]["query"][:]) == (["a", "a"], ["a", "b", "d", "a"])
+
+
+# notes each command and makes what the real one would. A stage named in $SLOW waits for TERM: ppo.py with a handler and
+# a checkpoint, as in training, another one without, as in its first seconds
+STAND_IN = """#!/usr/bin/env bash
+[[ $1 == -m ]] && exit 0
+words="$*"
+for ((i = 1; i <= $#; i++)); do
+    [[ ${!i} != --output-dir && ${!i} != --output ]] || { next=$((i + 1)) && folder=${!next}; }
+done
+stage=$(basename "${folder:-none}")
+echo "$1 $stage" >>"$LOG"
+if [[ $1 == *.py && $1 != eval/* && " $SLOW " == *" $stage "* ]]; then
+    if [[ $stage == ppo ]]; then trap 'mkdir -p "$folder/checkpoints/update_000002"; exit 75' TERM; fi
+    for ((i = 0; i < 300; i++)); do sleep 0.1; done
+fi
+case $1 in
+    eval/samples.py) mkdir -p "$folder/eval" && sleep 1 && touch "$folder/eval/rouge.csv" ;;
+    benchmark/pretrained.py) [[ $words != *--newest* ]] || mkdir -p runs/pretrained/base-gpu/ppo/checkpoints/policy ;;
+    *) mkdir -p "$folder/model" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("slow", ["ppo", "dpo"])
+def test_a_chain_that_the_clock_stops_ends_in_good_order(tmp_path, slow):
+    """TERM goes to the whole group, as that of `timeout`. Training ends, what has been trained is sampled, and the same
+    command continues."""
+    for file in (
+        "benchmark/pretrained.sh",
+        "quickstart/setup.sh",
+        "requirements.txt",
+        "benchmark/invented_posts.jsonl",
+    ):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / file, tmp_path / file)
+    (tmp_path / "raw/tldr_posts").mkdir(parents=True)
+    python = tmp_path / "venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    log = tmp_path / "log"
+
+    def start(slow: str) -> tuple[int, list[str]]:
+        log.write_text("")
+        environment = os.environ | {"VIRTUAL_ENV": str(tmp_path / "venv"), "LOG": str(log), "SLOW": slow}
+        command = ["bash", str(tmp_path / "benchmark/pretrained.sh"), "--gpu", "--model", "base", "raw"]
+        chain = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True)
+        if slow:
+            until(lambda: f".py {slow}\n" in log.read_text())
+            until(lambda: slow != "dpo" or (tmp_path / "runs/pretrained/base-gpu/reward/model").exists())
+            os.killpg(chain.pid, signal.SIGTERM)
+        return chain.wait(60), log.read_text().splitlines()
+
+    code, commands = start(slow)
+    if slow == "ppo":
+        assert code == 0 and "eval/samples.py ppo" in commands and "variants/rloo.py rloo" not in commands
+        assert commands[-1] == "benchmark/pretrained.py pretrained_gpu"  # the tables
+    else:  # without the reward model and DPO, nothing can follow
+        assert code == 143 and not [line for line in commands if line.startswith(("ppo.py", "eval/"))]
+    code, commands = start("")
+    assert code == 0 and commands[-1] == "benchmark/pretrained.py pretrained_gpu"
+    assert "variants/rloo.py rloo" in commands and "eval/samples.py rloo" in commands
+
+
+def until(is_so):
+    """Wait, for at most a minute."""
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)

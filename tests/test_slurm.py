@@ -3,8 +3,8 @@
     apt-get install -y --no-install-recommends slurmctld slurmd slurm-client
     python -m pytest -m slurm tests/test_slurm.py     (last output: benchmark/results/slurm.txt)
 
-Two seeds from the data to PPO and DPO and their samples, each run on both machines, one process on each. One PPO run is
-preempted in the middle; the reward model of the other seed cannot be trained.
+Three seeds from the data to PPO and DPO and their samples, each run on both machines, one process on each. The PPO run
+of the last seed is preempted in the middle; the reward model of the second seed cannot be trained.
 """
 
 import json
@@ -21,7 +21,7 @@ from conftest import make_world
 from kill_runs import metrics, weights
 
 ROOT = Path(__file__).resolve().parents[1]
-SIZE, SEEDS = "nano-xs", ("1", "2")
+SIZE, SEEDS = "nano-xs", ("1", "2", "3")
 SAMPLED = ["sft", "ppo", "ppo_whiten", "dpo"]
 STAGES = ["reward", *SAMPLED, *(f"{stage}_samples" for stage in SAMPLED)]
 ENDED = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL OUT_OF_MEMORY".split()
@@ -85,10 +85,10 @@ def study(root: Path) -> tuple[Path, dict]:
     preempted, began, shown = False, time.time(), ""
     while not all(state in ENDED for state, _ in jobs().values()):
         assert time.time() - began < 3000, jobs()
-        log = checkout / "runs" / "ppo" / SIZE / "1" / "metrics.jsonl"
+        log = checkout / "runs" / "ppo" / SIZE / "3" / "metrics.jsonl"
         if not preempted and log.exists() and len(log.read_text().splitlines()) >= 5:
             task = subprocess.run(["squeue", "-h", "-r", "-n", f"ppo_{SIZE}", "-t", "R", "-o", "%i %K"], **SAID).stdout
-            task = next(line.split()[0] for line in task.splitlines() if line.split()[1] == "0")
+            task = next(line.split()[0] for line in task.splitlines() if line.split()[1] == "2")
             subprocess.run(["scancel", "--batch", "--signal=USR1", task], check=True)
             print(f"USR1 to {task}")
             preempted = True
@@ -119,20 +119,28 @@ def test_the_chain_ends_and_a_failed_stage_stops_what_depends_on_it_alone(cluste
             assert made == (f"{stage}_{SIZE} {i}" not in stopped), (stage, seed)
 
 
+def test_no_other_task_is_started_again(cluster):
+    """The id of the last task of an array is that of the whole array."""
+    said = subprocess.run(["scontrol", "show", "job", "--oneliner"], **SAID).stdout.splitlines()
+    fields = [dict(re.findall(r"(\w+)=(\S+)", line)) for line in said]
+    again = {f"{row['JobName']} {row['ArrayTaskId']}": row["Restarts"] for row in fields if row["Restarts"] != "0"}
+    assert again == {f"ppo_{SIZE} 2": "1"}
+
+
 def processes(run: Path) -> int:
     return json.loads((run / "args.json").read_text())["processes"]
 
 
 def test_a_preempted_run_continues_to_the_same_end(cluster):
     checkout, _ = cluster
-    (log,) = (checkout / "logs").glob(f"ppo_{SIZE}_*_0.out")
+    (log,) = (checkout / "logs").glob(f"ppo_{SIZE}_*_2.out")
     assert "stopped by a signal after update" in log.read_text() and " continues after update " in log.read_text()
-    run, undisturbed = checkout / "runs" / "ppo" / SIZE / "1", checkout / "undisturbed"
+    run, undisturbed = checkout / "runs" / "ppo" / SIZE / "3", checkout / "undisturbed"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "benchmark/accelerate/cpu.yaml"]
-    command += ["ppo.py", "--model", SIZE, "--seed", "1", "--output-dir", str(undisturbed)]
+    command += ["ppo.py", "--model", SIZE, "--seed", "3", "--output-dir", str(undisturbed)]
     subprocess.run([*command, *os.environ["FLAGS_ppo"].split()], cwd=checkout, **SAID)
     assert metrics(run) == metrics(undisturbed) and weights(run) == weights(undisturbed) and processes(run) == 2
-    assert metrics(checkout / "runs" / "ppo_whiten" / SIZE / "1") != metrics(undisturbed)
+    assert metrics(checkout / "runs" / "ppo_whiten" / SIZE / "3") != metrics(undisturbed)
 
 
 NO_COMPILING = """# DeepSpeed without its operation for shared memory, which takes two minutes to compile; gloo does it
