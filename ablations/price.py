@@ -190,7 +190,7 @@ def differences(patches: dict[str, Patch], ledger: pandas.DataFrame, last: bool)
     """Return a row for each patch that has runs: the means of its own numbers, and what paired.summarise says of its
     differences to its baseline. holm is corrected over all rows of the table."""
     own_rows = ledger[ledger["note"] == ""]
-    starts = ledger[ledger["note"] == "SFT"]
+    starts = ledger[ledger["note"] == "SFT"].set_index("seed")["truth"]
     found = {}
     for stage in STAGES:
         pairs, facts, runs = {}, {}, {}
@@ -206,7 +206,8 @@ def differences(patches: dict[str, Patch], ledger: pandas.DataFrame, last: bool)
             seeds = pairs[patch.name].index
             facts[patch.name] = own.loc[seeds, list(score.NUMBERS)].mean().add_prefix("own_").to_dict() | {
                 "stage": stage,
-                "sft": starts[starts["seed"].isin(seeds)]["truth"].mean(),
+                "sft": starts.reindex(seeds).mean(),
+                "below": int((own.loc[seeds, "truth"] < starts.reindex(seeds)).sum()),
                 "failed": int((own["failed"] != "").sum()),
                 "runs": len(own),
             }
@@ -271,6 +272,7 @@ def show(patches: dict[str, Patch], args: Args):
                 "seeds": f"{row['count']:.0f}",
                 f"truth less the baseline's, {level} %": difference,
                 "p, Holm": f"{row['holm']:.3f}" if row["count"] > 1 else "",
+                "seeds below SFT": f"{row['below']:.0f}",
                 "KL": f"{row['own_kl']:.2f}",
                 "words": f"{row['own_words']:.1f}",
                 "EOS": f"{row['own_eos_rate']:.2f}",

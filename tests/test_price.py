@@ -193,6 +193,7 @@ def test_the_table_by_hand(ledger, capsys, tmp_path):
     expected = {"lambda of 0": "worse", "lambda of 1": "no difference of 0.03", "four mini-batches": "better"}
     expected |= {"dropout of 0.1": "breaks", "one epoch per batch": "cannot be told"}
     assert verdicts == expected | {"shared backbone": "fails on 4 of 4 seeds"}
+    assert table["below"].to_dict() == dict.fromkeys(table.index, 0) | {"dropout of 0.1": 4}  # SFT: 0.65
     first = price.differences(PATCHES, score.read_ledger(ledger), last=False)
     assert first.loc["lambda of 1", "low"] < table.loc["lambda of 1", "low"]  # 99 %, not 95 %
     assert price.wanted_seeds(first) == ["one epoch per batch"]  # the others are decided
