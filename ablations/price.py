@@ -213,7 +213,7 @@ def differences(patches: dict[str, Patch], ledger: pandas.DataFrame, last: bool)
             }
         summaries = summarise(pandas.DataFrame(pairs), noise, 0, 0.95 if last else 0.99, pandas.DataFrame(runs))
         for name, seen in facts.items():
-            found[name] = seen | summaries.get(name, {"count": len(pairs[name])})
+            found[name] = seen | summaries.get(name, {"count": len(pairs[name])}) | {"each": pairs[name].tolist()}
     table = pandas.DataFrame(found).T.infer_objects()
     if "p" in table:
         table["holm"] = holm(table["p"].dropna().astype(float), 0)
@@ -291,8 +291,8 @@ def show(patches: dict[str, Patch], args: Args):
 
 
 def draw(table: pandas.DataFrame, patches: dict[str, Patch], args: Args):
-    """Draw each patch's difference with its interval, the largest cost on top, KL and length beside it. A patch far
-    outside is an arrow with its number."""
+    """Draw each patch's difference with its interval, the largest cost on top, its seeds as strokes, KL and length
+    beside it. A patch far outside is an arrow with its numbers."""
     edge = max(0.1, 1.2 * table["mean"].abs().quantile(0.75))
     figure = Figure(figsize=(9, 1.2 + 0.24 * len(table)), layout="constrained")
     axis = figure.subplots()
@@ -306,10 +306,13 @@ def draw(table: pandas.DataFrame, patches: dict[str, Patch], args: Args):
             side = 1 if row["mean"] > 0 else -1
             axis.plot(side * edge * 0.98, y, "<>"[side > 0], color=color, markersize=6)
             where = "right" if side > 0 else "left"
-            axis.text(side * edge * 0.95, y, f"{row['mean']:+.2f}", ha=where, color=color, **shown)
+            text = "{mean:+.2f} ({low:+.2f} to {high:+.2f})".format(**row)
+            axis.text(side * edge * 0.95, y, text, ha=where, color=color, **shown)
         else:
             axis.plot([max(row["low"], -edge), min(row["high"], edge)], [y, y], color=color, linewidth=1.2)
             axis.plot(row["mean"], y, "o", color=color, markersize=4)
+            inside = [x for x in row["each"] if abs(x) < edge]
+            axis.plot(inside, [y] * len(inside), "|", color=color, markersize=7, alpha=0.5)
         beside = {"transform": axis.get_yaxis_transform(), "family": "monospace", **shown}
         axis.text(1.02, y, f"{row['own_kl']:6.2f}  {row['own_words']:5.1f}", **beside)
     axis.text(1.02, -1.1, "    KL  words", **beside)
