@@ -1,13 +1,12 @@
-"""Figures 3, 4, 5 and 10 of "Reward Model Ensembles Help Mitigate Overoptimization", and a table that compares every
+"""Figures 3, 4, 5 and 10 of "Reward Model Ensembles Help Mitigate Overoptimization", and tables that compare every
 method with a single reward model.
 
     python ensembles/figures.py --runs runs/ensembles/ppo runs/ensembles/best_of_n --output-dir runs/ensembles/figures
-    python ensembles/figures.py --runs ensembles/results/runs.jsonl --output-dir /tmp/figures    # the committed study
-    python ensembles/figures.py --runs ensembles/results/study.jsonl --arm noise_0 --output-dir /tmp/figures
+    python ensembles/figures.py --runs ensembles/results/study.jsonl --output-dir /tmp/figures    # the committed study
 
 The script reads the runs of ensembles/ppo.py that eval/gold.py has scored, and those of ensembles/best_of_n.py. It
-writes a figure_N.png for each figure that has runs, table.md, and runs.jsonl, which holds the curves that it read. Runs
-of study.py have an arm: figures and table are of one arm, and factors.png compares the best of n of all.
+writes a figure_N.png for each figure that has runs, table.md and, of run folders, their curves as runs.jsonl. Runs of
+study.py have an arm: the figures of arms other than `centre` are figure_N_ARM.png, and the table has all.
 
 A method is `single` (one reward model), `warm` (one that average.py made), `mean`, `wco` or `uwo`. A replicate is a
 seed. Several runs of one seed, such as one for each single reward model, count as their mean. Lines are means over the
@@ -21,6 +20,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from math import isnan, nan
 from pathlib import Path
 
 os.environ["MPLBACKEND"] = "agg"  # the backend that a notebook chooses may not be installed here
@@ -33,8 +33,8 @@ from scipy import stats
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("eval", "quickstart")]
 
-from eval_helpers import fail, files_below, or_fail  # noqa: E402
-from paired import holm, summarise  # noqa: E402
+from eval_helpers import fail, files_below, markdown, or_fail  # noqa: E402
+from paired import summarise  # noqa: E402
 from run_metrics import read_metrics  # noqa: E402
 
 METHODS = {  # name, color, marker
@@ -53,8 +53,6 @@ class Args:
     """folders with runs, at any depth, or a runs.jsonl of an earlier call"""
     output_dir: str = "runs/ensembles/figures"
     """folder to write"""
-    arm: str = "centre"
-    """arm of study.py whose figures and table are made; runs without an arm are in this one"""
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -103,7 +101,7 @@ def read_best_of_n(folder: Path, settings: dict) -> list[dict]:
             name = method_of(settings["reward_model_paths"], method) if method == "single" else method
             run = {"procedure": "BoN", "method": name, "kl_coef": 0.0, "seed": settings["seed"], "folder": str(folder)}
             run |= {"step": rows["n"].tolist(), "kl": rows["kl"].tolist(), "gold": rows["gold"].tolist()}
-            run |= {"second_gold": rows["second_gold"].tolist() if "second_gold" in rows else []}
+            run |= {x: rows[x].tolist() if x in rows else [] for x in ("second_gold", "wins")}
             runs_read.append(run | {"proxy": rows["proxy"].tolist(), "variance": []})
     return runs_read
 
@@ -126,7 +124,7 @@ def read_runs(sources: tuple[str, ...]) -> pandas.DataFrame:
         fail(f"--runs {' '.join(sources)}: no complete run with gold scores there; ensembles/study.py makes some")
     runs = pandas.DataFrame(runs)
     runs["arm"] = runs["arm"].fillna("centre") if "arm" in runs else "centre"
-    for column in COLUMNS:  # rows of earlier versions lack some
+    for column in (*COLUMNS, "wins"):  # rows of earlier versions lack some
         runs[column] = [x if isinstance(x, list) else [] for x in runs.get(column, [[]] * len(runs))]
     members = (runs["procedure"] == "PPO") & (runs["method"] == "single")
     for key, group in runs[~members].groupby(["procedure", "method", "kl_coef", "seed", "arm"]):
@@ -212,54 +210,115 @@ def draw_lines(title: str, lines: list[dict], over_updates: bool) -> Figure:
     return figure
 
 
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+KEY = ["procedure", "kl_coef", "arm", "method"]
+
+
+def last_values(runs: pandas.DataFrame) -> pandas.DataFrame:
+    """Return a row for each KEY and seed with gold, second_gold, KL and win rate at the end of the curves, and with
+    `judged`, the second gold where there is one, and else the gold."""
+    columns = ["gold", "second_gold", "kl", "wins"]
+    ends = runs[columns].map(lambda values: values[-1] if values else nan)
+    ends["judged"] = ends["second_gold"].fillna(ends["gold"])
+    return pandas.concat([runs[[*KEY, "seed"]], ends], axis=1).groupby([*KEY, "seed"]).mean()
+
+
+def is_primary(key: tuple, to: str) -> bool:
+    """Return whether a difference is a primary contrast of study.py, chosen before its first row: mean, WCO and UWO
+    less a single reward model in best of n and in PPO with a KL penalty of 0.1."""
+    procedure, kl_coef, arm, method = key
+    is_there = arm == "centre" and (procedure == "BoN" or kl_coef == 0.1)
+    return is_there and to == "single" and method in ("mean", "wco", "uwo")
+
+
+def comparisons(runs: pandas.DataFrame) -> pandas.DataFrame:
+    """Return the differences in what judges the last policies, paired by draw: of each method to a single reward model,
+    and in best of n of single and mean to the same in the arm `centre`. Columns: key, to, is_primary, and those of
+    paired.summarise, with p corrected (holm) over the primary contrasts, and over all others."""
+    ends, pairs = last_values(runs)["judged"].unstack("seed"), {}
+    for key in ends.index:
+        others = {"single": (*key[:3], "single")}
+        if key[0] == "BoN" and key[3] in ("single", "mean"):
+            others["centre"] = (*key[:2], "centre", key[3])
+        pairs |= {(key, to): ends.loc[key] - ends.loc[x] for to, x in others.items() if x in ends.index and x != key}
+    rows = []
+    for primary in (True, False):
+        own = [pair for pair in pairs if is_primary(*pair) == primary]
+        table = pandas.DataFrame({i: pairs[pair] for i, pair in enumerate(own)})
+        for i, summary in summarise(table, [], 0).items():
+            rows.append({"key": own[i][0], "to": own[i][1], "is_primary": primary} | summary)
+    return pandas.DataFrame(rows, columns=["key", "to", "is_primary", "count", "mean", "low", "high", "holm", "power"])
+
+
+def difference(row: dict) -> str:
+    """Return a difference with its interval and p; bold if p is below 0.05 after the correction."""
+    text = "{mean:+.3f} ({low:+.3f} to {high:+.3f}), p {holm:.3f}".format(**row)
+    return f"**{text}**" if row["holm"] < 0.05 else text
+
+
 def methods_table(runs: pandas.DataFrame) -> str:
-    """Return a Markdown table of each method's final and best gold and the paired differences to a single model. p is
-    corrected for all differences of the table by Holm's method, and those below 0.05 are bold."""
-    runs = runs.assign(final=runs["gold"].str[-1], best=runs["gold"].map(max))
-    rows, differences = [], {}
-    for (procedure, kl), group in runs.groupby(["procedure", "kl_coef"]):
-        name = f"PPO, KL {kl:g}" if procedure == "PPO" else f"best of {group.iloc[0]['step'][-1]:,}"
-        # means over the runs of a seed, by seed and method
-        tables = {x: group.pivot_table(x, "seed", "method").reindex(columns=[*METHODS]) for x in ("final", "best")}
-        for method in METHODS:
-            if method in set(group["method"]):
-                rows.append((name, method, {key: table[method].mean() for key, table in tables.items()}))
-                for key, table in tables.items() if method != "single" else ():
-                    differences[name, method, key] = (table[method] - table["single"]).dropna()
-    p = {key: stats.ttest_1samp(values, 0).pvalue for key, values in differences.items() if len(values) > 1}
-    p = holm(pandas.Series(p, dtype=float).fillna(1.0), 0) if p else {}
-    lines = ["| runs | method | final gold | to single | p | best gold | to single | p |", "|" + "---|" * 8]
-    for name, method, means in rows:
-        cells = [name, METHODS[method][0]]
-        for key, mean in means.items():
-            values = differences.get((name, method, key), pandas.Series(dtype=float))
-            middle, low, high = t_interval(values) if len(values) > 1 else (values.mean(), None, None)
-            text = "" if values.empty else f"{middle:.3f}" if low is None else f"{middle:.3f} ({low:.3f} to {high:.3f})"
-            corrected = p.get((name, method, key), 1.0)
-            known = f"{corrected:.3f}" if len(values) > 1 else ""
-            cells += [f"{mean:.3f}", f"**{text}**" if corrected < 0.05 else text, known]
-        lines.append(f"| {' | '.join(cells)} |".replace("-", "−"))
-    return "\n".join(lines) + "\n"
-
-
-def contrasts_table(runs: pandas.DataFrame) -> str:
-    """Return a Markdown table of the primary contrasts, chosen before study.py's first row: the final gold of mean, WCO
-    and UWO less that of a single reward model, in best of n and in PPO with a KL penalty of 0.1."""
-    runs = runs.assign(final=runs["gold"].str[-1])
-    differences = {}
-    for name, procedure, kl in (("best of n", "BoN", 0), ("PPO, KL 0.1", "PPO", 0.1)):
-        own = runs[(runs["procedure"] == procedure) & (runs["kl_coef"] == kl)]
-        table = own.pivot_table("final", "seed", "method").reindex(columns=[*METHODS])
-        for method in ("mean", "wco", "uwo"):
-            differences[f"{name}: {METHODS[method][0]}"] = table[method] - table["single"]
-    lines = [
-        "| primary contrast | draws | final gold less single's, 95 % | p, Holm | would have shown |",
-        "|" + "---|" * 5,
+    """Return Markdown tables of the last policies of each setting and method and of the primary contrasts."""
+    ends, compared = last_values(runs), comparisons(runs)
+    found = {(row["key"], row["to"]): difference(row) for row in compared.to_dict("records")}
+    lines = []
+    for key, own in ends.groupby(KEY, sort=False):
+        procedure, kl_coef, arm, method = key
+        step = runs.loc[runs["procedure"] == "BoN", "step"].str[-1].max()
+        line = {"runs": f"PPO, KL {kl_coef:g}" if procedure == "PPO" else f"best of {step:,.0f}"}
+        line |= {"arm": arm, "method": METHODS.get(method, (method,))[0], "draws": len(own)}
+        for name, digits in {"gold": 3, "second_gold": 3, "kl": 2, "wins": 2}.items():
+            if ends[name].notna().any():
+                mean = own[name].mean()
+                line[name.replace("_", " ")] = "" if isnan(mean) else f"{mean:.{digits}f}"
+        shown = [to for to in ("single", "centre") if to in set(compared["to"])]
+        lines.append((key, line | {f"to {to}, 95 %": found.get((key, to), "") for to in shown}))
+    arms, methods = [*runs["arm"].unique()], [*METHODS, *runs["method"].unique()]
+    lines.sort(key=lambda x: (*x[0][:2], arms.index(x[0][2]), methods.index(x[0][3])))
+    text = markdown([line for _, line in lines])
+    contrasts = [
+        {
+            "primary contrast": ("PPO, KL 0.1: " if row["key"][0] == "PPO" else "best of n: ")
+            + METHODS[row["key"][3]][0],
+            "draws": f"{row['count']:.0f}",
+            "to single, 95 %": difference(row),
+            "would have shown": f"{row['power']:.3f}",
+        }
+        for row in compared[compared["is_primary"]].to_dict("records")
     ]
-    for name, row in summarise(pandas.DataFrame(differences), [], 0).items():
-        interval = "{mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**row)
-        lines.append(f"| {name} | {row['count']:.0f} | {interval} | {row['holm']:.3f} | {row['power']:.3f} |")
-    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+    return text + ("\n" + markdown(contrasts) if contrasts else "")
+
+
+def drift_table(runs: pandas.DataFrame) -> str:
+    """Return a Markdown table of how proxy, gold and second gold change from the middle measurement of the curves to
+    the last, with 95 % t intervals over draws: of runs with a second gold."""
+    lines = []
+    for (procedure, kl_coef, arm, method), own in runs[runs["second_gold"].str.len() > 0].groupby(KEY, sort=False):
+        line = {"runs": f"PPO, KL {kl_coef:g}" if procedure == "PPO" else "best of n", "arm": arm}
+        middle = len(own["step"].iloc[0]) // 2
+        line |= {"method": METHODS.get(method, (method,))[0], "draws": len(own)}
+        line |= {"from": own["step"].iloc[0][middle], "to": own["step"].iloc[0][-1]}
+        for name in ("proxy", "gold", "second_gold"):
+            changes = own[name].str[-1] - own[name].str[middle]
+            line[name.replace("_", " ")] = "{:+.3f} ({:+.3f} to {:+.3f})".format(*t_interval(changes))
+        lines.append(line)
+    return markdown(lines) if lines else ""
+
+
+def members_table(runs: pandas.DataFrame) -> str:
+    """Return a Markdown table of what the members' validation loss says about the gold of the best of n by each alone
+    (figures 15 and 16): their spread within a draw and their correlation, means over draws with 95 % t intervals."""
+    lines = []
+    for arm, own in runs[runs["member_gold"].notna()].groupby("arm", sort=False) if "member_gold" in runs else ():
+        members = zip(own["member_loss"], own["member_gold"], strict=True)
+        both = [pandas.DataFrame({"loss": loss, "gold": gold}) for loss, gold in members]
+        line = {"arm": arm, "draws": len(own), "pairs": f"{own['pairs'].mean():.0f}"}
+        for name in ("loss", "gold"):
+            mean, sd = (numpy.mean([getattr(x[name], y)() for x in both]) for y in ("mean", "std"))
+            line[name] = f"{mean:.3f} ± {sd:.3f}"
+        correlations = pandas.Series([x["loss"].corr(x["gold"]) for x in both])
+        lines.append(line | {"correlation": "{:+.2f} ({:+.2f} to {:+.2f})".format(*t_interval(correlations))})
+    return markdown(lines) if lines else ""
 
 
 def draw_factors(runs: pandas.DataFrame) -> Figure:
@@ -286,23 +345,21 @@ def draw_factors(runs: pandas.DataFrame) -> Figure:
 
 
 def main(args: Args):
-    every_arm = read_runs(args.runs)
-    runs = every_arm[every_arm["arm"] == args.arm]
-    if runs.empty:
-        fail(f"--arm {args.arm}: the runs have {', '.join(every_arm['arm'].unique())}")
-    folder = Path(args.output_dir)
-    text = methods_table(runs) + ("\n" + contrasts_table(runs) if args.arm == "centre" else "")
+    runs, folder = read_runs(args.runs), Path(args.output_dir)
+    text = "\n".join(filter(None, [methods_table(runs), drift_table(runs), members_table(runs)]))
     with or_fail(f"--output-dir {folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in every_arm.to_dict("records")))
+        if not all(Path(source).is_file() for source in args.runs):
+            (folder / "runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs.to_dict("records")))
         (folder / "table.md").write_text(text)
-        for name, figure in figures(runs).items():
-            if figure[-1]:
-                draw_lines(*figure, name == "figure_10").savefig(folder / f"{name}.png", dpi=100)
-            else:
-                print(f"{name}: no runs for it")
-        if every_arm["arm"].nunique() > 1:
-            draw_factors(every_arm).savefig(folder / "factors.png", dpi=100)
+        for arm, own in runs.groupby("arm", sort=False):
+            for name, (title, lines) in figures(own).items():
+                if lines:
+                    suffix, title = ("", title) if arm == "centre" else (f"_{arm}", f"{title} ({arm})")
+                    figure = draw_lines(title, lines, name == "figure_10")
+                    figure.savefig(folder / f"{name}{suffix}.png", dpi=100)
+        if runs["arm"].nunique() > 1:
+            draw_factors(runs).savefig(folder / "factors.png", dpi=100)
     print(text)
 
 

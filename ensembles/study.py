@@ -1,38 +1,38 @@
-"""Reward-model ensembles against overoptimisation, at laptop size: the arms of README.md's study, draw by draw. The
-gold reward is the truth.
+"""Reward-model ensembles against overoptimisation, at laptop size: the study of README.md, draw by draw.
 
-    python ensembles/study.py                      # what is missing of draws 1 to 10: best of n, PPO, then gold_model
-    python ensembles/study.py --draws 11 12 --parts ppo --methods single uwo
-    python ensembles/study.py --draws 1 2 3 --parts gold_model    # the arm whose gold reward is a reward model
-    python ensembles/study.py --fast               # each arm once, with little of everything: about ten minutes
-    python ensembles/study.py --dry-run            # prints the commands that are left to run
+    python ensembles/study.py --show                           # tables and figures of the rows that are there
+    python ensembles/study.py                                  # makes what is missing, unit by unit: hours
+    python ensembles/study.py --units ppo_kl_0.1 --methods single uwo --draws 11 12
+    python ensembles/study.py --fast                           # everything once, with little of each
+    python ensembles/study.py --dry-run                        # prints the commands that are left to run
 
-A draw has pairs, reward models and a seed of its own, and all arms share the SFT policy. In the arm gold_model, as in
-the paper, a larger reward model labels the pairs and judges the policies, and the truth is the second gold.
+UNITS says what is made of a draw, which has pairs, reward models and a seed of its own; all draws share the SFT policy.
+The gold reward is the truth. In the arm gold_model it is a larger reward model, as in the paper, and the truth is the
+second gold.
 
-A run whose row is in results/study.jsonl is not made again, and a finished run folder is kept: empty the folder after a
-change of code. Runs and logs are in runs/ensembles. ensembles/figures.py
-makes tables and figures of the rows.
+A run whose row is in results/study.jsonl is not made again. Runs and logs are in runs/ensembles, where finished runs
+are kept as long as the commit is the same.
 """
 
 import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
+import pandas
 import tyro
+from datasets import load_from_disk
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / folder) for folder in ("eval", "quickstart")]
 
-from eval_helpers import Job, run_jobs  # noqa: E402
+from eval_helpers import Job, fail, run_jobs, wins  # noqa: E402
+from run_metrics import read_metrics  # noqa: E402
 from score import commit_of  # noqa: E402
 
 spec = importlib.util.spec_from_file_location("ensembles_figures", ROOT / "ensembles/figures.py")  # eval/ has one, too
@@ -40,61 +40,108 @@ figures = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(figures)
 
 POSTS = "--dataset data/quickstart/posts-1/tldr/sft"
-GOLD = "--gold quickstart/truth.py:score"
+TRUTH = "quickstart/truth.py:score"
+
+
+# ==== the study ===================================================================================
 
 
 @dataclass(frozen=True)
-class Arm:
-    """What the five reward models of a draw are: their size, the percentage of flipped labels, and whether they learn
-    from all prompts' pairs or from those of a few (640 pairs)."""
+class Models:
+    """The five reward models of a draw: their size, the percentage of flipped labels, whether they learn from the pairs
+    of a quarter of the prompts alone (about 640), and whether a reward model is the gold reward."""
 
     size: str = "xs"
     noise: int = 25
-    few: bool = False
+    is_few: bool = False
+    has_gold_model: bool = False
 
 
-# one factor at a time around the centre
-ARMS = {"centre": Arm(), "noise_0": Arm(noise=0), "noise_35": Arm(noise=35), "size_s": Arm(size="s")}
-ARMS |= {"pairs_640": Arm(few=True)}
-MEMBERS = {"members_3": 3, "members_4": 4}  # best of n with the first of the centre's reward models
-PPO = [("centre", "0.02"), ("centre", "0.1"), ("noise_0", "0.1")]  # arm and KL coefficient
-PARTS = ("best_of_n", "ppo", "gold_model")
-GOLD_MODEL = ("gold_model", "0")  # an arm with best of n and PPO, and its KL coefficient
-METHODS = {"single": "", "mean": "--reward-combination mean", "wco": "--reward-combination wco"}
-METHODS |= {"uwo": "--reward-combination uwo --uwo-lambda 0.1", "warm": ""}  # WARM: at the centre
+@dataclass(frozen=True)
+class BestOfN:
+    """Best of n with the reward models of an arm, and {arm: (number of members, lambda of UWO)} of the tables that are
+    made of the same samples."""
+
+    models: str
+    tables: dict[str, tuple[int, float]] = field(default_factory=dict)
+    draws: int = 10
+
+
+@dataclass(frozen=True)
+class Ppo:
+    """PPO with the reward models of an arm (single_2 is the second alone). arm: the name in the rows; default: that of
+    the reward models. length: times the usual number of episodes."""
+
+    models: str
+    kl_coef: str
+    methods: str = "single mean wco uwo"
+    draws: int = 5
+    uwo_lambda: float = 0.1
+    length: int = 1
+    arm: str = ""
+
+
+MODELS = {  # one factor at a time around the centre
+    "centre": Models(),
+    "noise_0": Models(noise=0),
+    "noise_35": Models(noise=35),
+    "size_s": Models(size="s"),
+    "pairs_640": Models(is_few=True),
+    "gold_model": Models(has_gold_model=True),
+}
+OF_CENTRE = {"members_3": (3, 0.5), "members_4": (4, 0.5), "lambda_0.1": (5, 0.1), "lambda_2": (5, 2.0)}
+OF_NOISE_0 = {"noise_0_members_3": (3, 0.5), "noise_0_members_4": (4, 0.5)}
+FIVE = "single mean wco uwo warm"  # warm: the average of the five reward models' weights
+UNITS = {  # in the order in which they are made
+    "bon_centre": BestOfN("centre", OF_CENTRE),
+    "ppo_kl_0.1": Ppo("centre", "0.1", FIVE, draws=10),
+    "bon_noise_0": BestOfN("noise_0", OF_NOISE_0),
+    "bon_gold_model": BestOfN("gold_model", draws=3),
+    "ppo_gold_model": Ppo("gold_model", "0", draws=3),
+    "bon_noise_35": BestOfN("noise_35"),
+    "bon_pairs_640": BestOfN("pairs_640"),
+    "bon_size_s": BestOfN("size_s"),
+    "ppo_noise_0": Ppo("noise_0", "0.1"),
+    "ppo_kl_0.02": Ppo("centre", "0.02", FIVE),
+    "ppo_kl_0": Ppo("centre", "0", draws=3),
+    "ppo_lambda_0.5": Ppo("centre", "0.1", "uwo", 3, uwo_lambda=0.5, arm="lambda_0.5"),
+    "ppo_members": Ppo("centre", "0.1", "single_2 single_3 single_4 single_5", 1),
+    "ppo_long": Ppo("centre", "0.02", "single uwo", 1, length=3, arm="long"),
+}
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of everything: reward models of an arm, prompts with pairs, those of the arm with few, epochs of the
-    reward models; posts and samples of best of n; episodes of PPO."""
+    """How much of everything: reward models of an arm, prompts with pairs, and epochs of the reward models; posts and
+    samples of best of n; episodes of PPO."""
 
     members: int = 5
     prompts: int = 4000
-    few: int = 1000
     epochs: int = 3
     posts: int = 64
     samples: int = 512
     episodes: int = 1152
 
 
-FAST = Scale(members=2, prompts=300, few=100, epochs=1, posts=8, samples=64, episodes=192)
+FAST = Scale(members=2, prompts=320, epochs=1, posts=8, samples=64, episodes=192)
 
 
 @dataclass
 class Args:
-    draws: list[int] = field(default_factory=lambda: list(range(1, 11)))
-    """draws to make"""
-    parts: list[Literal["best_of_n", "ppo", "gold_model"]] = field(default_factory=lambda: list(PARTS))
-    """what to make of them"""
-    methods: list[str] = field(default_factory=lambda: list(METHODS))
-    """methods of PPO"""
+    units: list[str] = field(default_factory=lambda: list(UNITS))
+    """what to make"""
+    draws: list[int] = field(default_factory=list)
+    """draws to make; default: 1 to the number of the unit"""
+    methods: list[str] = field(default_factory=list)
+    """methods of PPO; default: those of the unit"""
     jobs: int = 2
     """runs side by side, each with its share of the cores"""
     fast: bool = False
-    """one draw with little of everything, in runs/ensembles_fast; its numbers mean nothing"""
+    """one draw with little of everything, anew, in runs/ensembles_fast; its numbers mean nothing"""
     dry_run: bool = False
     """only print the commands that are left"""
+    show: bool = False
+    """only print the tables and draw the figures, into the folder of the rows"""
     rows: Path = ROOT / "ensembles/results/study.jsonl"
     """the rows that are there"""
 
@@ -107,14 +154,34 @@ class Args:
         return FAST if self.fast else Scale()
 
 
+# ==== commands ====================================================================================
+
+
 def job(args: Args, name: str, result: str, command: str) -> Job:
-    """Return a job whose output folder is RUNS/name."""
+    """Return a job whose output folder is RUNS/name, and which leaves RUNS/name/result behind."""
     words = [sys.executable, *command.split(), "--output-dir", f"{args.runs}/{name}"]
     log = ROOT / args.runs / "logs" / f"{name.replace('/', '_')}.log"
     return Job(name, words, log, ROOT / args.runs / name / result)
 
 
-# ---- commands --------------------------------------------------------------------------------------------------------
+def sft(args: Args, size: str) -> Job:
+    command = f"sft.py --model quickstart/bases/nano-{size} --seed 1 {POSTS} --learning-rate 1e-3 --batch-size 32"
+    command += f" --micro-batch-size 8 --resume --num-train-epochs {3 if size == 'm' else 1}"
+    return job(args, f"sft/{size}", "model/config.json", command)
+
+
+def labels(args: Args, name: str, gold: str, seed: int, prompts: int) -> Job:
+    """Return the pairs by the SFT policy of size s, labelled by a gold reward with each noise."""
+    command = f"ensembles/gold_label.py --policy {args.runs}/sft/s --gold {gold} {POSTS} --seed {seed}"
+    command += f" --prompts {prompts} --label-noise 0 0.25 0.35"
+    return job(args, name, "noise_25/dataset_dict.json", command)
+
+
+def reward_model(args: Args, name: str, size: str, pairs: str, seed: int) -> Job:
+    command = f"reward.py --model quickstart/bases/nano-{size} --seed {seed} {POSTS}"
+    command += f" --preference-dataset {args.runs}/{pairs} --sft-model-path {args.runs}/sft/{size} --resume"
+    command += f" --num-train-epochs {args.scale.epochs} --learning-rate 1e-3 --batch-size 16 --micro-batch-size 8"
+    return job(args, name, "model/config.json", command)
 
 
 def members_of(args: Args, arm: str, draw: int) -> list[str]:
@@ -122,186 +189,200 @@ def members_of(args: Args, arm: str, draw: int) -> list[str]:
     return [f"{args.runs}/reward/{arm}/{draw}/{member}" for member in range(1, args.scale.members + 1)]
 
 
-def sft(args: Args, *sizes: str) -> list[Job]:
-    """Return the SFT models of these sizes, which all draws share."""
-    jobs = []
-    for size in sizes:
-        command = f"sft.py --model quickstart/bases/nano-{size} --seed 1 {POSTS} --learning-rate 1e-3 --batch-size 32"
-        command += f" --micro-batch-size 8 --resume --num-train-epochs {3 if size == 'm' else 1}"
-        jobs.append(job(args, f"sft/{size}", "model/config.json", command))
-    return jobs
+def pairs_of(arm: str, draw: int) -> str:
+    """Return the folder of an arm's pairs with each noise, in RUNS."""
+    models = MODELS[arm]
+    return f"labelled{'_few' * models.is_few}{'_by_model' * models.has_gold_model}/{draw}"
 
 
-def labels(args: Args, name: str, gold: str, seed: int, prompts: int) -> Job:
-    """Return the pairs by the SFT policy of size s, labelled by a gold reward with each noise."""
-    command = f"ensembles/gold_label.py --policy {args.runs}/sft/s {gold} {POSTS} --seed {seed} --prompts {prompts}"
-    return job(args, name, "noise_25/dataset_dict.json", f"{command} --label-noise 0 0.25 0.35")
+def golds_of(args: Args, arm: str) -> str:
+    """Return the flags of the gold rewards that judge the policies of an arm."""
+    return f"--gold {args.runs}/gold --second-gold {TRUTH}" if MODELS[arm].has_gold_model else f"--gold {TRUTH}"
 
 
-def reward_model(args: Args, name: str, size: str, pairs: str, seed: int) -> Job:
-    command = f"reward.py --model quickstart/bases/nano-{size} --seed {seed} {POSTS}"
-    command += f" --preference-dataset {args.runs}/{pairs} --sft-model-path {args.runs}/sft/{size} --resume"
-    command += f" --num-train-epochs {args.scale.epochs} --learning-rate 1e-3 --batch-size 16"
-    return job(args, name, "eval/accuracy.csv", f"{command} --micro-batch-size 8 --run-eval")
+def reward_models(args: Args, arm: str, draw: int) -> list[list[Job]]:
+    """Return the steps that make the reward models of an arm: SFT, the gold model, pairs, members, their average."""
+    models, gold, gold_model = MODELS[arm], TRUTH, []
+    sizes = dict.fromkeys(("s", models.size))
+    if models.has_gold_model:  # trained on pairs of its own, with the true labels
+        sizes["m"], gold = None, f"{args.runs}/gold"
+        gold_model = [[labels(args, "labelled_gold", TRUTH, 0, args.scale.prompts)]]
+        gold_model += [[reward_model(args, "gold", "m", "labelled_gold/noise_0", 1)]]
+    pairs, folders = pairs_of(arm, draw), members_of(args, arm, draw)
+    prompts = args.scale.prompts // (4 if models.is_few else 1)
+    members = [
+        reward_model(args, f"reward/{arm}/{draw}/{i}", models.size, f"{pairs}/noise_{models.noise}", 5 * draw - 5 + i)
+        for i in range(1, len(folders) + 1)
+    ]
+    command = f"ensembles/average.py --preference-dataset {args.runs}/{pairs}/noise_{models.noise}"
+    average = job(args, f"reward/warm/{draw}", "args.json", f"{command} --reward-model-paths {' '.join(folders)}")
+    steps = [[sft(args, size) for size in sizes], *gold_model, [labels(args, pairs, gold, draw, prompts)], members]
+    return [*steps, [average] if arm == "centre" else []]
 
 
-def reward_models(args: Args, arms: list[str], draw: int) -> list[list[Job]]:
-    """Return the steps that make the reward models of some arms: SFT, pairs, members, and their average."""
-    pairs, members, average = [], [], []
-    for name, prompts in {"labelled": args.scale.prompts, "labelled_few": args.scale.few}.items():
-        if any(ARMS[arm].few == (name == "labelled_few") for arm in arms):
-            pairs.append(labels(args, f"{name}/{draw}", GOLD, draw, prompts))
-    for arm in arms:
-        settings = ARMS[arm]
-        source = f"labelled{'_few' if settings.few else ''}/{draw}/noise_{settings.noise}"
-        for member in range(1, args.scale.members + 1):
-            name, seed = f"reward/{arm}/{draw}/{member}", 5 * draw - 5 + member
-            members.append(reward_model(args, name, settings.size, source, seed))
-        if arm == "centre":
-            command = f"ensembles/average.py --preference-dataset {args.runs}/{source}"
-            command += f" --reward-model-paths {' '.join(members_of(args, arm, draw))}"
-            average.append(job(args, f"reward/warm/{draw}", "args.json", command))
-    return [sft(args, "s", "xs"), pairs, members, average]
-
-
-def best_of_n_samples(args: Args, name: str, paths: list[str], gold: str, draw: int) -> Job:
-    command = f"ensembles/best_of_n.py --policy {args.runs}/sft/s {gold} {POSTS} --seed {draw}"
-    command += f" --reward-model-paths {' '.join(paths)} --prompts {args.scale.posts} --samples {args.scale.samples}"
-    return job(args, name, "best_of_n.md", f"{command} --micro-batch-size 256 --standardise-posts 64")
-
-
-def best_of_n(args: Args, draw: int) -> list[list[Job]]:
-    """Return the steps of best of n: the policy's samples with the scores of all reward models, then each arm's
-    tables."""
-    paths = [path for arm in ARMS for path in members_of(args, arm, draw)] + [f"{args.runs}/reward/warm/{draw}"]
-    samples = best_of_n_samples(args, f"samples/{draw}", paths, GOLD, draw)
+def tables_of(args: Args, unit: BestOfN) -> dict[str, tuple[list[int], float]]:
+    """Return {arm: (reward models of the samples, counted from 1, and UWO's lambda)} of the tables of a unit."""
     count = args.scale.members
-    used = {arm: range(count * i + 1, count * i + count + 1) for i, arm in enumerate(ARMS)} | {"warm": [len(paths)]}
-    used |= {name: range(1, min(own, count) + 1) for name, own in MEMBERS.items()}
+    tables = {unit.models: (count, 0.5)} | unit.tables
+    chosen = {arm: ([*range(1, min(own, count) + 1)], weight) for arm, (own, weight) in tables.items()}
+    return chosen | ({"warm": ([count + 1], 0.5)} if unit.models == "centre" else {})
+
+
+def best_of_n(args: Args, unit: BestOfN, draw: int) -> list[list[Job]]:
+    """Return the steps of best of n: the samples with the scores of all reward models, then tables of some of them."""
+    paths, name = members_of(args, unit.models, draw), f"samples/{unit.models}/{draw}"
+    paths += [f"{args.runs}/reward/warm/{draw}"] if unit.models == "centre" else []
+    command = f"ensembles/best_of_n.py --policy {args.runs}/sft/s {golds_of(args, unit.models)} {POSTS} --seed {draw}"
+    command += f" --reward-model-paths {' '.join(paths)} --prompts {args.scale.posts} --samples {args.scale.samples}"
+    samples = job(args, name, "best_of_n.md", f"{command} --micro-batch-size 256 --standardise-posts 64")
     tables = []
-    for arm, members in used.items():
-        name = f"best_of_n/{arm}/{draw}"
-        words = ["ensembles/best_of_n.py", "--estimate", "--members", *map(str, members)]
-        words += ["--tables", f"{args.runs}/{name}", "--output-dir", f"{args.runs}/samples/{draw}"]
-        log = ROOT / args.runs / "logs" / f"{name.replace('/', '_')}.log"
-        tables.append(Job(name, [sys.executable, *words], log, ROOT / args.runs / name / "best_of_n.md"))
-    return [*reward_models(args, list(ARMS), draw), [samples], tables]
+    for arm, (members, weight) in tables_of(args, unit).items():
+        words = ["ensembles/best_of_n.py", "--estimate", "--members", *map(str, members), "--uwo-lambda", str(weight)]
+        words += ["--tables", f"{args.runs}/best_of_n/{arm}/{draw}", "--output-dir", f"{args.runs}/{name}"]
+        result = ROOT / args.runs / f"best_of_n/{arm}/{draw}/best_of_n.md"
+        tables.append(Job(f"best_of_n/{arm}/{draw}", [sys.executable, *words], samples.log, result))
+    return [[samples], tables]
 
 
-def ppo_runs(args: Args, arm: str, kl_coef: str, methods: list[str], gold: str, draw: int) -> tuple[list, list]:
-    """Return the PPO runs of an arm and a penalty, and the scoring of their samples by the gold."""
-    runs, golds = [], []
-    five = members_of(args, arm, draw)
-    models = dict.fromkeys(METHODS, five) | {"single": five[:1], "warm": [f"{args.runs}/reward/warm/{draw}"]}
+def ppo_folder(args: Args, unit: Ppo, method: str, draw: int) -> str:
+    return f"{args.runs}/ppo/{unit.arm or unit.models}/{method}_kl_{unit.kl_coef}/{draw}"
+
+
+def ppo(args: Args, unit: Ppo, draw: int, methods: list[str]) -> list[list[Job]]:
+    """Return the steps of PPO by some methods: the runs, then the scoring of their samples by the gold."""
+    runs, golds, five = [], [], members_of(args, unit.models, draw)
     for method in methods:
+        models, combination = five, f"--reward-combination {method}"
+        if method == "warm":
+            models, combination = [f"{args.runs}/reward/warm/{draw}"], ""
+        elif method.startswith("single"):
+            models, combination = [five[int(method.partition("_")[2] or 1) - 1]], ""
+        elif method == "uwo":
+            combination += f" --uwo-lambda {unit.uwo_lambda}"
+        folder = ppo_folder(args, unit, method, draw)
         command = f"ensembles/ppo.py --model nano-s --seed {draw} --sft-model-path {args.runs}/sft/s {POSTS} --resume"
-        command += f" --reward-model-paths {' '.join(models[method])} {METHODS[method]} --kl-coef {kl_coef}"
+        command += f" --reward-model-paths {' '.join(models)} {combination} --kl-coef {unit.kl_coef}"
         command += " --standardise-posts 128 --penalty-reward-value None --eval-every 3 --eval-rows 64"
-        command += f" --sample-every 0 --total-episodes {args.scale.episodes} --batch-size 64 --micro-batch-size 16"
-        command += " --num-ppo-epochs 2 --num-mini-batches 4 --learning-rate 1e-4"
+        command += f" --sample-every 0 --total-episodes {args.scale.episodes * unit.length} --batch-size 64"
+        command += " --micro-batch-size 16 --num-ppo-epochs 2 --num-mini-batches 4 --learning-rate 1e-4"
         command += " --final-learning-rate 1e-4 --save-every 10"
-        runs.append(job(args, f"ppo/{arm}/{method}_kl_{kl_coef}/{draw}", "model/config.json", command))
-        words = [sys.executable, "eval/gold.py", f"{args.runs}/{runs[-1].name}", *gold.split()]
-        golds.append(Job(f"gold of {runs[-1].name}", words, runs[-1].log, runs[-1].result.parents[1] / "gold.csv"))
-    return runs, golds
+        runs.append(job(args, folder.removeprefix(f"{args.runs}/"), "model/config.json", command))
+        words = [sys.executable, "eval/gold.py", folder, *golds_of(args, unit.models).split()]
+        golds.append(Job(f"gold of {folder}", words, runs[-1].log, ROOT / folder / "gold.csv"))
+    return [runs, golds]
 
 
-def without_warm(args: Args) -> list[str]:
-    return [method for method in args.methods if method != "warm"]
+def steps_of(args: Args, unit: BestOfN | Ppo, draw: int, methods: list[str]) -> list[list[Job]]:
+    """Return the steps of a unit in a draw: jobs that need those of the steps before."""
+    own = best_of_n(args, unit, draw) if isinstance(unit, BestOfN) else ppo(args, unit, draw, methods)
+    return [*reward_models(args, unit.models, draw), *own]
 
 
-def ppo(args: Args, draw: int) -> list[list[Job]]:
-    """Return the steps of PPO: the runs of each arm and penalty, then their gold."""
-    runs, golds = [], []
-    for arm, kl_coef in PPO:
-        methods = args.methods if arm == "centre" else without_warm(args)
-        both = ppo_runs(args, arm, kl_coef, methods, GOLD, draw)
-        runs, golds = runs + both[0], golds + both[1]
-    return [*reward_models(args, list(dict(PPO)), draw), runs, golds]
+# ==== rows ========================================================================================
 
 
-def gold_model(args: Args, draw: int) -> list[list[Job]]:
-    """Return the steps of the arm whose gold is a reward model of size m, trained on pairs of its own with the true
-    labels: that model, the draw's pairs and reward models, best of n and PPO, with the truth as second gold."""
-    arm, kl_coef = GOLD_MODEL
-    first = labels(args, "labelled_gold", GOLD, 0, args.scale.prompts)
-    model = reward_model(args, "gold", "m", "labelled_gold/noise_0", 1)
-    gold = f"--gold {args.runs}/gold"
-    both = f"{gold} {GOLD.replace('--gold', '--second-gold')}"
-    pairs = labels(args, f"labelled_model/{draw}", gold, draw, args.scale.prompts)
-    members = []
-    for i, path in enumerate(members_of(args, arm, draw), 1):
-        name = path.removeprefix(f"{args.runs}/")
-        members.append(reward_model(args, name, "xs", f"labelled_model/{draw}/noise_25", 5 * draw - 5 + i))
-    samples = best_of_n_samples(args, f"best_of_n/{arm}/{draw}", members_of(args, arm, draw), both, draw)
-    runs, golds = ppo_runs(args, arm, kl_coef, without_warm(args), both, draw)
-    return [sft(args, "s", "xs", "m"), [first], [model], [pairs], members, [samples, *runs], golds]
+def methods_left(args: Args, name: str, draw: int) -> list[str]:
+    """Return the methods of a unit whose rows of a draw are not in the file."""
+    unit = UNITS[name]
+    rows = map(json.loads, args.rows.read_text().splitlines()) if args.rows.exists() else []
+    made = {row["method"] for row in rows if (row["unit"], row["seed"]) == (name, draw)}
+    if isinstance(unit, BestOfN):
+        return [] if made else ["all"]  # one set of samples serves all of them
+    methods = [x for x in unit.methods.split() if int(x.partition("_")[2] or 1) <= args.scale.members]
+    return [x for x in methods if x in (args.methods or methods) and x not in made]
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
+def member_facts(args: Args, arm: str, draw: int) -> dict:
+    """Return the validation loss and accuracy of each of an arm's reward models, and the number of pairs."""
+    last = [read_metrics(ROOT / path)[-1] for path in members_of(args, arm, draw)]
+    pairs = load_from_disk(str(ROOT / args.runs / pairs_of(arm, draw) / f"noise_{MODELS[arm].noise}"))["train"]
+    columns = {f"member_{x}": [line[f"eval/{x}"] for line in last] for x in ("loss", "accuracy")}
+    return columns | {"pairs": len(pairs)}
 
 
-def read_rows(file: Path) -> list[dict]:
-    """Return the rows that are there."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+def last_golds(folder: Path) -> pandas.Series:
+    """Return the gold of each post's sample after the last update of a PPO run."""
+    samples = pandas.read_csv(folder / "gold_samples.csv")
+    return samples[samples["update"] == samples["update"].max()].set_index("id")["gold"]
 
 
-def new_rows(args: Args, draw: int) -> Iterator[dict]:
-    """Yield the rows of a draw's finished runs that the file lacks, with commit and date."""
-    known = {(row["arm"], row["procedure"], row["method"], row["kl_coef"], row["seed"]) for row in read_rows(args.rows)}
-    runs = ROOT / args.runs
-    for folder in sorted([*(runs / "best_of_n").glob(f"*/{draw}"), *(runs / "ppo").glob(f"*/*/{draw}")]):
-        procedure, arm = folder.relative_to(runs).parts[:2]
-        settings = json.loads((folder / "args.json").read_text())
-        read = figures.read_best_of_n if procedure == "best_of_n" else figures.read_ppo
-        for row in read(folder, settings):
-            row |= {"arm": "centre" if arm == "warm" else arm, "folder": str(folder.relative_to(ROOT))}
-            row |= {"commit": commit_of(), "date": time.strftime("%Y-%m-%d")}
-            if (row["arm"], row["procedure"], row["method"], row["kl_coef"], row["seed"]) not in known:
-                yield row
+def best_of_n_rows(args: Args, unit: BestOfN, draw: int) -> Iterator[dict]:
+    """Yield the rows of a unit's tables. That of single has gold, loss and accuracy of each member."""
+    for arm in tables_of(args, unit):
+        folder = ROOT / args.runs / f"best_of_n/{arm}/{draw}"
+        table = pandas.read_csv(folder / "best_of_n.csv")
+        last = table[table["n"] == table["n"].max()].set_index("method")["gold"]
+        for row in figures.read_best_of_n(folder, json.loads((folder / "args.json").read_text())):
+            if row["method"] == "single" and arm == unit.models:
+                row |= member_facts(args, arm, draw)
+                row["member_gold"] = [last[f"single_{i}"] for i in range(1, args.scale.members + 1)]
+            yield row | {"arm": "centre" if arm == "warm" else arm}
 
 
-def is_made(args: Args, part: str, draw: int) -> bool:
-    """Return whether the rows of a part of a draw are there."""
-    rows = [row for row in read_rows(args.rows) if row["seed"] == draw]
-    best = {(row["arm"], row["method"]) for row in rows if row["procedure"] == "BoN"}
-    runs = {(row["arm"], f"{row['kl_coef']:g}", row["method"]) for row in rows if row["procedure"] == "PPO"}
-    if part == "best_of_n":
-        return {(arm, "mean") for arm in (*ARMS, *MEMBERS)} | {("centre", "warm")} <= best
-    if part == "gold_model":
-        return (GOLD_MODEL[0], "mean") in best and {(*GOLD_MODEL, method) for method in without_warm(args)} <= runs
-    return all((arm, kl, x) in runs for arm, kl in PPO for x in args.methods if x != "warm" or arm == "centre")
+def ppo_rows(args: Args, unit: Ppo, draw: int, methods: list[str]) -> Iterator[dict]:
+    """Yield the rows of a unit's runs. wins: against the first reward model alone, of the same arm and penalty."""
+    base = ROOT / ppo_folder(args, unit, "single", draw)
+    for method in methods:
+        folder = ROOT / ppo_folder(args, unit, method, draw)
+        [row] = figures.read_ppo(folder, json.loads((folder / "args.json").read_text()))
+        row |= {"arm": unit.arm or unit.models, "method": method}
+        if (base / "gold_samples.csv").exists():
+            row["wins"] = [float(wins(last_golds(folder), last_golds(base)).mean())]
+        yield row
+
+
+def add_rows(args: Args, name: str, draw: int, methods: list[str]):
+    """Add the rows of a unit to the file, with commit and date, and five digits of each number."""
+    unit, lines = UNITS[name], []
+    rows = best_of_n_rows(args, unit, draw) if isinstance(unit, BestOfN) else ppo_rows(args, unit, draw, methods)
+    for row in rows:
+        row |= {"unit": name, "folder": os.path.relpath(row["folder"], ROOT)}
+        row |= {"commit": commit_of(), "date": time.strftime("%Y-%m-%d")}
+        short = json.loads(json.dumps(row), parse_float=lambda digits: float(f"{float(digits):.5g}"))
+        lines.append(json.dumps(short) + "\n")
+    args.rows.parent.mkdir(parents=True, exist_ok=True)
+    with args.rows.open("a") as file:
+        file.write("".join(lines))
+
+
+def keep_to_one_commit(args: Args):
+    """End with an error if the runs that are there were made by another commit."""
+    file = ROOT / args.runs / "commit"
+    if file.exists() and file.read_text() != commit_of():
+        fail(f"{args.runs} has runs of commit {file.read_text()}: empty it, or go back to that commit")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(commit_of())
 
 
 def main(args: Args):
+    if unknown := set(args.units) - set(UNITS):
+        fail(f"--units {unknown.pop()} is none of {', '.join(UNITS)}")
     args.rows = args.rows.resolve()
     os.chdir(ROOT)  # commands, and so the paths in runs' settings, are relative to it
     if args.fast:
         args.draws, args.rows = [1], ROOT / args.runs / "study.jsonl"
-        if not args.dry_run and all(is_made(args, part, 1) for part in args.parts):  # a finished trial is made again
-            shutil.rmtree(ROOT / args.runs)
-    posts = Job("posts", ["bash", "quickstart/run.sh", "--data-only"], ROOT / args.runs / "logs/posts.log", None)
-    if not args.dry_run:
+    if not (args.dry_run or args.show):
+        if args.fast:
+            shutil.rmtree(ROOT / args.runs, ignore_errors=True)
+        keep_to_one_commit(args)
+        posts = Job("posts", ["bash", "quickstart/run.sh", "--data-only"], ROOT / args.runs / "logs/posts.log", None)
         run_jobs([posts], 1, ROOT)
-    for part in args.parts:
-        for draw in args.draws:
-            if is_made(args, part, draw):
-                continue
-            for step in {"best_of_n": best_of_n, "ppo": ppo, "gold_model": gold_model}[part](args, draw):
+    printed = set()
+    for name in [] if args.show else args.units:
+        for draw in args.draws or range(1, UNITS[name].draws + 1):
+            methods = methods_left(args, name, draw)
+            for step in steps_of(args, UNITS[name], draw, methods) if methods else []:
                 left = [job for job in step if not job.result.exists()]
                 if args.dry_run:
-                    print("".join(f"{' '.join(job.command)}\n" for job in left), end="")
+                    print("".join(f"{' '.join(job.command)}\n" for job in left if job.result not in printed), end="")
+                    printed |= {job.result for job in left}
                 else:
                     run_jobs(left, args.jobs, ROOT)
-            if not args.dry_run:
-                args.rows.parent.mkdir(parents=True, exist_ok=True)
-                rows = list(new_rows(args, draw))
-                with args.rows.open("a") as file:
-                    file.write("".join(json.dumps(row) + "\n" for row in rows))
-                print(f"{part}, draw {draw}: {len(rows)} rows", flush=True)
+            if methods and not args.dry_run:
+                add_rows(args, name, draw, methods)
+                print(f"{name}, draw {draw}: its rows are in {args.rows}", flush=True)
     if not args.dry_run:
-        words = ["ensembles/figures.py", "--runs", str(args.rows), "--output-dir", f"{args.runs}/figures"]
-        subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
+        figures.main(figures.Args(runs=(str(args.rows),), output_dir=str(args.rows.parent)))
 
 
 if __name__ == "__main__":

@@ -381,9 +381,11 @@ def comparable(rows: pandas.DataFrame, versions: dict[str, str], args: Args) -> 
 
 
 def commit_of() -> str:
-    """Return the checkout's commit, with -dirty if it differs from it."""
-    describe = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    return subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    """Return the checkout's commit, with -dirty if files other than results differ from it."""
+    describe = ["git", "describe", "--always", "--exclude", "*"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    differs = ["git", "diff", "--quiet", "HEAD", "--", ".", ":!*/results/*"]
+    return commit and commit + "-dirty" * (subprocess.run(differs, cwd=ROOT, capture_output=True).returncode == 1)
 
 
 def report(versions: dict[str, str], args: Args):

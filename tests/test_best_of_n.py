@@ -125,7 +125,7 @@ def test_the_tables_of_a_hand_made_case(tmp_path):
     write_shards(folder)
     best_of_n.main(best_of_n.Args(output_dir=str(folder), estimate=True, uwo_lambda=0.25))
     table = pandas.read_csv(folder / "best_of_n.csv")
-    assert list(table.columns) == ["method", "n", "kl", "gold", "second_gold", "proxy"]
+    assert list(table.columns) == ["method", "n", "kl", "gold", "second_gold", "proxy", "wins"]
     assert table["second_gold"].tolist() == pytest.approx((2 * table["gold"] + 1).tolist())
     methods, found = ["single_1", "single_2", "single_3", "mean", "wco", "uwo"], {}
     ns = range(1, 6)
@@ -143,6 +143,9 @@ def test_the_tables_of_a_hand_made_case(tmp_path):
         for column, values in best.items():
             assert rows[key][column] == pytest.approx(float(sum(values) / 3), abs=1e-12), (key, column)
         assert rows[key]["kl"] == pytest.approx(math.log(key[1]) - 1 + 1 / key[1])
+        pairs = [pair for x in methods[:3] for pair in zip(best["gold"], found[x, key[1]]["gold"], strict=True)]
+        win_rate = sum((a > b) + Fraction(a == b, 2) for a, b in pairs) / 9
+        assert rows[key]["wins"] == pytest.approx(float(win_rate), abs=1e-12)
     for n in ns:  # the mean over the members
         for column in ("gold", "proxy"):
             single = sum(sum(found[method, n][column]) / 3 for method in methods[:3]) / 3

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas
 import pytest
-from conftest import REPOSITORY, script, write_jsonl
+from conftest import script, write_jsonl
 
 figures = script("ensembles/figures.py")  # eval/figures.py has the same name
 NS, UPDATES = (1, 4, 16), (0, 2, 5)  # of the curves; 44 episodes in batches of 8 are 5 updates
@@ -47,7 +47,7 @@ def a_run(method: str, *golds: float, kl=0.0, seed=1, steps=None, procedure="PPO
     steps = list(steps or range(len(golds)))
     run = {"procedure": procedure, "method": method, "kl_coef": kl, "seed": seed, "folder": "folder", "step": steps}
     run |= {"kl": [2.0 * x for x in steps], "gold": [*golds], "variance": [*variance]}
-    return run | {"proxy": [-x for x in golds], "second_gold": []}
+    return run | {"proxy": [-x for x in golds], "second_gold": [], "wins": [], "arm": "centre"}
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -141,41 +141,81 @@ def test_which_runs_each_figure_has():
 def test_the_table():
     """Differences are paired by seed; single reward models of one seed count as their mean."""
     runs = [a_run("single", 1, 3, 2, seed=i) for i in (1, 2, 3)] + [a_run("single", 9, 9, 9, seed=4)]
-    runs += [a_run("wco", 1, 3, x, seed=i) for i, x in ((1, 1.04), (2, 1.08), (3, 1.12))]
+    runs += [a_run("wco", 1, 3, x, seed=i) | {"wins": [y]} for i, x, y in ((1, 1.04, 0), (2, 1.08, 0), (3, 1.12, 1))]
     runs += [a_run("mean", 0, 4, seed=1, procedure="BoN", steps=(1, 1024))]
     runs += [a_run("single", 0, x, seed=1, kl=0.5) for x in (2, 3)] + [a_run("uwo", 7, 5.5, seed=1, kl=0.5)]
     # differences -0.96, -0.92, -0.88: standard deviation 0.04, 4.3027 x 0.04 / sqrt(3) = 0.0994, t = -39.84 with 2
-    # degrees of freedom, so p = 0.00063; best golds do not differ, which has p = 1. Of one seed there is no p
+    # degrees of freedom, so p = 0.00063. Of one seed there is none
     assert figures.methods_table(pandas.DataFrame(runs)).splitlines()[2:] == [
-        "| best of 1,024 | mean | 4.000 |  |  | 4.000 |  |  |",
-        "| PPO, KL 0 | single | 3.750 |  |  | 4.500 |  |  |",
-        "| PPO, KL 0 | WCO | 1.080 | **−0.920 (−1.019 to −0.821)** | 0.001 | 3.000 | 0.000 (0.000 to 0.000) | 1.000 |",
-        "| PPO, KL 0.5 | single | 2.500 |  |  | 2.500 |  |  |",
-        "| PPO, KL 0.5 | UWO | 5.500 | 3.000 |  | 7.000 | 4.500 |  |",
+        "| best of 1,024 | centre | mean | 1 | 4.000 | 2048.00 |  |  |",
+        "| PPO, KL 0 | centre | single | 4 | 3.750 | 4.00 |  |  |",
+        "| PPO, KL 0 | centre | WCO | 3 | 1.080 | 4.00 | 0.33 | **-0.920 (-1.019 to -0.821), p 0.001** |",
+        "| PPO, KL 0.5 | centre | single | 1 | 2.500 | 2.00 |  |  |",
+        "| PPO, KL 0.5 | centre | UWO | 1 | 5.500 | 2.00 |  |  |",
     ]
 
 
-def test_the_primary_contrasts():
-    """Differences of the final gold, paired by draw: 0.01, 0.02 and 0.06, with mean 0.03 and t interval by hand."""
-    runs = [a_run("single", 0, 1 + i, seed=i, kl=0.1) for i in (1, 2, 3)]
-    runs += [a_run("mean", 9, 1 + i + x, seed=i, kl=0.1) for i, x in ((1, 0.01), (2, 0.02), (3, 0.06))]
-    runs += [a_run("wco", 0, 5, seed=i, kl=0.02) for i in (1, 2, 3)]  # another penalty
-    [row] = figures.contrasts_table(pandas.DataFrame(runs)).splitlines()[2:]
+def contrast_runs(method: str, changes: tuple[float, ...], **more) -> list[dict]:
+    """Runs of draws 1, 2, …: single ends at the draw's number, and the method so much above it."""
+    runs = [a_run("single", 0, i, seed=i, **more) for i, _ in enumerate(changes, 1)]
+    return runs + [a_run(method, 9, i + x, seed=i, **more) for i, x in enumerate(changes, 1)]
+
+
+def test_the_primary_contrasts_have_a_correction_of_their_own():
+    """0.01, 0.02 and 0.06 have the mean 0.03 and, with t = 1.964 on 2 degrees of freedom, p = 0.1885."""
+    runs = contrast_runs("mean", (0.01, 0.02, 0.06), kl=0.1) + contrast_runs("uwo", (0.01, 0.02, 0.06), kl=0.02)
+    runs += [a_run("wco", 0, i + x, seed=i, kl=0.1) for i, x in ((1, 0.3), (2, -0.3), (3, 0.1))]
+    found = {row["key"]: row for row in figures.comparisons(pandas.DataFrame(runs)).to_dict("records")}
     half = 4.302653 * statistics.stdev([0.01, 0.02, 0.06]) / 3**0.5
-    assert row.startswith(f"| PPO, KL 0.1: mean | 3 | +0.030 ({0.03 - half:+.3f} to {0.03 + half:+.3f}) | 0.18")
+    for key, factor in {("PPO", 0.1, "centre", "mean"): 2, ("PPO", 0.02, "centre", "uwo"): 1}.items():
+        row = found[key]
+        assert (row["mean"], row["low"], row["high"]) == pytest.approx((0.03, 0.03 - half, 0.03 + half))
+        assert row["holm"] == pytest.approx(0.18854 * factor, rel=1e-3)
+        assert row["is_primary"] == (factor == 2)
+    assert len(found) == 3
 
 
-def test_arms_are_apart(tmp_path, monkeypatch):
+def test_arms_are_compared_by_what_judges_them():
+    """The second gold judges where there is one; arms of best of n are paired with the centre."""
+    runs = contrast_runs("mean", (0.5, 0.5, 0.8), procedure="BoN", steps=(1, 8))
+    other = [run | {"arm": "gold_model", "gold": [0, 7]} for run in runs]
+    for i, run in enumerate(other):
+        run["second_gold"] = [0, run["seed"] + (1, 2, 3, 9, 9, 9)[i]]
+    found = {(*row["key"][2:], row["to"]): row["mean"] for row in
+             figures.comparisons(pandas.DataFrame(runs + other)).to_dict("records")}  # fmt: skip
+    expected = {("centre", "mean", "single"): 0.6, ("gold_model", "mean", "single"): 7.0}
+    expected |= {("gold_model", "single", "centre"): 2.0, ("gold_model", "mean", "centre"): 8.4}
+    assert found == pytest.approx(expected)
+
+
+def test_the_drift_is_that_from_the_middle_measurement():
+    runs = [a_run("wco", 1, 5, x, seed=i) | {"arm": "gold_model"} for i, x in ((1, 6), (2, 9))]
+    runs[0]["second_gold"], runs[1]["second_gold"] = [0, 4, 3], [0, 4, 1]
+    [line] = figures.drift_table(pandas.DataFrame([*runs, a_run("mean", 1, 2)])).splitlines()[2:]
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells[:6] == ["PPO, KL 0", "gold_model", "WCO", "2", "1", "2"]
+    assert [cell.split()[0] for cell in cells[6:]] == ["-2.500", "+2.500", "-2.000"]  # gold -1, -4; 1, 4; -1, -3
+
+
+def test_what_the_members_losses_say():
+    """Gold falls by twice the loss in draw 1 and rises with it in draw 2: correlations -1 and 1."""
+    run = a_run("single", 1, 2, procedure="BoN")
+    draws = [run | {"seed": 1, "member_loss": [0.5, 0.6, 0.7], "member_gold": [0.6, 0.4, 0.2], "pairs": 10}]
+    draws += [run | {"seed": 2, "member_loss": [0.4, 0.8], "member_gold": [0.1, 0.3], "pairs": 20}]
+    [line] = figures.members_table(pandas.DataFrame([*draws, a_run("mean", 1, 2)])).splitlines()[2:]
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    spread = (0.1 + 0.08**0.5) / 2  # standard deviations within the draws: 0.1 and 0.4 / sqrt(2)
+    assert cells[:4] == ["centre", "2", "15", f"0.600 ± {spread:.3f}"] and cells[5].startswith("+0.00 (-12.71 to")
+
+
+def test_each_arm_has_its_figures(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [a_run(x, 1, 2, procedure="BoN", seed=i) | {"arm": arm, "proxy": [0, 0]} for arm in ("centre", "noise_0")
             for x in ("single", "mean") for i in (1, 2)]  # fmt: skip
-    rows[-1]["gold"] = [1, 4]
     write_jsonl(Path("study.jsonl"), rows)
-    figures.main(figures.Args(runs=("study.jsonl",), output_dir="out", arm="noise_0"))
-    assert "| best of 1 | mean | 3.000 | 1.000 (" in Path("out/table.md").read_text()  # 2 and 4, less 2 and 2
-    assert Path("out/factors.png").exists()
-    with pytest.raises(SystemExit, match="--arm size_s: the runs have centre, noise_0"):
-        figures.main(figures.Args(runs=("study.jsonl",), output_dir="out", arm="size_s"))
+    figures.main(figures.Args(runs=("study.jsonl",), output_dir="out"))
+    names = {path.name for path in Path("out").iterdir()}
+    assert names == {"figure_3.png", "figure_3_noise_0.png", "factors.png", "table.md"}
 
 
 def test_the_command_draws_the_same_from_what_it_wrote(tmp_path, monkeypatch):
@@ -186,10 +226,5 @@ def test_the_command_draws_the_same_from_what_it_wrote(tmp_path, monkeypatch):
     figures.main(figures.Args(runs=("runs",), output_dir="out/here"))
     figures.main(figures.Args(runs=("out/here/runs.jsonl",), output_dir="out/again"))
     contents = [{path.name: path.read_bytes() for path in Path("out", name).iterdir()} for name in ("here", "again")]
-    assert contents[0] == contents[1]
-    assert set(contents[0]) == {"figure_4.png", "figure_5.png", "runs.jsonl", "table.md"}
-
-
-def test_the_readme_shows_the_table_of_the_committed_runs():
-    runs = figures.read_runs((str(REPOSITORY / "ensembles/results/runs.jsonl"),))
-    assert figures.methods_table(runs) in (REPOSITORY / "ensembles/README.md").read_text()
+    del contents[0]["runs.jsonl"]
+    assert contents[0] == contents[1] and set(contents[0]) == {"figure_4.png", "figure_5.png", "table.md"}

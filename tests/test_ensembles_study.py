@@ -1,16 +1,18 @@
 """ensembles/study.py: its scripts understand its commands, its steps read what earlier ones wrote, and its rows."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
+import pandas
 import pytest
 import study
 import tyro
-from conftest import script
+from conftest import script, write_jsonl
+from datasets import Dataset, DatasetDict
 
 RUNS = "runs/ensembles"
 DRAW = 2
+TRUTH = "quickstart/truth.py:score"
 
 
 def parsed(steps: list) -> list:
@@ -20,76 +22,91 @@ def parsed(steps: list) -> list:
 
 
 @pytest.fixture(scope="module")
-def parts() -> dict[str, list]:
+def units() -> dict[str, list]:
     args = study.Args()
-    return {name: parsed(getattr(study, name)(args, DRAW)) for name in ("best_of_n", "ppo", "gold_model")}
+    methods = {name: study.methods_left(args, name, DRAW) for name in study.UNITS}
+    return {name: parsed(study.steps_of(args, unit, DRAW, methods[name])) for name, unit in study.UNITS.items()}
 
 
 def five(arm: str) -> list[str]:
     return [f"{RUNS}/reward/{arm}/{DRAW}/{i}" for i in range(1, 6)]
 
 
-def test_each_arm_has_its_own_reward_models(parts):
+def outputs(steps: list) -> dict:
+    """{output folder: Args} of all jobs that train or label."""
+    return {args.output_dir: args for step in steps for _, _, args in step if hasattr(args, "output_dir")}
+
+
+def test_each_arm_has_its_own_reward_models(units):
     pairs = {"centre": "labelled/2/noise_25", "noise_0": "labelled/2/noise_0", "noise_35": "labelled/2/noise_35"}
     pairs |= {"size_s": "labelled/2/noise_25", "pairs_640": "labelled_few/2/noise_25"}
-    made = {args.output_dir: args for step in parts["best_of_n"] for _, path, args in step if path == "reward.py"}
-    assert len(made) == 25
-    for arm, name in pairs.items():
+    for arm, name in (pairs | {"gold_model": "labelled_by_model/2/noise_25"}).items():
+        made = outputs(units[f"bon_{arm}"])
         for member, folder in enumerate(five(arm), 1):
             args = made[folder]
             size = "s" if arm == "size_s" else "xs"
             assert (args.preference_dataset, args.seed) == (f"{RUNS}/{name}", 5 + member)
             assert (args.model, args.sft_model_path) == (f"quickstart/bases/nano-{size}", f"{RUNS}/sft/{size}")
-    labels = [args for step in parts["best_of_n"] for _, path, args in step if path.endswith("gold_label.py")]
-    assert [(args.prompts, args.seed) for args in labels] == [(4000, DRAW), (1000, DRAW)]
+        labels = made[f"{RUNS}/{name.rpartition('/')[0]}"]
+        assert (labels.prompts, labels.seed) == (1000 if arm == "pairs_640" else 4000, DRAW)
+        assert labels.gold == (f"{RUNS}/gold" if arm == "gold_model" else TRUTH)
 
 
-def test_tables_of_best_of_n_use_the_members_of_their_arm(parts):
-    (_, _, samples), *_ = parts["best_of_n"][-2]
-    paths = {}
-    for job, _, args in parts["best_of_n"][-1]:
-        assert args.estimate and args.output_dir == samples.output_dir and args.tables == f"{RUNS}/{job.name}"
-        paths[job.name.split("/")[1]] = [samples.reward_model_paths[i - 1] for i in args.members]
-    expected = {arm: five(arm) for arm in study.ARMS} | {"warm": [f"{RUNS}/reward/warm/{DRAW}"]}
-    assert paths == expected | {"members_3": five("centre")[:3], "members_4": five("centre")[:4]}
+def test_the_gold_model_learns_from_the_truth_and_pairs_of_its_own(units):
+    made = outputs(units["bon_gold_model"])
+    model, labels = made[f"{RUNS}/gold"], made[f"{RUNS}/labelled_gold"]
+    assert (model.model, model.preference_dataset) == ("quickstart/bases/nano-m", f"{RUNS}/labelled_gold/noise_0")
+    assert (labels.gold, labels.seed) == (TRUTH, 0)
+    scored = [args for step in (units["bon_gold_model"][-2], units["ppo_gold_model"][-1]) for _, _, args in step]
+    assert {(args.gold, args.second_gold) for args in scored} == {(f"{RUNS}/gold", TRUTH)} and len(scored) == 5
+    assert {args.gold for _, _, args in units["ppo_kl_0.1"][-1]} == {TRUTH}
 
 
-def test_each_ppo_run_has_the_settings_and_models_of_its_name(parts):
-    groups = Counter()
-    for job, _, args in parts["ppo"][-2]:
-        _, arm, name, draw = job.name.split("/")
-        method, _, kl_coef = name.partition("_kl_")
-        expected = {"single": five(arm)[:1], "warm": [f"{RUNS}/reward/warm/{DRAW}"]}.get(method, five(arm))
-        assert args.seed == int(draw) == DRAW and args.reward_model_paths == expected
-        combination = method if method in ("wco", "uwo") else "mean"
-        assert (args.kl_coef, args.reward_combination) == (float(kl_coef), combination)
-        assert args.uwo_lambda == (0.1 if method == "uwo" else None) and args.penalty_reward_value is None
-        groups[arm, kl_coef] += 1
-    assert groups == {("centre", "0.02"): 5, ("centre", "0.1"): 5, ("noise_0", "0.1"): 4}
-    assert [args.runs for _, _, args in parts["ppo"][-1]] == [(args.output_dir,) for _, _, args in parts["ppo"][-2]]
+def test_tables_of_best_of_n_use_the_members_of_their_arm(units):
+    found = {}
+    for name in (name for name in units if name.startswith("bon_")):
+        [(_, _, samples)] = units[name][-2]
+        for job, _, args in units[name][-1]:
+            assert args.estimate and args.output_dir == samples.output_dir and args.tables == f"{RUNS}/{job.name}"
+            models = [samples.reward_model_paths[i - 1] for i in args.members]
+            found[job.name.split("/")[1]] = models, args.uwo_lambda
+    expected = {arm: (five(arm), 0.5) for arm in study.MODELS}
+    expected |= {"warm": ([f"{RUNS}/reward/warm/{DRAW}"], 0.5)}
+    for arm, prefix in (("centre", ""), ("noise_0", "noise_0_")):
+        expected |= {f"{prefix}members_{i}": (five(arm)[:i], 0.5) for i in (3, 4)}
+    assert found == expected | {f"lambda_{x:g}": (five("centre"), x) for x in (0.1, 2.0)}
 
 
-def test_the_gold_model_learns_from_the_truth_and_all_else_from_the_model(parts):
-    made = {args.output_dir: args for step in parts["gold_model"] for _, _, args in step if hasattr(args, "output_dir")}
-    model, truth = f"{RUNS}/gold", "quickstart/truth.py:score"
-    assert (made[model].model, made[model].preference_dataset) == (
-        "quickstart/bases/nano-m",
-        f"{RUNS}/labelled_gold/noise_0",
-    )
-    assert (made[f"{RUNS}/labelled_gold"].gold, made[f"{RUNS}/labelled_model/2"].gold) == (truth, model)
-    assert made[f"{RUNS}/labelled_gold"].seed != made[f"{RUNS}/labelled_model/2"].seed
-    assert {made[path].preference_dataset for path in five("gold_model")} == {f"{RUNS}/labelled_model/2/noise_25"}
-    scored = [made[f"{RUNS}/best_of_n/gold_model/2"], *(args for _, _, args in parts["gold_model"][-1])]
-    assert {(args.gold, args.second_gold) for args in scored} == {(model, truth)} and len(scored) == 5
-    runs = {path.split("/")[4]: args for path, args in made.items() if "/ppo/" in path}
-    assert set(runs) == {f"{method}_kl_0" for method in ("single", "mean", "wco", "uwo")}
-    assert all(set(args.reward_model_paths) <= set(five("gold_model")) and args.kl_coef == 0 for args in runs.values())
+def test_each_ppo_run_has_the_settings_and_models_of_its_name(units):
+    runs = {}
+    for name in (name for name in units if name.startswith("ppo_")):
+        for job, _, args in units[name][-2]:
+            _, arm, method_and_kl, draw = job.name.split("/")
+            method, _, kl_coef = method_and_kl.partition("_kl_")
+            models = five(study.UNITS[name].models)
+            if method.startswith("single"):
+                models = [models[int(method[-1]) - 1 if method[-1].isdigit() else 0]]
+            elif method == "warm":
+                models = [f"{RUNS}/reward/warm/{DRAW}"]
+            assert args.seed == int(draw) == DRAW and args.reward_model_paths == models
+            combination = method if method in ("wco", "uwo") else "mean"
+            assert (args.kl_coef, args.reward_combination) == (float(kl_coef), combination)
+            assert args.penalty_reward_value is None and args.output_dir == f"{RUNS}/{job.name}"
+            assert args.total_episodes == (3456 if arm == "long" else 1152)
+            if method == "uwo":
+                assert args.uwo_lambda == (0.5 if arm == "lambda_0.5" else 0.1)
+            runs.setdefault((arm, kl_coef), []).append(method)
+        assert [x.runs for _, _, x in units[name][-1]] == [(x.output_dir,) for _, _, x in units[name][-2]]
+    four, members = ["single", "mean", "wco", "uwo"], ["single_2", "single_3", "single_4", "single_5"]
+    expected = {("centre", "0.1"): [*four, "warm", *members], ("gold_model", "0"): four, ("noise_0", "0.1"): four}
+    expected |= {("centre", "0.02"): [*four, "warm"], ("centre", "0"): four}
+    assert runs == expected | {("lambda_0.5", "0.1"): ["uwo"], ("long", "0.02"): ["single", "uwo"]}
 
 
-@pytest.mark.parametrize("part", ["best_of_n", "ppo", "gold_model"])
-def test_steps_read_what_earlier_ones_wrote_and_name_what_they_write(parts, part):
+@pytest.mark.parametrize("name", list(study.UNITS))
+def test_steps_read_what_earlier_ones_wrote_and_name_what_they_write(units, name):
     written = set()
-    for step in parts[part]:
+    for step in units[name]:
         for job, _, args in step:
             read = [getattr(args, flag, None) for flag in ("sft_model_path", "policy", "preference_dataset")]
             read = [path for one in read if one for path in (one if isinstance(one, list) else [one])]
@@ -101,27 +118,68 @@ def test_steps_read_what_earlier_ones_wrote_and_name_what_they_write(parts, part
         written |= {args.output_dir for _, _, args in step if hasattr(args, "output_dir")}
 
 
-def test_rows_are_added_once_and_a_part_with_all_of_them_is_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "ROOT", tmp_path)
-    args = study.Args(rows=tmp_path / "study.jsonl")
-    for arm in (*study.ARMS, *study.MEMBERS, "warm"):
-        folder = tmp_path / RUNS / f"best_of_n/{arm}/3"
+def make_tables(root: Path, draw: int):
+    """The tables of bon_noise_0 with two members: gold 1 and 3 of each alone, and 2 of the others."""
+    for arm, paths in {"noise_0": ["a", "b"], "noise_0_members_3": ["a"], "noise_0_members_4": ["a"]}.items():
+        folder = root / RUNS / f"best_of_n/{arm}/{draw}"
         folder.mkdir(parents=True)
-        paths = ["warm"] if arm == "warm" else ["a", "b"]
-        (folder / "args.json").write_text(json.dumps({"reward_model_paths": paths, "seed": 3}))
-        lines = [f"{method},1,0.0,0.5,0.1" for method in (("single",) if arm == "warm" else ("single", "mean"))]
-        (folder / "best_of_n.csv").write_text("method,n,kl,gold,proxy\n" + "\n".join(lines) + "\n")
-    monkeypatch.setattr(study.figures, "method_of", lambda paths, name: "warm" if paths == ["warm"] else name)
-    assert not study.is_made(args, "best_of_n", 3)
-    rows = list(study.new_rows(args, 3))
-    assert len(rows) == 7 * 2 + 1 and sum(row["arm"] == "centre" for row in rows) == 3
-    assert {row["folder"].split("/")[0] for row in rows} == {"runs"}
-    args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert study.is_made(args, "best_of_n", 3) and not study.is_made(args, "best_of_n", 4)
-    assert not list(study.new_rows(args, 3))
-    ppo = [{"arm": arm, "procedure": "PPO", "method": x, "kl_coef": float(kl), "seed": 3}
-           for arm, kl in study.PPO for x in study.METHODS if x != "warm" or arm == "centre"]  # fmt: skip
-    Path(args.rows).write_text("".join(json.dumps(row) + "\n" for row in ppo[:-1]))
-    assert not study.is_made(args, "ppo", 3) and not study.is_made(args, "gold_model", 3)
-    Path(args.rows).write_text("".join(json.dumps(row) + "\n" for row in ppo))
-    assert study.is_made(args, "ppo", 3)
+        (folder / "args.json").write_text(json.dumps({"reward_model_paths": paths, "seed": draw}))
+        golds = {"single": 2, "single_1": 1, "single_2": 3, "mean": 2, "wco": 2, "uwo": 2}
+        rows = [{"method": x, "n": n, "kl": 0, "gold": y / 3 * n / 8, "proxy": 0, "wins": 0.5}
+                for x, y in golds.items() for n in (8, 1)]  # fmt: skip
+        pandas.DataFrame(rows).to_csv(folder / "best_of_n.csv", index=False)
+    for i in (1, 2):
+        write_jsonl(root / RUNS / f"reward/noise_0/{draw}/{i}/metrics.jsonl", [{"update": 1},
+                    {"update": 2, "eval/loss": 0.1 * i, "eval/accuracy": 0.9}])  # fmt: skip
+    data = DatasetDict({"train": Dataset.from_dict({"x": [1, 2, 3]})})
+    data.save_to_disk(str(root / RUNS / f"labelled/{draw}/noise_0"))
+
+
+def test_rows_of_best_of_n(tmp_path, monkeypatch):
+    """A unit's rows come at once, and its draw is made then. Numbers have five digits."""
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    monkeypatch.setattr(study.Args, "scale", study.Scale(members=2))
+    args = study.Args(rows=tmp_path / "study.jsonl")
+    make_tables(tmp_path, 3)
+    assert study.methods_left(args, "bon_noise_0", 3) == ["all"]
+    study.add_rows(args, "bon_noise_0", 3, ["all"])
+    rows = [json.loads(line) for line in args.rows.read_text().splitlines()]
+    assert len(rows) == 3 * 4 and {row["unit"] for row in rows} == {"bon_noise_0"}
+    [own] = [row for row in rows if row["arm"] == "noise_0" and row["method"] == "single"]
+    assert (own["gold"], own["wins"], own["pairs"]) == ([0.083333, 0.66667], [0.5, 0.5], 3)
+    assert (own["member_gold"], own["member_loss"]) == ([0.33333, 1.0], [0.1, 0.2])
+    assert own["folder"] == f"{RUNS}/best_of_n/noise_0/3"
+    assert study.methods_left(args, "bon_noise_0", 3) == [] and study.methods_left(args, "bon_noise_0", 4) == ["all"]
+
+
+def test_rows_of_ppo(tmp_path, monkeypatch):
+    """Only methods without a row are left, and their wins are counted post by post against the first member's policy,
+    after the last update."""
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    args = study.Args(rows=tmp_path / "study.jsonl", methods=["single", "mean"])
+    settings = {"reward_model_paths": ["a"], "reward_combination": "mean", "kl_coef": 0.1, "seed": 3}
+    settings |= {"total_episodes": 16, "batch_size": 8}
+    for method, golds in {"single": [0, 0, 5, 5], "mean": [9, 9, 7, 5]}.items():
+        folder = tmp_path / RUNS / f"ppo/centre/{method}_kl_0.1/3"
+        write_jsonl(folder / "metrics.jsonl", [{"update": i, "objective/reward_model_variance": 0} for i in (1, 2)])
+        (folder / "args.json").write_text(json.dumps(settings))
+        curve = {"update": [0, 2], "gold": [1, 2], "kl_k2": [0, 1], "score": [0, 3]}
+        pandas.DataFrame(curve).to_csv(folder / "gold.csv", index=False)
+        samples = pandas.DataFrame({"id": ["x", "y", "y", "x"], "update": [0, 0, 2, 2], "gold": golds})
+        samples.to_csv(folder / "gold_samples.csv", index=False)
+    assert study.methods_left(args, "ppo_kl_0.1", 3) == ["single", "mean"]
+    study.add_rows(args, "ppo_kl_0.1", 3, ["mean"])
+    [row] = [json.loads(line) for line in args.rows.read_text().splitlines()]
+    assert (row["method"], row["wins"], row["gold"], row["unit"]) == ("mean", [0.75], [1, 2], "ppo_kl_0.1")
+    assert study.methods_left(args, "ppo_kl_0.1", 3) == ["single"]
+    assert study.methods_left(args, "ppo_members", 3) == []  # another unit, and its methods were not asked for
+
+
+def test_runs_of_two_commits_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    monkeypatch.setattr(study, "commit_of", lambda: "abc")
+    study.keep_to_one_commit(study.Args())
+    study.keep_to_one_commit(study.Args())
+    monkeypatch.setattr(study, "commit_of", lambda: "abd")
+    with pytest.raises(SystemExit, match="runs of commit abc"):
+        study.keep_to_one_commit(study.Args())
