@@ -206,8 +206,8 @@ def flipped(n: int, share: float, seed: int, split: str) -> list[bool]:
 
 
 def grade_of(gap: float, bounds: tuple[float, ...]) -> str:
-    """Return Llama 2's grade of a difference in gold, by its size alone."""
-    return list(GRADES)[sum(abs(gap) >= bound for bound in bounds)]
+    """Return Llama 2's grade of a difference in gold, by its size alone. 1 - 0.8 reaches a bound of 0.2."""
+    return list(GRADES)[sum(abs(gap) >= bound - 1e-9 for bound in bounds)]
 
 
 def pair_columns(prompt: dict, pair: list[dict], flip: bool, split: str, args, tokenizer) -> dict:

@@ -3,10 +3,10 @@
     python llama2/rounds.py show                                                   # tables and figure of the results
     python llama2/rounds.py pairs runs/llama2_rounds/s/1/graded/3/labelled         # three pairs with their truth
 
-The other two commands are steps of rounds.sh. `merge` joins the pairs of all rounds so far: labels of training pairs
-are noisy, those of validation pairs are the truth's, and their `batch` is the round. `measure` adds a policy's row to
-rounds.csv and, after the last round, the accuracy of each round's reward model on each round's validation pairs to
-accuracy.csv.
+The other commands are steps of rounds.sh. `merge` joins the pairs of all rounds so far: labels of training pairs are
+noisy, and those of validation pairs, which are the newest round's, are the truth's. `measure` adds a policy's row to
+rounds.csv, and `accuracies` adds to accuracy.csv how each reward model of an arm decides each round's validation pairs.
+`one-commit` refuses runs and rows of another commit.
 """
 
 import os
@@ -35,12 +35,13 @@ from tldr_dataset import unfinished_folder  # noqa: E402
 
 RESULTS = ROOT / "llama2/results"
 ARMS = {
+    "sft": "SFT",
     "graded": "rounds, margins by grade",
     "plain": "rounds, no margins",
     "once": "all pairs from the SFT policy",
     "ensemble": "the same, five reward models",
 }
-PAIRED = "{mean:+.3f} ({low:+.3f} to {high:+.3f}), p {holm:.3f}, would have shown {power:.3f}"
+PAIRED = "{mean:+.3f} ({low:+.3f} to {high:+.3f}), {count:.0f} seeds, p {holm:.3f}, would have shown {power:.3f}"
 GRADES = ["significantly", "better", "slightly", "negligibly"]
 NUMBERS = {"truth": 3, "win_rate": 3, "wrong_facts": 2, "words": 1, "kl": 2, "score": 2, "accuracy": 3}
 
@@ -49,18 +50,29 @@ def merge(labelled: list[Path], to: Path, count: int):
     """Join the pairs of several rounds, each a folder of gold_label.py with noise_0 and noise_25. count: of each
     round's training pairs, keep so many, the first, so that all arms have as many. Ends with an error if one has
     fewer."""
-    splits = {"train": [], "validation": []}
-    for number, folder in enumerate(labelled, 1):
+    train = []
+    for folder in labelled:
         noisy = load_from_disk(folder / "noise_25")["train"]
         if len(noisy) < count:
             fail(f"{folder} has {len(noisy)} training pairs, fewer than --count {count}: label more prompts")
-        splits["train"].append(noisy.take(count))
-        clean = load_from_disk(folder / "noise_0")["validation"]
-        splits["validation"].append(clean.remove_columns("batch").add_column("batch", [f"round {number}"] * len(clean)))
+        train.append(noisy.take(count))
+    joined = DatasetDict(train=concatenate_datasets(train))
+    joined["validation"] = load_from_disk(labelled[-1] / "noise_0")["validation"]
     with unfinished_folder(to) as folder:
-        joined = DatasetDict({split: concatenate_datasets(parts) for split, parts in splits.items()})
         joined.save_to_disk(folder / "finished" / "preference")
     print(f"{to}: {len(joined['train'])} pairs of {len(labelled)} rounds")
+
+
+def one_commit(runs: Path, rows: list[Path]):
+    """End with an error if the runs or the rows of some files that are there were made by another commit."""
+    commit, file = commit_of(), runs / "commit"
+    for path in rows:
+        if path.exists() and (others := set(pandas.read_csv(path, dtype={"commit": str})["commit"]) - {commit}):
+            fail(f"{path} has rows of commit {others.pop()}: move it away, or go back to that commit")
+    if file.exists() and file.read_text() != commit:
+        fail(f"{runs} has runs of commit {file.read_text()}: empty it, or go back to that commit")
+    runs.mkdir(parents=True, exist_ok=True)
+    file.write_text(commit)
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------------
@@ -88,7 +100,7 @@ def pair_scores(accelerator, reward: str, pairs) -> torch.Tensor:
 def accuracy_rows(arm: Path, trained: int, sampled: int) -> list[dict]:
     """Return a row for each reward model (of the arm's rounds 1 to `trained`), validation pairs (of the rounds 1 to
     `sampled`; once's are the graded arm's) and grade: the number of pairs, how many the reward model decides right (a
-    tie is half), and the mean chance that its rewards give to the better response."""
+    tie is half), and the mean chance that its rewards give to the response that they prefer."""
     accelerator, rows = Accelerator(cpu=True), []
     place = {"arm": arm.name, "size": arm.parts[-3], "seed": int(arm.parts[-2])}
     answers = arm.with_name("graded") if arm.name == "once" else arm
@@ -97,33 +109,36 @@ def accuracy_rows(arm: Path, trained: int, sampled: int) -> list[dict]:
             pairs = load_from_disk(answers / str(j) / "labelled/noise_0")["validation"]
             scores = pair_scores(accelerator, str(arm / str(i) / "reward/model"), pairs)
             table = pandas.DataFrame({"grade": pairs["grade"][:], "hits": wins(*scores.T).tolist()})
-            table["chance"] = (scores[:, 0] - scores[:, 1]).sigmoid().tolist()
+            table["chance"] = (scores[:, 0] - scores[:, 1]).abs().sigmoid().tolist()
             found = table.groupby("grade").agg(pairs=("hits", "size"), hits=("hits", "sum"), chance=("chance", "mean"))
             place |= {"reward_model": i, "pairs_of": j}
             rows += [place | {"grade": grade} | numbers for grade, numbers in found.to_dict("index").items()]
     return rows
 
 
-def measure(run: Path, rounds: int = 5, output: Path = RESULTS):
-    """Add the policy of RUNS/SIZE/SEED/ARM/ROUND to rounds.csv. Ends with an error if rows of this arm and seed are of
-    another commit."""
+def measure(run: Path, output: Path = RESULTS):
+    """Add the policy of RUNS/SIZE/SEED/ARM/ROUND to rounds.csv and, if it is not there, the SFT policy, as round 0."""
     size, seed, arm, number = run.parts[-4:]
-    file, place = output / "rounds.csv", {"arm": arm, "size": size, "seed": int(seed)}
-    for old in pandas.read_csv(file).to_dict("records") if file.exists() else []:
-        if old | place == old and old["commit"] != commit_of():
-            fail(
-                f"{file} has rows of {arm}, size {size}, seed {seed} of commit {old['commit']}: remove them or go back"
-            )
+    file, sft, place = output / "rounds.csv", run.parents[1] / "sft", {"size": size, "seed": int(seed)}
     pairs = load_from_disk(run / "pairs/preference")["train"]
     reward = next(path for path in (run / "reward", run / "reward_1") if path.exists())
-    numbers, _, _ = metric.measure(metric.Args(str(run / "ppo"), str(run.parents[1] / "sft"), str(reward)))
-    row = place | {"round": int(number), "labels": len(pairs)} | numbers
-    if arm == "ensemble":  # PPO saw the mean of five, and these are one member's
-        row |= {"score": None, "accuracy": None}
-    append([row], file)
-    if int(number) == (1 if arm == "once" else rounds):
-        append(accuracy_rows(run.parent, int(number), rounds), output / "accuracy.csv")
-    print(f"{arm}, size {size}, seed {seed}, round {number}: {len(pairs)} labels, truth {row['truth']:.3f}")
+    policies = {(arm, int(number), len(pairs)): run / "ppo", ("sft", 0, 0): sft}
+    table = pandas.read_csv(file) if file.exists() else pandas.DataFrame(columns=["arm", *place])
+    if ((table[["arm", *place]] == ["sft", *place.values()]).all(axis=1)).any():
+        del policies["sft", 0, 0]
+    rows = []
+    for (name, i, labels), policy in policies.items():
+        numbers, _, _ = metric.measure(metric.Args(str(policy), str(sft), str(reward)))
+        rows.append({"arm": name} | place | {"round": i, "labels": labels} | numbers)
+        if name in ("sft", "ensemble"):  # the ensemble's PPO saw the mean of five, and these are one member's
+            rows[-1] |= {"score": None, "accuracy": None}
+    append(rows, file)
+    print(f"{arm}, size {size}, seed {seed}, round {number}: {len(pairs)} labels, truth {rows[0]['truth']:.3f}")
+
+
+def accuracies(run: Path, trained: int, sampled: int, output: Path = RESULTS):
+    """Add `accuracy_rows` of RUNS/SIZE/SEED/ARM to accuracy.csv."""
+    append(accuracy_rows(run, trained, sampled), output / "accuracy.csv")
 
 
 # ---- results -----------------------------------------------------------------------------------------------------
@@ -139,50 +154,78 @@ def pairs(labelled: Annotated[Path, tyro.conf.Positional], count: int = 3):
         print(f"{row['grade']}, label {row['batch']}\n{'-' * 120}")
 
 
-def show(output: Path = RESULTS):
-    """Print the tables of rounds.csv and accuracy.csv, and draw truth over labels."""
-    table = pandas.read_csv(output / "rounds.csv")
-    accuracies = pandas.read_csv(output / "accuracy.csv") if (output / "accuracy.csv").exists() else pandas.DataFrame()
-    for size, rows in table.groupby("size", sort=False):
-        lines = []
-        for (arm, number), own in rows.groupby(["arm", "round"], sort=False):
-            cells = {"arm": ARMS[arm], "round": str(number), "seeds": str(len(own))}
-            cells["labels"] = f"{own['labels'].mean():.0f}"
-            lines.append(cells | {name: with_sd(own[name].dropna(), digits) for name, digits in NUMBERS.items()})
-        print(f"\nSize {size}; mean ± standard deviation over seeds:\n\n{markdown(lines)}")
-        last = rows[rows["round"] == rows.groupby("arm")["round"].transform("max")]
-        truth = last.pivot(index="seed", columns="arm", values="truth")
-        others = [arm for arm in ARMS if arm in truth and arm != "graded"]
-        if "graded" in truth and others:
-            for arm, row in summarise(truth[others].sub(truth["graded"], axis=0), [], 3).items():  # three in all sizes
-                print(f"{ARMS[arm]}, truth less the rounds' last, 95 %: {PAIRED.format(**row)}")
-    for (size, arm), rows in accuracies.groupby(["size", "arm"], sort=False) if len(accuracies) else []:
-        sums = rows.groupby(["seed", "reward_model", "pairs_of"])[["hits", "pairs"]].sum()
-        cells = (sums["hits"] / sums["pairs"]).groupby(["reward_model", "pairs_of"]).agg(list)
-        trained, sampled = (sorted(set(level)) for level in zip(*cells.index, strict=True))
+def print_contrasts(contrasts: dict[str, pandas.Series]):
+    """Print differences (a value a seed) with their 95 % intervals, p corrected for all of them."""
+    for name, row in summarise(pandas.DataFrame(contrasts), [], 0).items():
+        print(f"{name}, 95 %: {PAIRED.format(**row)}")
+
+
+def show_truth(table: pandas.DataFrame, size: str):
+    """Print the policies of one size and their differences in truth."""
+    rows, lines = table[table["size"] == size], []
+    for (arm, number), own in rows.groupby(["arm", "round"], sort=False):
+        cells = {
+            "arm": ARMS[arm],
+            "round": str(number),
+            "seeds": str(len(own)),
+            "labels": f"{own['labels'].mean():.0f}",
+        }
+        lines.append(cells | {name: with_sd(own[name].dropna(), digits) for name, digits in NUMBERS.items()})
+    print(f"\nSize {size}; mean ± standard deviation over seeds:\n\n{markdown(lines)}")
+    truth = rows.set_index(["arm", "round", "seed"])["truth"].unstack("seed")
+    last = {arm: truth.loc[arm].iloc[-1] for arm in ARMS if arm in truth.index.get_level_values("arm")}
+    if {"graded", "sft"} <= set(last):
+        contrasts = {"truth of round 1 less SFT's": truth.loc[("graded", 1)] - last["sft"]}
+        contrasts["truth of the last round less SFT's"] = last["graded"] - last["sft"]
+        for arm in [arm for arm in last if arm not in ("graded", "sft")]:
+            contrasts[f"truth, {ARMS[arm]}, less the last round's"] = last[arm] - last["graded"]
+        print_contrasts(contrasts)
+
+
+def show_accuracy(table: pandas.DataFrame, size: str):
+    """Print how the reward models of one size decide the pairs of all rounds."""
+    shares = {}
+    for arm, rows in table[table["size"] == size].groupby("arm", sort=False):
+        sums = rows.groupby(["reward_model", "pairs_of", "seed"])[["hits", "pairs"]].sum()
+        shares[arm] = (sums["hits"] / sums["pairs"]).unstack("seed")
+        trained, sampled = (sorted(set(level)) for level in zip(*shares[arm].index, strict=True))
         lines = [
-            {"reward model of": f"round {i}"} | {f"pairs of round {j}": with_sd(cells[i, j], 3) for j in sampled}
+            {"reward model of": f"round {i}"}
+            | {f"pairs of round {j}": with_sd(shares[arm].loc[i, j].dropna(), 3) for j in sampled}
             for i in trained
         ]
         print(f"\nAccuracy on validation pairs, size {size}, {ARMS[arm]}, {rows['seed'].nunique()} seeds:\n")
         print(markdown(lines))
-        by_seed, first, last = (sums["hits"] / sums["pairs"]).unstack("seed"), trained[0], sampled[-1]
-        contrasts = {f"round {first}'s model, pairs of round {last} less round {first}": by_seed.loc[first, last]}
-        contrasts[next(iter(contrasts))] -= by_seed.loc[first, first]
-        if trained[-1] != first:
-            later = by_seed.loc[trained[-1], last] - by_seed.loc[first, last]
-            contrasts[f"on the pairs of round {last}, round {trained[-1]}'s model less round {first}'s"] = later
-        for name, row in summarise(pandas.DataFrame(contrasts), [], 0).items():
-            print(f"{name}, 95 %: {PAIRED.format(**row)}")
         own = rows[rows["reward_model"] == rows["pairs_of"]]
         lines = []
         for grade in (grade for grade in GRADES if grade in set(own["grade"])):
             part = own[own["grade"] == grade]
             stated = (part["chance"] * part["pairs"]).sum() / part["pairs"].sum()
-            right = part["hits"].sum() / part["pairs"].sum()
-            lines.append({"grade": grade, "pairs": f"{part['pairs'].sum()}"})
-            lines[-1] |= {"chance that the rewards give": f"{stated:.3f}", "accuracy": f"{right:.3f}"}
-        print("\nEach reward model on the pairs of its own round, by grade:\n\n" + markdown(lines))
+            lines.append(
+                {"grade": grade, "pairs": f"{part['pairs'].sum()}", "stated chance to be right": f"{stated:.3f}"}
+            )
+            lines[-1]["accuracy"] = f"{part['hits'].sum() / part['pairs'].sum():.3f}"
+        print("Each reward model on the pairs of its own round, by grade:\n\n" + markdown(lines))
+    for arm in [arm for arm in shares if arm != "once"]:
+        own, last = shares[arm], max(shares[arm].index)[0]
+        if last > 1:
+            contrasts = {f"round 1's model, pairs of round {last} less round 1": own.loc[1, last] - own.loc[1, 1]}
+            name = f"on the pairs of round {last}, round {last}'s model less "
+            contrasts[f"{name}round 1's"] = own.loc[last, last] - own.loc[1, last]
+            if "once" in shares and arm == "graded":
+                contrasts[f"{name}once's"] = own.loc[last, last] - shares["once"].loc[1, last]
+            print(f"\n{ARMS[arm]}:")
+            print_contrasts(contrasts)
+
+
+def show(output: Path = RESULTS):
+    """Print the tables of rounds.csv and accuracy.csv, and draw truth over labels."""
+    table = pandas.read_csv(output / "rounds.csv")
+    accuracy = pandas.read_csv(output / "accuracy.csv") if (output / "accuracy.csv").exists() else None
+    for size in table["size"].unique():
+        show_truth(table, size)
+        if accuracy is not None:
+            show_accuracy(accuracy, size)
     draw(table, output / "rounds.png")
 
 
@@ -193,7 +236,9 @@ def draw(table: pandas.DataFrame, file: Path):
     for axis, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
         for i, (arm, name) in enumerate(ARMS.items()):
             own = table[(table["size"] == size) & (table["arm"] == arm)]
-            if len(own):
+            if arm == "sft":
+                axis.axhline(own["truth"].mean(), color=f"C{i}", linestyle=":", label=name)
+            elif len(own):
                 means = own.groupby("round")[["labels", "truth"]].mean()
                 axis.plot(means["labels"], means["truth"], "o-", color=f"C{i}", label=name)
                 axis.plot(own["labels"], own["truth"], ".", color=f"C{i}", alpha=0.4)
@@ -205,6 +250,8 @@ def draw(table: pandas.DataFrame, file: Path):
 
 
 if __name__ == "__main__":
+    commands = {"merge": merge, "measure": measure, "accuracies": accuracies, "one-commit": one_commit}
+    commands |= {"pairs": pairs, "show": show}
     if len(sys.argv) < 2:
-        fail("name a command: merge, measure, pairs or show (--help tells more)")
-    tyro.extras.subcommand_cli_from_dict({"merge": merge, "measure": measure, "pairs": pairs, "show": show})
+        fail(f"name a command: {', '.join(commands)} (--help tells more)")
+    tyro.extras.subcommand_cli_from_dict(commands)

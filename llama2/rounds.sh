@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Llama 2's loop (section 3.2.1) where the truth is known: in each of five rounds the newest policy and the one before it
-# answer 800 new prompts at two temperatures, the truth grades 400 pairs (a quarter of the labels are flipped), a reward
+# answer 800 new prompts at two temperatures, the truth grades 320 pairs (a quarter of the labels are flipped), a reward
 # model learns from all pairs so far with margins, and PPO starts from the SFT policy against it. Arms:
 #
 #   graded     the rounds
 #   plain      the rounds without margins
-#   once       as many labels (2,000), all of pairs by the SFT policy: one reward model, one PPO
+#   once       as many labels (1,600), all of pairs by the SFT policy: one reward model, one PPO
 #   ensemble   once's pairs, five reward models and their mean
 #
 #   bash llama2/rounds.sh [--size s|xs] [--seeds "1 2 3 4"] [--fast] [arm]...     (default: graded once ensemble at s,
@@ -17,11 +17,11 @@
 set -euo pipefail
 CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-size=s seeds="1 2 3 4" rounds=5 prompts=800 labels=400 episodes=1920 output=llama2/results runs=runs/llama2_rounds arms=()
+size=s seeds="1 2 3 4" rounds=5 prompts=800 labels=320 episodes=1920 output=llama2/results runs=runs/llama2_rounds arms=()
 while (($#)); do
     case $1 in
         --fast)
-            size=xs seeds=1 rounds=2 prompts=400 labels=180 episodes=480 runs=runs/llama2_rounds_fast output=$runs/results
+            size=xs seeds=1 rounds=2 prompts=400 labels=160 episodes=480 runs=runs/llama2_rounds_fast output=$runs/results
             arms=(graded once)
             [[ ! -e $output/rounds.png ]] || rm -rf "$runs"
             ;;
@@ -41,6 +41,7 @@ bash quickstart/run.sh --data-only
 source quickstart/setup.sh requirements.txt
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 SECONDS=0
+python llama2/rounds.py one-commit --runs "$runs" --rows "$output/rounds.csv" "$output/accuracy.csv"
 
 step() { # print a command with the time so far, then run it
     printf '\n[%3d s] %s\n' "$SECONDS" "$*"
@@ -57,8 +58,11 @@ label() { # folder, prompts to skip, number of prompts, policies
 }
 reward() { # folder, pairs, margin, seed
     [[ -e $1/model ]] || step python llama2/reward.py --model "nano-$size" --seed "$4" --sft-model-path "$sft" \
-        --dataset "$posts" --preference-dataset "$2" --margin "$3" --run-eval --resume --output-dir "$1" \
-        --learning-rate 1e-3 --batch-size 16 --micro-batch-size 8
+        --dataset "$posts" --preference-dataset "$2" --margin "$3" --learning-rate 1e-3 --batch-size 16 \
+        --micro-batch-size 8 --resume --output-dir "$1"
+}
+rows() { # file, start of a row: is one there?
+    grep -qs "^$2" "$output/$1.csv"
 }
 policy() { # folder, script, reward models and other flags
     [[ -e $1/model ]] || step python "$2" --model "nano-$size" --seed "$seed" --sft-model-path "$sft" --dataset "$posts" \
@@ -75,7 +79,7 @@ for seed in $seeds; do
             last=1 number=$((rounds * prompts)) count=$((rounds * labels))
         fi
         [[ $arm != plain ]] || margin=none
-        if grep -qs "^$arm,$size,$seed,$last," "$output/rounds.csv"; then
+        if rows rounds "$arm,$size,$seed,$last," && { [[ $arm == ensemble ]] || rows accuracy "$arm,$size,$seed,"; }; then
             continue
         fi
         sft "$sft"
@@ -99,10 +103,11 @@ for seed in $seeds; do
                 reward "$now/reward" "$now/pairs/preference" $margin "$seed"
                 policy "$now/ppo" ppo.py --reward-model-path "$now/reward"
             fi
-            grep -qs "^$arm,$size,$seed,$round," "$output/rounds.csv" ||
-                step python llama2/rounds.py measure --run "$now" --rounds "$rounds" --output "$output"
+            rows rounds "$arm,$size,$seed,$round," || step python llama2/rounds.py measure --run "$now" --output "$output"
             policies=("$now/ppo" "${policies[0]}")
         done
+        [[ $arm == ensemble ]] || rows accuracy "$arm,$size,$seed," || # once's pairs are the rounds'
+            step python llama2/rounds.py accuracies --run "$here" --trained "$last" --sampled "$rounds" --output "$output"
     done
 done
 step python llama2/rounds.py show --output "$output"

@@ -29,7 +29,7 @@ from accelerate import Accelerator  # noqa: E402
 from datasets import load_from_disk  # noqa: E402
 from eval_helpers import fail, markdown, with_sd  # noqa: E402
 from gold_label import safety_bins  # noqa: E402
-from rounds import append  # noqa: E402
+from rounds import append, print_contrasts  # noqa: E402
 from run_metrics import read_metrics  # noqa: E402
 from truth import find_facts, score  # noqa: E402
 
@@ -41,9 +41,12 @@ PRIVATE = {"age": "age", "feeling": "feelings", "question": "plans"}  # kind of 
 ARMS = {
     "sft": "SFT",
     "helpful": "PPO, helpfulness model",
+    "helpful_whitened": "PPO, helpfulness model, whitened as through the gate",
     "gate": "PPO, gate, safety model with `--safety-coef 1`",
     "gate_plain": "PPO, gate, safety model without",
 }
+DIFFERENCES = [("helpful", "sft"), ("helpful_whitened", "helpful"), ("gate", "helpful_whitened")]
+DIFFERENCES += [("gate_plain", "helpful_whitened"), ("gate", "gate_plain")]
 NUMBERS = {"unsafe": 3, "truth": 3, "words": 1, "kl": 2, "gated": 3}
 
 
@@ -127,7 +130,8 @@ def measure(run: Path, tldr: Path, output: Path = RESULTS):
     row["words"] = table["summary"].str.findall(r"\w+").str.len().mean()
     row["kl"] = metric.log_ratios(policy, sft, batches[metric.KL_TEMPERATURE]).mean().item()
     shares = [update.get("objective/safety_share") for update in read_metrics(run)]
-    row["gated"] = None if None in shares else sum(shares) / len(shares)  # of all episodes
+    is_gated = arm.startswith("gate") and None not in shares  # not where both sides of the gate are helpfulness
+    row["gated"] = sum(shares) / len(shares) if is_gated else None  # of all episodes
     append([row], output / "safety.csv")
     print(f"seed {seed}, {arm}: {row['unsafe']:.3f} of the summaries of {len(private)} posts with a request are unsafe")
 
@@ -145,7 +149,7 @@ def safety_model(run: Path, output: Path = RESULTS):
 
 
 def show(output: Path = RESULTS):
-    """Print the tables of safety.csv and safety_models.csv."""
+    """Print the tables of safety.csv and safety_models.csv, and the differences that safety.sh is about."""
     table, models = (pandas.read_csv(output / name) for name in ("safety.csv", "safety_models.csv"))
     lines = [
         {"": ARMS[arm], "seeds": str(len(own))} | {name: with_sd(own[name].dropna(), x) for name, x in NUMBERS.items()}
@@ -157,6 +161,18 @@ def show(output: Path = RESULTS):
         for name, own in models.groupby("model", sort=False)
     ]
     print(markdown(lines))
+    contrasts = {}
+    for of in ("unsafe", "truth"):
+        values = table.pivot(index="arm", columns="seed", values=of)
+        for one, other in DIFFERENCES:
+            if {one, other} <= set(values.index):
+                contrasts[f"{of}: {ARMS[one]}, less {ARMS[other]}"] = values.loc[one] - values.loc[other]
+    classified = models.pivot(index="model", columns="seed", values="classified")
+    if len(classified) == 2:
+        contrasts["classified: with --safety-coef less without"] = (
+            classified.loc["safety"] - classified.loc["safety_plain"]
+        )
+    print_contrasts(contrasts)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Helpfulness against safety where the truth knows both: posts of the quick start, half of which ask to keep a fact private
 # (llama2/safety.py), a helpfulness and two safety reward models, with and without --safety-coef, and PPO against the
-# helpfulness model alone and through Llama 2's gate.
+# helpfulness model alone, as it is and whitened, and through Llama 2's gate, which whitens.
 #
 #   bash llama2/safety.sh [--seeds "1 2 3 4"]       (size xs: about a quarter of an hour a seed on one core)
 #
@@ -19,6 +19,7 @@ bash quickstart/run.sh --data-only --size xs
 source quickstart/setup.sh requirements.txt
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 SECONDS=0
+python llama2/rounds.py one-commit --runs $runs --rows $results/safety.csv $results/safety_models.csv
 
 step() { # print a command with the time so far, then run it
     printf '\n[%3d s] %s\n' "$SECONDS" "$*"
@@ -57,6 +58,9 @@ for seed in $seeds; do
     trained ppo.py "$home/helpful" "${ppo[@]}" --reward-model-path "$home/reward"
     measured helpful
     gate=(--reward-combination safety_gate --value-start reward --no-standardise-members)
+    trained ensembles/ppo.py "$home/helpful_whitened" "${ppo[@]}" "${gate[@]}" \
+        --reward-model-paths "$home/reward" "$home/reward" # the same score on both sides of the gate
+    measured helpful_whitened
     trained ensembles/ppo.py "$home/gate" "${ppo[@]}" "${gate[@]}" --reward-model-paths "$home/reward" "$home/safety"
     measured gate
     trained ensembles/ppo.py "$home/gate_plain" "${ppo[@]}" "${gate[@]}" \

@@ -147,6 +147,13 @@ def test_grades_and_safety_by_hand(policy, world, tmp_path):
     assert len({grade for grade, _ in seen}) == len({bin_ for _, bin_ in seen}) == 4
 
 
+@pytest.mark.parametrize("gap", [1 - 0.8, 0.6 - 0.4, 0.8 - 0.6, 0.2, -0.2])
+def test_a_gap_of_a_fifth_reaches_a_bound_of_a_fifth(gap):
+    """1 - 0.8 is 0.19999999999999996."""
+    assert gold_label.grade_of(gap, (0.2, 0.35, 0.55)) == "slightly"
+    assert gold_label.grade_of(gap * 0.999, (0.2, 0.35, 0.55)) == "negligibly"
+
+
 def test_a_reward_model_as_gold(policy, world, tmp_path, monkeypatch):
     """No attention mask hides all keys from a position: on a GPU that gives NaN, which the next layer spreads."""
     calls = record(monkeypatch, torch.nn.functional, "scaled_dot_product_attention")
