@@ -6,7 +6,8 @@ method with a single reward model.
 
 The script reads the runs of ensembles/ppo.py that eval/gold.py has scored, and those of ensembles/best_of_n.py. It
 writes a figure_N.png for each figure that has runs, table.md and, of run folders, their curves as runs.jsonl. Runs of
-study.py have an arm: the figures of arms other than `centre` are figure_N_ARM.png, and the table has all.
+study.py have an arm: the figures of arms other than `centre` are figure_N_ARM.png, factors.png compares best of n in
+all, and so does table.md, which then tells how the second half of each curve goes and what the members' losses say.
 
 A method is `single` (one reward model), `warm` (one that average.py made), `mean`, `wco` or `uwo`. A replicate is a
 seed. Several runs of one seed, such as one for each single reward model, count as their mean. Lines are means over the
@@ -53,6 +54,8 @@ class Args:
     """folders with runs, at any depth, or a runs.jsonl of an earlier call"""
     output_dir: str = "runs/ensembles/figures"
     """folder to write"""
+    arms: tuple[str, ...] = ()
+    """arms to draw; default: all. The tables have all"""
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -224,43 +227,54 @@ def last_values(runs: pandas.DataFrame) -> pandas.DataFrame:
     return pandas.concat([runs[[*KEY, "seed"]], ends], axis=1).groupby([*KEY, "seed"]).mean()
 
 
-def is_primary(key: tuple, to: str) -> bool:
-    """Return whether a difference is a primary contrast of study.py, chosen before its first row: mean, WCO and UWO
-    less a single reward model in best of n and in PPO with a KL penalty of 0.1."""
+def family_of(key: tuple, to: str) -> str:
+    """Return what a difference is in study.py: a primary contrast, chosen before its first row (mean, WCO and UWO less
+    a single reward model, in best of n and in PPO with a KL penalty of 0.1); shown but not tested, as PPO without a
+    penalty, whose draws differ too much; or one of the others."""
     procedure, kl_coef, arm, method = key
+    if procedure == "PPO" and kl_coef == 0:
+        return "shown"
     is_there = arm == "centre" and (procedure == "BoN" or kl_coef == 0.1)
-    return is_there and to == "single" and method in ("mean", "wco", "uwo")
+    return "primary" if is_there and to == "single" and method in ("mean", "wco", "uwo") else "other"
 
 
 def comparisons(runs: pandas.DataFrame) -> pandas.DataFrame:
-    """Return the differences in what judges the last policies, paired by draw: of each method to a single reward model,
-    and in best of n of single and mean to the same in the arm `centre`. Columns: key, to, is_primary, and those of
-    paired.summarise, with p corrected (holm) over the primary contrasts, and over all others."""
+    """Return the differences in what judges the last policies, paired by draw: of each method to a single reward model;
+    and, to the same in the arm `centre`, of single and mean, or of all methods of an arm without single. Arms
+    X_members_N are compared with X. Columns: key, to, family, and those of paired.summarise; holm is corrected over the
+    six primary contrasts, and over all others."""
     ends, pairs = last_values(runs)["judged"].unstack("seed"), {}
     for key in ends.index:
+        procedure, kl_coef, arm, method = key
         others = {"single": (*key[:3], "single")}
-        if key[0] == "BoN" and key[3] in ("single", "mean"):
-            others["centre"] = (*key[:2], "centre", key[3])
+        if arm != "centre" and (method in ("single", "mean") or others["single"] not in ends.index):
+            others["centre"] = (
+                procedure,
+                kl_coef,
+                arm.partition("_members")[0] if "_members" in arm else "centre",
+                method,
+            )
         pairs |= {(key, to): ends.loc[key] - ends.loc[x] for to, x in others.items() if x in ends.index and x != key}
     rows = []
-    for primary in (True, False):
-        own = [pair for pair in pairs if is_primary(*pair) == primary]
+    for family, tries in {"primary": 6, "other": 0, "shown": 0}.items():
+        own = [pair for pair in pairs if family_of(*pair) == family]
         table = pandas.DataFrame({i: pairs[pair] for i, pair in enumerate(own)})
-        for i, summary in summarise(table, [], 0).items():
-            rows.append({"key": own[i][0], "to": own[i][1], "is_primary": primary} | summary)
-    return pandas.DataFrame(rows, columns=["key", "to", "is_primary", "count", "mean", "low", "high", "holm", "power"])
+        for i, summary in summarise(table, [], tries).items():
+            rows.append({"key": own[i][0], "to": own[i][1], "family": family} | summary)
+    return pandas.DataFrame(rows, columns=["key", "to", "family", "count", "mean", "low", "high", "holm", "power"])
 
 
-def difference(row: dict) -> str:
-    """Return a difference with its interval and p; bold if p is below 0.05 after the correction."""
-    text = "{mean:+.3f} ({low:+.3f} to {high:+.3f}), p {holm:.3f}".format(**row)
-    return f"**{text}**" if row["holm"] < 0.05 else text
+def difference(row: dict, with_p: bool) -> str:
+    """Return a difference with its interval and, if wanted, p; bold if p is below 0.05 after the correction."""
+    text = "{mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**row)
+    text += f", p {row['holm']:.3f}" if with_p else ""
+    return f"**{text}**" if with_p and row["holm"] < 0.05 else text
 
 
 def methods_table(runs: pandas.DataFrame) -> str:
     """Return Markdown tables of the last policies of each setting and method and of the primary contrasts."""
     ends, compared = last_values(runs), comparisons(runs)
-    found = {(row["key"], row["to"]): difference(row) for row in compared.to_dict("records")}
+    found = {(x["key"], x["to"]): difference(x, x["family"] == "other") for x in compared.to_dict("records")}
     lines = []
     for key, own in ends.groupby(KEY, sort=False):
         procedure, kl_coef, arm, method = key
@@ -281,26 +295,34 @@ def methods_table(runs: pandas.DataFrame) -> str:
             "primary contrast": ("PPO, KL 0.1: " if row["key"][0] == "PPO" else "best of n: ")
             + METHODS[row["key"][3]][0],
             "draws": f"{row['count']:.0f}",
-            "to single, 95 %": difference(row),
+            "to single, 95 %": difference(row, True),
             "would have shown": f"{row['power']:.3f}",
         }
-        for row in compared[compared["is_primary"]].to_dict("records")
+        for row in compared[compared["family"] == "primary"].to_dict("records")
     ]
     return text + ("\n" + markdown(contrasts) if contrasts else "")
 
 
+def with_interval(values: pandas.Series, digits: int) -> str:
+    """Return the mean of values and, of two or more, their 95 % t interval."""
+    middle, low, high = t_interval(values)
+    return f"{middle:+.{digits}f}" + (f" ({low:+.{digits}f} to {high:+.{digits}f})" if len(values) > 1 else "")
+
+
 def drift_table(runs: pandas.DataFrame) -> str:
     """Return a Markdown table of how proxy, gold and second gold change from the middle measurement of the curves to
-    the last, with 95 % t intervals over draws: of runs with a second gold."""
+    the last, with 95 % t intervals over draws: of PPO, and of best of n with a second gold."""
     lines = []
-    for (procedure, kl_coef, arm, method), own in runs[runs["second_gold"].str.len() > 0].groupby(KEY, sort=False):
+    has_drift = (runs["procedure"] == "PPO") | (runs["second_gold"].str.len() > 0)
+    for (procedure, kl_coef, arm, method), own in runs[has_drift].groupby(KEY, sort=False):
         line = {"runs": f"PPO, KL {kl_coef:g}" if procedure == "PPO" else "best of n", "arm": arm}
         middle = len(own["step"].iloc[0]) // 2
         line |= {"method": METHODS.get(method, (method,))[0], "draws": len(own)}
         line |= {"from": own["step"].iloc[0][middle], "to": own["step"].iloc[0][-1]}
         for name in ("proxy", "gold", "second_gold"):
-            changes = own[name].str[-1] - own[name].str[middle]
-            line[name.replace("_", " ")] = "{:+.3f} ({:+.3f} to {:+.3f})".format(*t_interval(changes))
+            is_there = own[name].str.len().min() > 0
+            changes = own[name].str[-1] - own[name].str[middle] if is_there else None
+            line[name.replace("_", " ")] = with_interval(changes, 3) if is_there else ""
         lines.append(line)
     return markdown(lines) if lines else ""
 
@@ -317,7 +339,7 @@ def members_table(runs: pandas.DataFrame) -> str:
             mean, sd = (numpy.mean([getattr(x[name], y)() for x in both]) for y in ("mean", "std"))
             line[name] = f"{mean:.3f} ± {sd:.3f}"
         correlations = pandas.Series([x["loss"].corr(x["gold"]) for x in both])
-        lines.append(line | {"correlation": "{:+.2f} ({:+.2f} to {:+.2f})".format(*t_interval(correlations))})
+        lines.append(line | {"correlation": with_interval(correlations, 2)})
     return markdown(lines) if lines else ""
 
 
@@ -337,7 +359,7 @@ def draw_factors(runs: pandas.DataFrame) -> Figure:
             axis.errorbar(
                 arms.index(arm) + 0.12 * (i - 2), middle, [[middle - low], [high - middle]], label=label, **style
             )
-    axis.set_xticks(range(len(arms)), arms)
+    axis.set_xticks(range(len(arms)), [arm.replace("_", "\n", arm.count("_") - 1) for arm in arms], fontsize=8)
     axis.set(ylabel="truth", title="best of n: draws' mean and 95 % interval")
     axis.grid(alpha=0.3, axis="y")
     axis.legend(fontsize=9)
@@ -352,13 +374,13 @@ def main(args: Args):
         if not all(Path(source).is_file() for source in args.runs):
             (folder / "runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs.to_dict("records")))
         (folder / "table.md").write_text(text)
-        for arm, own in runs.groupby("arm", sort=False):
-            for name, (title, lines) in figures(own).items():
+        for arm in args.arms or runs["arm"].unique():
+            for name, (title, lines) in figures(runs[runs["arm"] == arm]).items():
                 if lines:
                     suffix, title = ("", title) if arm == "centre" else (f"_{arm}", f"{title} ({arm})")
                     figure = draw_lines(title, lines, name == "figure_10")
                     figure.savefig(folder / f"{name}{suffix}.png", dpi=100)
-        if runs["arm"].nunique() > 1:
+        if runs.loc[runs["procedure"] == "BoN", "arm"].nunique() > 1:
             draw_factors(runs).savefig(folder / "factors.png", dpi=100)
     print(text)
 

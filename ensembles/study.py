@@ -2,7 +2,7 @@
 
     python ensembles/study.py --show                           # tables and figures of the rows that are there
     python ensembles/study.py                                  # makes what is missing, unit by unit: hours
-    python ensembles/study.py --units ppo_kl_0.1 --methods single uwo --draws 11 12
+    python ensembles/study.py --units bon_centre ppo_kl_0.1 --draws 1 2
     python ensembles/study.py --fast                           # everything once, with little of each
     python ensembles/study.py --dry-run                        # prints the commands that are left to run
 
@@ -10,8 +10,9 @@ UNITS says what is made of a draw, which has pairs, reward models and a seed of 
 The gold reward is the truth. In the arm gold_model it is a larger reward model, as in the paper, and the truth is the
 second gold.
 
-A run whose row is in results/study.jsonl is not made again. Runs and logs are in runs/ensembles, where finished runs
-are kept as long as the commit is the same.
+A run whose row is in results/study.jsonl is not made again. Runs and logs are in runs/ensembles. All rows and runs are
+of one commit; later ones that only change results or pages count as the same. --jobs sets the threads of a run, and so
+its rounding: keep to one value.
 """
 
 import importlib.util
@@ -33,7 +34,7 @@ sys.path += [str(ROOT / folder) for folder in ("eval", "quickstart")]
 
 from eval_helpers import Job, fail, run_jobs, wins  # noqa: E402
 from run_metrics import read_metrics  # noqa: E402
-from score import commit_of  # noqa: E402
+from score import one_commit  # noqa: E402
 
 spec = importlib.util.spec_from_file_location("ensembles_figures", ROOT / "ensembles/figures.py")  # eval/ has one, too
 figures = importlib.util.module_from_spec(spec)
@@ -105,7 +106,7 @@ UNITS = {  # in the order in which they are made
     "ppo_kl_0.02": Ppo("centre", "0.02", FIVE),
     "ppo_kl_0": Ppo("centre", "0", draws=3),
     "ppo_lambda_0.5": Ppo("centre", "0.1", "uwo", 3, uwo_lambda=0.5, arm="lambda_0.5"),
-    "ppo_members": Ppo("centre", "0.1", "single_2 single_3 single_4 single_5", 1),
+    "ppo_members": Ppo("centre", "0.1", "single single_2 single_3 single_4 single_5", 1, arm="members"),
     "ppo_long": Ppo("centre", "0.02", "single uwo", 1, length=3, arm="long"),
 }
 
@@ -281,11 +282,15 @@ def steps_of(args: Args, unit: BestOfN | Ppo, draw: int, methods: list[str]) -> 
 # ==== rows ========================================================================================
 
 
+def read_rows(file: Path) -> list[dict]:
+    """Return the rows that are there."""
+    return list(map(json.loads, file.read_text().splitlines())) if file.exists() else []
+
+
 def methods_left(args: Args, name: str, draw: int) -> list[str]:
     """Return the methods of a unit whose rows of a draw are not in the file."""
     unit = UNITS[name]
-    rows = map(json.loads, args.rows.read_text().splitlines()) if args.rows.exists() else []
-    made = {row["method"] for row in rows if (row["unit"], row["seed"]) == (name, draw)}
+    made = {row["method"] for row in read_rows(args.rows) if (row["unit"], row["seed"]) == (name, draw)}
     if isinstance(unit, BestOfN):
         return [] if made else ["all"]  # one set of samples serves all of them
     methods = [x for x in unit.methods.split() if int(x.partition("_")[2] or 1) <= args.scale.members]
@@ -307,12 +312,17 @@ def last_golds(folder: Path) -> pandas.Series:
 
 
 def best_of_n_rows(args: Args, unit: BestOfN, draw: int) -> Iterator[dict]:
-    """Yield the rows of a unit's tables. That of single has gold, loss and accuracy of each member."""
+    """Yield the rows of a unit's tables. That of single has gold, loss and accuracy of each member. Another lambda
+    changes UWO alone, and WARM has no other reward model of its samples to win against."""
     for arm in tables_of(args, unit):
         folder = ROOT / args.runs / f"best_of_n/{arm}/{draw}"
         table = pandas.read_csv(folder / "best_of_n.csv")
         last = table[table["n"] == table["n"].max()].set_index("method")["gold"]
         for row in figures.read_best_of_n(folder, json.loads((folder / "args.json").read_text())):
+            if arm.startswith("lambda") and row["method"] != "uwo":
+                continue
+            if arm == "warm":
+                row["wins"] = []
             if row["method"] == "single" and arm == unit.models:
                 row |= member_facts(args, arm, draw)
                 row["member_gold"] = [last[f"single_{i}"] for i in range(1, args.scale.members + 1)]
@@ -320,24 +330,24 @@ def best_of_n_rows(args: Args, unit: BestOfN, draw: int) -> Iterator[dict]:
 
 
 def ppo_rows(args: Args, unit: Ppo, draw: int, methods: list[str]) -> Iterator[dict]:
-    """Yield the rows of a unit's runs. wins: against the first reward model alone, of the same arm and penalty."""
+    """Yield the rows of a unit's runs. wins: by the gold, against the first reward model alone."""
     base = ROOT / ppo_folder(args, unit, "single", draw)
     for method in methods:
         folder = ROOT / ppo_folder(args, unit, method, draw)
         [row] = figures.read_ppo(folder, json.loads((folder / "args.json").read_text()))
         row |= {"arm": unit.arm or unit.models, "method": method}
-        if (base / "gold_samples.csv").exists():
+        if "single" in unit.methods.split():
             row["wins"] = [float(wins(last_golds(folder), last_golds(base)).mean())]
         yield row
 
 
-def add_rows(args: Args, name: str, draw: int, methods: list[str]):
+def add_rows(args: Args, name: str, draw: int, methods: list[str], commit: str):
     """Add the rows of a unit to the file, with commit and date, and five digits of each number."""
     unit, lines = UNITS[name], []
     rows = best_of_n_rows(args, unit, draw) if isinstance(unit, BestOfN) else ppo_rows(args, unit, draw, methods)
     for row in rows:
         row |= {"unit": name, "folder": os.path.relpath(row["folder"], ROOT)}
-        row |= {"commit": commit_of(), "date": time.strftime("%Y-%m-%d")}
+        row |= {"commit": commit, "date": time.strftime("%Y-%m-%d")}
         short = json.loads(json.dumps(row), parse_float=lambda digits: float(f"{float(digits):.5g}"))
         lines.append(json.dumps(short) + "\n")
     args.rows.parent.mkdir(parents=True, exist_ok=True)
@@ -345,44 +355,37 @@ def add_rows(args: Args, name: str, draw: int, methods: list[str]):
         file.write("".join(lines))
 
 
-def keep_to_one_commit(args: Args):
-    """End with an error if the runs that are there were made by another commit."""
-    file = ROOT / args.runs / "commit"
-    if file.exists() and file.read_text() != commit_of():
-        fail(f"{args.runs} has runs of commit {file.read_text()}: empty it, or go back to that commit")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(commit_of())
-
-
 def main(args: Args):
     if unknown := set(args.units) - set(UNITS):
         fail(f"--units {unknown.pop()} is none of {', '.join(UNITS)}")
     args.rows = args.rows.resolve()
     os.chdir(ROOT)  # commands, and so the paths in runs' settings, are relative to it
+    is_trained, printed = not (args.dry_run or args.show), set()
     if args.fast:
         args.draws, args.rows = [1], ROOT / args.runs / "study.jsonl"
-    if not (args.dry_run or args.show):
-        if args.fast:
+        if is_trained:
             shutil.rmtree(ROOT / args.runs, ignore_errors=True)
-        keep_to_one_commit(args)
+    if is_trained:
+        commit = one_commit(ROOT / args.runs, (row["commit"] for row in read_rows(args.rows)))
         posts = Job("posts", ["bash", "quickstart/run.sh", "--data-only"], ROOT / args.runs / "logs/posts.log", None)
         run_jobs([posts], 1, ROOT)
-    printed = set()
     for name in [] if args.show else args.units:
         for draw in args.draws or range(1, UNITS[name].draws + 1):
             methods = methods_left(args, name, draw)
             for step in steps_of(args, UNITS[name], draw, methods) if methods else []:
-                left = [job for job in step if not job.result.exists()]
-                if args.dry_run:
-                    print("".join(f"{' '.join(job.command)}\n" for job in left if job.result not in printed), end="")
-                    printed |= {job.result for job in left}
-                else:
+                left = [job for job in step if not job.result.exists() and job.result not in printed]
+                if is_trained:
                     run_jobs(left, args.jobs, ROOT)
-            if methods and not args.dry_run:
-                add_rows(args, name, draw, methods)
+                else:
+                    print("".join(f"{' '.join(job.command)}\n" for job in left), end="")
+                    printed |= {job.result for job in left}
+            if methods and is_trained:
+                one_commit(ROOT / args.runs, [commit])  # still
+                add_rows(args, name, draw, methods, commit)
                 print(f"{name}, draw {draw}: its rows are in {args.rows}", flush=True)
     if not args.dry_run:
-        figures.main(figures.Args(runs=(str(args.rows),), output_dir=str(args.rows.parent)))
+        drawn = (*MODELS, "long", "lambda_0.5")
+        figures.main(figures.Args((str(args.rows),), str(args.rows.parent), drawn))
 
 
 if __name__ == "__main__":

@@ -21,14 +21,14 @@ sys.path += [str(ROOT / folder) for folder in (".", "eval", "quickstart")]
 
 import metric  # noqa: E402
 import pandas  # noqa: E402
+import score  # noqa: E402
 import torch  # noqa: E402
 import tyro  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from datasets import DatasetDict, concatenate_datasets, load_from_disk  # noqa: E402
-from eval_helpers import fail, markdown, wins, with_sd  # noqa: E402
+from eval_helpers import fail, markdown, or_fail, wins, with_sd  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from paired import summarise  # noqa: E402
-from score import commit_of, machine  # noqa: E402
 
 import ppo  # noqa: E402
 from tldr_dataset import unfinished_folder  # noqa: E402
@@ -65,14 +65,8 @@ def merge(labelled: list[Path], to: Path, count: int):
 
 def one_commit(runs: Path, rows: list[Path]):
     """End with an error if the runs or the rows of some files that are there were made by another commit."""
-    commit, file = commit_of(), runs / "commit"
-    for path in rows:
-        if path.exists() and (others := set(pandas.read_csv(path, dtype={"commit": str})["commit"]) - {commit}):
-            fail(f"{path} has rows of commit {others.pop()}: move it away, or go back to that commit")
-    if file.exists() and file.read_text() != commit:
-        fail(f"{runs} has runs of commit {file.read_text()}: empty it, or go back to that commit")
-    runs.mkdir(parents=True, exist_ok=True)
-    file.write_text(commit)
+    tables = [pandas.read_csv(file, dtype={"commit": str}) for file in rows if file.exists()]
+    score.one_commit(runs, [commit for table in tables for commit in table["commit"]])
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------------
@@ -81,7 +75,8 @@ def one_commit(runs: Path, rows: list[Path]):
 def append(rows: list[dict], file: Path):
     """Add rows to a CSV file, with commit and date."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    table = pandas.DataFrame(rows).assign(commit=commit_of(), date=time.strftime("%Y-%m-%d"), cpu=machine()["cpu"])
+    made = {"commit": score.commit_of(), "date": time.strftime("%Y-%m-%d"), "cpu": score.machine()["cpu"]}
+    table = pandas.DataFrame(rows).assign(**made)
     table.to_csv(file, mode="a", header=not file.exists(), index=False, float_format="%.6g")
 
 
@@ -220,7 +215,11 @@ def show_accuracy(table: pandas.DataFrame, size: str):
 
 def show(output: Path = RESULTS):
     """Print the tables of rounds.csv and accuracy.csv, and draw truth over labels."""
-    table = pandas.read_csv(output / "rounds.csv")
+    with or_fail("no rows yet"):
+        table = pandas.read_csv(output / "rounds.csv")
+    table = table.sort_values(
+        ["arm", "round"], key=lambda x: x.map([*ARMS].index) if x.name == "arm" else x, kind="stable"
+    )
     accuracy = pandas.read_csv(output / "accuracy.csv") if (output / "accuracy.csv").exists() else None
     for size in table["size"].unique():
         show_truth(table, size)

@@ -64,6 +64,10 @@ reward() { # folder, pairs, margin, seed
 rows() { # file, start of a row: is one there?
     grep -qs "^$2" "$output/$1.csv"
 }
+judged() { # are the arm's rows of accuracy there, or not wanted? once's pairs are the rounds', the ensemble has none
+    [[ $arm == ensemble ]] || rows accuracy "$arm,$size,$seed," ||
+        [[ $arm == once && ! -e ${here/%once/graded}/$rounds/labelled ]]
+}
 policy() { # folder, script, reward models and other flags
     [[ -e $1/model ]] || step python "$2" --model "nano-$size" --seed "$seed" --sft-model-path "$sft" --dataset "$posts" \
         --learning-rate 1e-4 --batch-size 64 --micro-batch-size 64 --total-episodes "$episodes" --sample-every 0 \
@@ -79,7 +83,7 @@ for seed in $seeds; do
             last=1 number=$((rounds * prompts)) count=$((rounds * labels))
         fi
         [[ $arm != plain ]] || margin=none
-        if rows rounds "$arm,$size,$seed,$last," && { [[ $arm == ensemble ]] || rows accuracy "$arm,$size,$seed,"; }; then
+        if rows rounds "$arm,$size,$seed,$last," && judged; then
             continue
         fi
         sft "$sft"
@@ -106,7 +110,7 @@ for seed in $seeds; do
             rows rounds "$arm,$size,$seed,$round," || step python llama2/rounds.py measure --run "$now" --output "$output"
             policies=("$now/ppo" "${policies[0]}")
         done
-        [[ $arm == ensemble ]] || rows accuracy "$arm,$size,$seed," || # once's pairs are the rounds'
+        judged ||
             step python llama2/rounds.py accuracies --run "$here" --trained "$last" --sampled "$rounds" --output "$output"
     done
 done

@@ -27,7 +27,7 @@ import torch  # noqa: E402
 import tyro  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from datasets import load_from_disk  # noqa: E402
-from eval_helpers import fail, markdown, with_sd  # noqa: E402
+from eval_helpers import fail, markdown, or_fail, with_sd  # noqa: E402
 from gold_label import safety_bins  # noqa: E402
 from rounds import append, print_contrasts  # noqa: E402
 from run_metrics import read_metrics  # noqa: E402
@@ -150,7 +150,8 @@ def safety_model(run: Path, output: Path = RESULTS):
 
 def show(output: Path = RESULTS):
     """Print the tables of safety.csv and safety_models.csv, and the differences that safety.sh is about."""
-    table, models = (pandas.read_csv(output / name) for name in ("safety.csv", "safety_models.csv"))
+    with or_fail("no rows yet"):
+        table, models = (pandas.read_csv(output / name) for name in ("safety.csv", "safety_models.csv"))
     lines = [
         {"": ARMS[arm], "seeds": str(len(own))} | {name: with_sd(own[name].dropna(), x) for name, x in NUMBERS.items()}
         for arm, own in table.groupby("arm", sort=False)

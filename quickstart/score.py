@@ -381,11 +381,28 @@ def comparable(rows: pandas.DataFrame, versions: dict[str, str], args: Args) -> 
 
 
 def commit_of() -> str:
-    """Return the checkout's commit, with -dirty if files other than results differ from it."""
-    describe = ["git", "describe", "--always", "--exclude", "*"]
-    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    differs = ["git", "diff", "--quiet", "HEAD", "--", ".", ":!*/results/*"]
-    return commit and commit + "-dirty" * (subprocess.run(differs, cwd=ROOT, capture_output=True).returncode == 1)
+    """Return the checkout's last commit that changed more than results and pages, with -dirty if files other than these
+    differ from it."""
+    code = ["--", ".", ":!*/results/*", ":!*.md"]
+    last = ["git", "log", "-1", "--format=%h", *code]
+    commit = subprocess.run(last, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    differs = subprocess.run(["git", "diff", "--quiet", "HEAD", *code], cwd=ROOT, capture_output=True).returncode == 1
+    return commit and commit + "-dirty" * differs
+
+
+def one_commit(runs: Path, commits: Iterable[str]) -> str:
+    """Return commit_of. Ends with an error if a study cannot go on under it: the code is edited, or a folder of runs or
+    rows with these commits are of another one."""
+    commit, file = commit_of(), runs / "commit"
+    if commit.endswith("-dirty"):
+        fail(f"the code differs from commit {commit.removesuffix('-dirty')}: commit your changes, or take them back")
+    if others := set(commits) - {commit}:
+        fail(f"the code is that of commit {commit}, and there are rows of {others.pop()}: move them away, or go back")
+    if file.exists() and file.read_text() != commit:
+        fail(f"the code is that of commit {commit}, and {runs} of {file.read_text()}: empty the folder, or go back")
+    runs.mkdir(parents=True, exist_ok=True)
+    file.write_text(commit)
+    return commit
 
 
 def report(versions: dict[str, str], args: Args):

@@ -139,17 +139,22 @@ def test_which_runs_each_figure_has():
 
 
 def test_the_table():
-    """Differences are paired by seed; single reward models of one seed count as their mean."""
-    runs = [a_run("single", 1, 3, 2, seed=i) for i in (1, 2, 3)] + [a_run("single", 9, 9, 9, seed=4)]
-    runs += [a_run("wco", 1, 3, x, seed=i) | {"wins": [y]} for i, x, y in ((1, 1.04, 0), (2, 1.08, 0), (3, 1.12, 1))]
+    """Differences are paired by seed; single reward models of one seed count as their mean. Without a penalty there is
+    an interval and no p."""
+    runs = [a_run("single", 1, 3, 2, seed=i, kl=0.2) for i in (1, 2, 3)] + [a_run("single", 9, 9, 9, seed=4, kl=0.2)]
+    changed = enumerate((1.04, 1.08, 1.12), 1)
+    runs += [a_run("wco", 1, 3, x, seed=i, kl=0.2) | {"wins": [i == 3]} for i, x in changed]
+    runs += [run | {"kl_coef": 0.0} for run in runs if run["seed"] < 4]
     runs += [a_run("mean", 0, 4, seed=1, procedure="BoN", steps=(1, 1024))]
     runs += [a_run("single", 0, x, seed=1, kl=0.5) for x in (2, 3)] + [a_run("uwo", 7, 5.5, seed=1, kl=0.5)]
     # differences -0.96, -0.92, -0.88: standard deviation 0.04, 4.3027 x 0.04 / sqrt(3) = 0.0994, t = -39.84 with 2
     # degrees of freedom, so p = 0.00063. Of one seed there is none
     assert figures.methods_table(pandas.DataFrame(runs)).splitlines()[2:] == [
         "| best of 1,024 | centre | mean | 1 | 4.000 | 2048.00 |  |  |",
-        "| PPO, KL 0 | centre | single | 4 | 3.750 | 4.00 |  |  |",
-        "| PPO, KL 0 | centre | WCO | 3 | 1.080 | 4.00 | 0.33 | **-0.920 (-1.019 to -0.821), p 0.001** |",
+        "| PPO, KL 0 | centre | single | 3 | 2.000 | 4.00 |  |  |",
+        "| PPO, KL 0 | centre | WCO | 3 | 1.080 | 4.00 | 0.33 | -0.920 (-1.019 to -0.821) |",
+        "| PPO, KL 0.2 | centre | single | 4 | 3.750 | 4.00 |  |  |",
+        "| PPO, KL 0.2 | centre | WCO | 3 | 1.080 | 4.00 | 0.33 | **-0.920 (-1.019 to -0.821), p 0.001** |",
         "| PPO, KL 0.5 | centre | single | 1 | 2.500 | 2.00 |  |  |",
         "| PPO, KL 0.5 | centre | UWO | 1 | 5.500 | 2.00 |  |  |",
     ]
@@ -167,23 +172,29 @@ def test_the_primary_contrasts_have_a_correction_of_their_own():
     runs += [a_run("wco", 0, i + x, seed=i, kl=0.1) for i, x in ((1, 0.3), (2, -0.3), (3, 0.1))]
     found = {row["key"]: row for row in figures.comparisons(pandas.DataFrame(runs)).to_dict("records")}
     half = 4.302653 * statistics.stdev([0.01, 0.02, 0.06]) / 3**0.5
-    for key, factor in {("PPO", 0.1, "centre", "mean"): 2, ("PPO", 0.02, "centre", "uwo"): 1}.items():
-        row = found[key]
+    for key, p in {("PPO", 0.1, "centre", "mean"): 1, ("PPO", 0.02, "centre", "uwo"): 0.18854}.items():
+        row = found[key]  # of six primary contrasts, two of which are there: 6 x 0.18854
         assert (row["mean"], row["low"], row["high"]) == pytest.approx((0.03, 0.03 - half, 0.03 + half))
-        assert row["holm"] == pytest.approx(0.18854 * factor, rel=1e-3)
-        assert row["is_primary"] == (factor == 2)
+        assert row["holm"] == pytest.approx(p, rel=1e-3)
+        assert row["family"] == ("primary" if p == 1 else "other")
     assert len(found) == 3
 
 
 def test_arms_are_compared_by_what_judges_them():
-    """The second gold judges where there is one; arms of best of n are paired with the centre."""
+    """The second gold judges where there is one. Arms are paired with the centre: single and mean, and an arm without
+    single by what it has; noise_0_members_3 with noise_0."""
     runs = contrast_runs("mean", (0.5, 0.5, 0.8), procedure="BoN", steps=(1, 8))
     other = [run | {"arm": "gold_model", "gold": [0, 7]} for run in runs]
     for i, run in enumerate(other):
         run["second_gold"] = [0, run["seed"] + (1, 2, 3, 9, 9, 9)[i]]
+    other += [run | {"arm": "noise_0", "gold": [0, 1]} for run in runs if run["method"] == "single"]
+    other += [run | {"arm": "noise_0_members_3", "gold": [0, 3]} for run in runs if run["method"] == "single"]
+    other += [run | {"arm": "lambda_2", "gold": [0, 1 + run["gold"][1]]} for run in runs if run["method"] == "mean"]
     found = {(*row["key"][2:], row["to"]): row["mean"] for row in
              figures.comparisons(pandas.DataFrame(runs + other)).to_dict("records")}  # fmt: skip
-    expected = {("centre", "mean", "single"): 0.6, ("gold_model", "mean", "single"): 7.0}
+    more = {("noise_0", "single", "centre"): -1.0, ("noise_0_members_3", "single", "centre"): 2.0}
+    expected = more | {("lambda_2", "mean", "centre"): 1.0}
+    expected |= {("centre", "mean", "single"): 0.6, ("gold_model", "mean", "single"): 7.0}
     expected |= {("gold_model", "single", "centre"): 2.0, ("gold_model", "mean", "centre"): 8.4}
     assert found == pytest.approx(expected)
 
@@ -191,10 +202,12 @@ def test_arms_are_compared_by_what_judges_them():
 def test_the_drift_is_that_from_the_middle_measurement():
     runs = [a_run("wco", 1, 5, x, seed=i) | {"arm": "gold_model"} for i, x in ((1, 6), (2, 9))]
     runs[0]["second_gold"], runs[1]["second_gold"] = [0, 4, 3], [0, 4, 1]
-    [line] = figures.drift_table(pandas.DataFrame([*runs, a_run("mean", 1, 2)])).splitlines()[2:]
-    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    runs += [a_run("mean", 1, 2, 4, 1, 9), a_run("mean", 1, 2, procedure="BoN")]  # the second has no second gold
+    wco, mean = figures.drift_table(pandas.DataFrame(runs)).splitlines()[2:]
+    cells = [cell.strip() for cell in wco.split("|")[1:-1]]
     assert cells[:6] == ["PPO, KL 0", "gold_model", "WCO", "2", "1", "2"]
     assert [cell.split()[0] for cell in cells[6:]] == ["-2.500", "+2.500", "-2.000"]  # gold -1, -4; 1, 4; -1, -3
+    assert mean == "| PPO, KL 0 | centre | mean | 1 | 2 | 4 | -5.000 | +5.000 |  |"
 
 
 def test_what_the_members_losses_say():

@@ -98,7 +98,8 @@ def test_each_ppo_run_has_the_settings_and_models_of_its_name(units):
             runs.setdefault((arm, kl_coef), []).append(method)
         assert [x.runs for _, _, x in units[name][-1]] == [(x.output_dir,) for _, _, x in units[name][-2]]
     four, members = ["single", "mean", "wco", "uwo"], ["single_2", "single_3", "single_4", "single_5"]
-    expected = {("centre", "0.1"): [*four, "warm", *members], ("gold_model", "0"): four, ("noise_0", "0.1"): four}
+    expected = {("centre", "0.1"): [*four, "warm"], ("gold_model", "0"): four, ("noise_0", "0.1"): four}
+    expected[("members", "0.1")] = ["single", *members]
     expected |= {("centre", "0.02"): [*four, "warm"], ("centre", "0"): four}
     assert runs == expected | {("lambda_0.5", "0.1"): ["uwo"], ("long", "0.02"): ["single", "uwo"]}
 
@@ -142,9 +143,9 @@ def test_rows_of_best_of_n(tmp_path, monkeypatch):
     args = study.Args(rows=tmp_path / "study.jsonl")
     make_tables(tmp_path, 3)
     assert study.methods_left(args, "bon_noise_0", 3) == ["all"]
-    study.add_rows(args, "bon_noise_0", 3, ["all"])
+    study.add_rows(args, "bon_noise_0", 3, ["all"], "abc")
     rows = [json.loads(line) for line in args.rows.read_text().splitlines()]
-    assert len(rows) == 3 * 4 and {row["unit"] for row in rows} == {"bon_noise_0"}
+    assert len(rows) == 3 * 4 and {(row["unit"], row["commit"]) for row in rows} == {("bon_noise_0", "abc")}
     [own] = [row for row in rows if row["arm"] == "noise_0" and row["method"] == "single"]
     assert (own["gold"], own["wins"], own["pairs"]) == ([0.083333, 0.66667], [0.5, 0.5], 3)
     assert (own["member_gold"], own["member_loss"]) == ([0.33333, 1.0], [0.1, 0.2])
@@ -168,18 +169,8 @@ def test_rows_of_ppo(tmp_path, monkeypatch):
         samples = pandas.DataFrame({"id": ["x", "y", "y", "x"], "update": [0, 0, 2, 2], "gold": golds})
         samples.to_csv(folder / "gold_samples.csv", index=False)
     assert study.methods_left(args, "ppo_kl_0.1", 3) == ["single", "mean"]
-    study.add_rows(args, "ppo_kl_0.1", 3, ["mean"])
+    study.add_rows(args, "ppo_kl_0.1", 3, ["mean"], "abc")
     [row] = [json.loads(line) for line in args.rows.read_text().splitlines()]
     assert (row["method"], row["wins"], row["gold"], row["unit"]) == ("mean", [0.75], [1, 2], "ppo_kl_0.1")
     assert study.methods_left(args, "ppo_kl_0.1", 3) == ["single"]
-    assert study.methods_left(args, "ppo_members", 3) == []  # another unit, and its methods were not asked for
-
-
-def test_runs_of_two_commits_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "ROOT", tmp_path)
-    monkeypatch.setattr(study, "commit_of", lambda: "abc")
-    study.keep_to_one_commit(study.Args())
-    study.keep_to_one_commit(study.Args())
-    monkeypatch.setattr(study, "commit_of", lambda: "abd")
-    with pytest.raises(SystemExit, match="runs of commit abc"):
-        study.keep_to_one_commit(study.Args())
+    assert study.methods_left(args, "ppo_members", 3) == ["single"]  # another unit

@@ -52,7 +52,11 @@ def run(tmp_path):
     def start(*words: str, dies_at: int = 0) -> list[str]:
         log = tmp_path / "log"
         log.write_text("")
-        environment = os.environ | {"VIRTUAL_ENV": str(tmp_path / "venv"), "LOG": str(log), "DIES_AT": str(dies_at or -1)}
+        environment = os.environ | {
+            "VIRTUAL_ENV": str(tmp_path / "venv"),
+            "LOG": str(log),
+            "DIES_AT": str(dies_at or -1),
+        }
         command = ["bash", str(tmp_path / "llama2/rounds.sh"), *words]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert (done.returncode != 0) == (dies_at > 0), done.stderr
@@ -140,13 +144,16 @@ def test_runs_and_rows_of_another_commit_are_refused(tmp_path, monkeypatch):
     """A commit of digits alone, such as 1234567, is no number."""
     rows, runs = [tmp_path / "rounds.csv", tmp_path / "absent.csv"], tmp_path / "runs"
     pandas.DataFrame([{"arm": "once", "commit": "1234567"}]).to_csv(rows[0], index=False)
-    monkeypatch.setattr(rounds, "commit_of", lambda: "1234567")
+    monkeypatch.setattr(rounds.score, "commit_of", lambda: "1234567")
     rounds.one_commit(runs, rows)
     rounds.one_commit(runs, rows)
-    monkeypatch.setattr(rounds, "commit_of", lambda: "abc")
+    monkeypatch.setattr(rounds.score, "commit_of", lambda: "abc")
     for others in (rows, []):
         with pytest.raises(SystemExit, match="1234567"):
             rounds.one_commit(runs, others)
+    monkeypatch.setattr(rounds.score, "commit_of", lambda: "1234567-dirty")
+    with pytest.raises(SystemExit, match="commit your changes"):
+        rounds.one_commit(tmp_path / "other", [])
 
 
 def test_the_sft_policy_is_measured_once(tmp_path, world, monkeypatch):
