@@ -20,7 +20,6 @@ tldr_dataset.py's preference data, with `gold_chosen` and `gold_rejected`. `batc
 dpo.py --run-eval group their accuracies by it.
 """
 
-import re
 import sys
 from dataclasses import dataclass
 from math import isfinite
@@ -34,15 +33,15 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import GenerationConfig, LogitsProcessor
 
-sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval", "ensembles")]
 
-from eval_helpers import at_least, fail, load_function, nucleus, or_fail, tied  # noqa: E402
+from best_of_n import load_judge  # noqa: E402
+from eval_helpers import at_least, fail, nucleus, or_fail, tied  # noqa: E402
 
 from ppo import (  # noqa: E402
     RewardModel,
     gumbel_noise,
     load_policy,
-    load_reward_model,
     load_splits,
     load_tokenizer,
     local_checkpoint,
@@ -125,17 +124,6 @@ def answers(model, queries: torch.Tensor, tokenizer, keys: torch.Tensor, tempera
     sampler = NucleusGumbel(keys, queries.shape[1], temperature, args.top_p)
     tokens = model.generate(queries, logits_processor=[sampler])[:, queries.shape[1] :]
     return F.pad(tokens, (0, args.response_length - tokens.shape[1]), value=pad_id)
-
-
-def load_judge(flag: str, value: str, tokenizer, width: int, device):
-    """Return what --gold or --safety names: a function of (post, summary), or a reward model of the policy's
-    tokenizer."""
-    if re.fullmatch(r".+\.py:\w+", value):
-        return load_function(flag, value)
-    path = local_checkpoint(flag, value)
-    if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
-        fail(f"{flag} {value} has another tokenizer than --policy: it cannot score that model's tokens")
-    return load_reward_model(path, tokenizer, width).to(device).eval()
 
 
 @torch.no_grad()

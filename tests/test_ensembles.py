@@ -32,9 +32,6 @@ SEED, BATCH, UPDATES, ROWS, LENGTH, LAMBDA = 7, 8, 3, 7, 10, 0.5
 FUNCTION = """
 def score(post, summary):
     return len(post) / 100 - len(summary) / 7
-
-def nan(post, summary):
-    return float("nan") if summary else 0.0
 """
 
 
@@ -268,12 +265,6 @@ def test_a_member_that_gives_no_number_in_the_rollout_is_named(setting, monkeypa
     text = error(setting.args("bad_rollout", reward_combination="wco", uwo_lambda=None))
     assert text == f"error: a score of {setting.members[1]} is not finite; check that model"
     assert read_metrics(setting.root / "bad_rollout") == []
-
-
-def test_a_gold_that_gives_no_number_is_named(setting, single):
-    flag = setting.function.replace(":score", ":nan")
-    with pytest.raises(SystemExit, match=rf"--gold {re.escape(flag)}.*the score nan"):
-        gold.main(gold.Args(runs=(str(single),), gold=flag))
 
 
 # ---- commands ----------------------------------------------------------------------------------------------------

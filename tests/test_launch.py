@@ -158,22 +158,6 @@ def test_a_frozen_model_in_bfloat16_says_the_same_under_autocast(kind):
     assert after < 0.9 * before or kind is GPT2LMHeadModel  # whose layers are no nn.Linear
 
 
-def test_nothing_of_a_frozen_linear_layer_is_cast_in_a_forward_pass(monkeypatch):
-    model = ppo.frozen_model(
-        accelerator(False, "bf16"), GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE, vocab_size=8)), False
-    )
-    original, seen = torch.nn.functional.linear, []
-
-    def linear(inputs, weight, bias=None):
-        seen.extend([weight.dtype] if bias is None else [weight.dtype, bias.dtype])
-        return original(inputs, weight, bias)
-
-    monkeypatch.setattr(torch.nn.functional, "linear", linear)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        model(torch.arange(8)[None])
-    assert len(seen) == 2 * 4 + 1 and set(seen) == {torch.bfloat16}  # four layers with biases, and the head
-
-
 @pytest.mark.parametrize("given", [{}, {"PYTORCH_ALLOC_CONF": "garbage_collection_threshold:0.8"}])
 def test_what_a_run_sets_for_a_gpu(given, tmp_path, monkeypatch):
     """cuDNN's attention is off; the allocator's segments grow, unless the user has settings of their own."""

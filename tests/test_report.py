@@ -1,6 +1,5 @@
 """quickstart/report.py: its table, intervals and files, with policies whose summaries are known."""
 
-import itertools
 import random
 from pathlib import Path
 
@@ -48,14 +47,3 @@ def test_the_table_has_the_policies_beside_the_summaries_that_need_no_model(args
     assert f"PPO's truth is {difference:+.3f} above SFT's" in text
     assert "DPO did not improve on SFT" in text and "PPO did not" not in text
     assert (folder / "samples.md").read_text().count("\n## ") == 10
-
-
-def test_interval_of_few_values_is_that_of_all_resamples():
-    values = [0.0, 0.1, 0.5, 1.7]
-    means = sorted(sum(draw) / 4 for draw in itertools.product(values, repeat=4))  # all 256 alike
-    low, high = report.bootstrap_interval(values, 20_000)
-    assert means[4] <= low <= means[8] and means[247] <= high <= means[251]  # 2.5 % of 256 are 6.4
-    assert report.bootstrap_interval([0.25] * 7, 2000) == (0.25, 0.25)
-    assert report.bootstrap_interval([1.0], 2000) == (1.0, 1.0)
-    low, high = report.bootstrap_interval([0.0] * 30 + [1.0] * 70, 2000)
-    assert 0.59 < low < 0.63 and 0.77 < high < 0.81  # 0.7 +- 1.96 x 0.0458

@@ -5,7 +5,6 @@ random model.
     python benchmark/speed/speed.py ppo --script ppo_compile.py         # a copy
     python benchmark/speed/speed.py sft reward dpo --peer trl-1.16.0    # beside TRL; ppo: trl-1.11.0
     python benchmark/speed/speed.py sft reward --peer authors           # beside the authors' loops
-    python benchmark/speed/speed.py dpo --runs runs/pretrained/NAME --data data/pretrained/NAME/tldr
     python benchmark/speed/speed.py ppo --batch-size 512 --micro-batch-size 16 --sample-batch-size 256    # one GPU
 
 A peer has an environment of its own. TRL removed PPO in September 2026 (trl#7020), so 1.11 is the last to compare with:
@@ -19,7 +18,7 @@ The rows have the lengths of the posts and comparisons in --raw or, if that fold
 stretched to the length of real posts. Words are numbers and the model is random, because what a model has learnt does
 not change its speed. On a GPU it has Pythia 1B's shape. On a CPU it has the 1B's 16 layers, a width of 256 and 6,100
 words, which keeps the 1B's ratio of body to head. EOS has a chance of about 1 in 70 at each position, so that responses
-have about 37 of at most 53 tokens. With --runs and --data, the models and rows of benchmark/pretrained.sh are used.
+have about 37 of at most 53 tokens.
 
 The first --warmup of a run's --updates do not count. Seconds are wall time from the end of one update to the end of the
 next. The reference's log-probabilities of DPO are made before training, in both, and are not part of its time.
@@ -95,10 +94,6 @@ class Args:
     """folder with tldr_posts/, tldr_comparisons/ and tokenizer/"""
     peers: str = ".peers"
     """folder of the peers' environments"""
-    runs: str | None = None
-    """folder with sft/ and reward/, whose models are used instead of random ones"""
-    data: str | None = None
-    """with --runs: folder of tldr_dataset.py that they were trained on"""
     work: str = "data/speed"
     """folder for data and models; later calls with the same source of both use them again"""
     output: str = "runs/speed.csv"
@@ -141,13 +136,7 @@ def in_words(data: DatasetDict, tokenizer, words: int, stretch: int) -> DatasetD
 
 
 def make_work(args: Args, work: Path):
-    """Make work/sft, work/preference, work/few (data), work/model and work/reward (random models, or those of
-    --runs)."""
-    if args.runs:
-        write_data({name: load_from_disk(str(Path(args.data, name))) for name in ("sft", "preference")}, work)
-        shutil.copytree(Path(args.runs, "sft", "model"), work / "model")
-        shutil.copytree(Path(args.runs, "reward", "model"), work / "reward")
-        return
+    """Make work/sft, work/preference, work/few (data), work/model and work/reward (random models)."""
     width, layers, heads, words = SHAPES[args.device]
     raw, stretch = Path(args.raw), 1
     if not (raw / "tldr_posts").exists():
@@ -450,13 +439,8 @@ def main(args: Args):
     settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(cores())}
     for key, value in (settings | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}).items():
         os.environ.setdefault(key, value)  # for ours and the peer's
-    if bool(args.runs) != bool(args.data):
-        fail("--runs and --data belong together")
-    sources = (
-        [args.runs, args.data] if args.runs else [args.raw if Path(args.raw, "tldr_posts").exists() else "/generated"]
-    )
-    parts = [part for source in sources for part in Path(source).resolve().parts[1:]]
-    work = Path(args.work, args.device, *parts)  # a folder for each source
+    source = Path(args.raw if Path(args.raw, "tldr_posts").exists() else "/generated")
+    work = Path(args.work, args.device, *source.resolve().parts[1:])  # a folder for each source
     if not (work / "reward" / "config.json").exists():
         make_work(args, work)
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
