@@ -10,9 +10,9 @@ UNITS says what is made of a draw, which has pairs, reward models and a seed of 
 The gold reward is the truth. In the arm gold_model it is a larger reward model, as in the paper, and the truth is the
 second gold.
 
-A run whose row is in results/study.jsonl is not made again. Runs and logs are in runs/ensembles. All rows and runs are
-of one commit; later ones that only change results or pages count as the same. --jobs sets the threads of a run, and so
-its rounding: keep to one value.
+A run whose row is in results/study.jsonl is not made again. Runs and logs are in runs/ensembles_study. All rows and
+runs are of one commit; later ones that only change results or pages count as the same. --jobs sets the threads of a
+run, and so its rounding: keep to one value.
 """
 
 import importlib.util
@@ -138,7 +138,7 @@ class Args:
     jobs: int = 2
     """runs side by side, each with its share of the cores"""
     fast: bool = False
-    """one draw with little of everything, anew, in runs/ensembles_fast; its numbers mean nothing"""
+    """one draw with little of everything, anew, in runs/ensembles_study_fast; its numbers mean nothing"""
     dry_run: bool = False
     """only print the commands that are left"""
     show: bool = False
@@ -148,7 +148,7 @@ class Args:
 
     @property
     def runs(self) -> str:
-        return "runs/ensembles_fast" if self.fast else "runs/ensembles"
+        return "runs/ensembles_study_fast" if self.fast else "runs/ensembles_study"
 
     @property
     def scale(self) -> Scale:

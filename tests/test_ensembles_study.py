@@ -10,7 +10,7 @@ import tyro
 from conftest import script, write_jsonl
 from datasets import Dataset, DatasetDict
 
-RUNS = "runs/ensembles"
+RUNS = "runs/ensembles_study"
 DRAW = 2
 TRUTH = "quickstart/truth.py:score"
 
