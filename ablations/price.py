@@ -10,7 +10,8 @@ trained by quickstart/score.py, whose BASE is the papers' tables but for learnin
 patch of the reward model or of SFT is judged by the truth of the PPO policy that follows.
 
 Baselines and their A/A runs come first, seed by seed. The patches follow in the order of price.txt, each on all seeds,
-so that an interrupted call leaves comparisons that can be read.
+so that an interrupted call leaves comparisons that can be read. A patch is compared with a baseline on the same
+processor, because another one's rounding trains another reward model; the study may go on on any.
 
 The rules were set before the first row:
 - An effect counts from 0.03 of truth. A patch whose interval lies within ±0.03 makes "no difference of 0.03".
@@ -190,24 +191,26 @@ def differences(patches: dict[str, Patch], ledger: pandas.DataFrame, last: bool)
     """Return a row for each patch that has runs: the means of its own numbers, and what paired.summarise says of its
     differences to its baseline. holm is corrected over all rows of the table."""
     own_rows = ledger[ledger["note"] == ""]
-    starts = ledger[ledger["note"] == "SFT"].set_index("seed")["truth"]
+    run = ["seed", "cpu"]
+    starts = ledger[ledger["note"] == "SFT"].set_index(run)["truth"]
     found = {}
     for stage in STAGES:
         pairs, facts, runs = {}, {}, {}
         plain = own_rows[own_rows["candidate"] == f"{stage}.py"]
         noise = noise_pairs(ledger, plain.iloc[0], "truth") if len(plain) else []
         for patch in patches.values():
-            own = own_rows[own_rows["candidate"] == patch.name].set_index("seed")
+            own = own_rows[own_rows["candidate"] == patch.name].set_index(run)
             if patch.stage != stage or own.empty:
                 continue
-            base = own_rows[own_rows["candidate"] == patch.baseline].set_index("seed")
-            pairs[patch.name] = (own["truth"] - base["truth"]).dropna()
-            runs |= {patch.name: own["truth"], patch.baseline: base["truth"]}
-            seeds = pairs[patch.name].index
-            facts[patch.name] = own.loc[seeds, list(score.NUMBERS)].mean().add_prefix("own_").to_dict() | {
+            base = own_rows[own_rows["candidate"] == patch.baseline].set_index(run)
+            both = (own["truth"] - base["truth"]).dropna()
+            pairs[patch.name] = score.one_a_seed(both)
+            for name, x in ((patch.name, own), (patch.baseline, base)):
+                runs[name] = x["truth"].set_axis(x.index.map(str))
+            facts[patch.name] = own.loc[both.index, list(score.NUMBERS)].mean().add_prefix("own_").to_dict() | {
                 "stage": stage,
-                "sft": starts.reindex(seeds).mean(),
-                "below": int((own.loc[seeds, "truth"] < starts.reindex(seeds)).sum()),
+                "sft": starts.reindex(both.index).mean(),
+                "below": int((own.loc[both.index, "truth"] < starts.reindex(both.index)).sum()),
                 "failed": int((own["failed"] != "").sum()),
                 "runs": len(own),
             }
@@ -260,7 +263,8 @@ def show(patches: dict[str, Patch], args: Args):
     plain = ledger[ledger["candidate"].isin([f"{stage}.py" for stage in STAGES]) & (ledger["note"].isin(["", "SFT"]))]
     for (name, note), rows in plain.groupby(["candidate", "note"], sort=False):
         means = {key: f"{rows[key].mean():.{score.NUMBERS[key]}f}" for key in ("truth", "kl", "words", "eos_rate")}
-        print(f"{name} {note}".strip() + f", {len(rows)} seeds:", *(f"{key} {x}" for key, x in means.items()))
+        places = f", {rows['seed'].nunique()} seeds on {rows['cpu'].nunique()} processors:"
+        print(f"{name} {note}".strip() + places, *(f"{key} {x}" for key, x in means.items()))
     level = 95 if args.last else 99
     lines = []
     for name, row in table.iterrows():
@@ -330,22 +334,25 @@ def draw(table: pandas.DataFrame, patches: dict[str, Patch], args: Args):
 # ==== main ========================================================================================
 
 
-def jobs_of(patches: dict[str, Patch], ones: dict[str, score.Candidate], args: Args) -> list[tuple]:
+def jobs_of(
+    patches: dict[str, Patch], ones: dict[str, score.Candidate], args: Args, elsewhere: frozenset[tuple] = frozenset()
+) -> list[tuple]:
     """Return the runs (candidate, seed, note) to make: baselines with their A/A runs, seed by seed, then the patches in
-    order, each on all seeds."""
+    order, each on all seeds. elsewhere: (patch, seed) that are there on other processors alone, and serve."""
     chosen = [patch for patch in patches.values() if args.stage in ("", patch.stage)]
     if args.names:
-        names = set(args.names) | {patches[name].beside for name in args.names}
-        chosen = [patch for patch in chosen if patch.name in names]
+        chosen = [patch for patch in chosen if patch.name in args.names]
+    wanted = {(patch.name, seed) for patch in chosen for seed in args.seeds} - elsewhere
+    wanted |= {(patches[name].beside, seed) for name, seed in wanted if patches[name].beside}
     jobs = []
     for seed in args.seeds:
-        jobs.append((score.original("sft"), seed, "SFT"))
-        for stage in STAGES:
-            if stage in {patch.stage for patch in chosen}:
-                plain, size = score.original(stage), score.NOISE[stage][0]
-                noisy = score.candidate(f"{plain.command[0]} --micro-batch-size {size}")
-                jobs += [(plain, seed, ""), (replace(noisy, text=plain.text), seed, f"A/A {size}")]
-    return jobs + [(ones[patch.name], seed, "") for patch in chosen for seed in args.seeds]
+        stages = {patches[name].stage for name, its_seed in wanted if its_seed == seed}
+        jobs += [(score.original("sft"), seed, "SFT")] if stages else []
+        for stage in (stage for stage in STAGES if stage in stages):
+            plain, size = score.original(stage), score.NOISE[stage][0]
+            noisy = score.candidate(f"{plain.command[0]} --micro-batch-size {size}")
+            jobs += [(plain, seed, ""), (replace(noisy, text=plain.text), seed, f"A/A {size}")]
+    return jobs + [(ones[name], seed, "") for name in patches for seed in args.seeds if (name, seed) in wanted]
 
 
 def main(args: Args):
@@ -369,7 +376,11 @@ def main(args: Args):
         return score.make_row(one, seed, note, settings)
 
     settings = score.Args(size=args.size, jobs=args.jobs, rows=args.rows, runs=args.runs, data=args.data)
-    score.make_missing(jobs_of(patches, ones, args), versions, settings, make)
+    rows = score.read_ledger(args.rows).query("failed == '' and note == ''")
+    rows = rows[(rows["bed"] == score.bed_of(settings)) & (rows["version"] == rows["candidate"].map(versions))]
+    cpus = rows.groupby(["candidate", "seed"])["cpu"].agg(set)
+    elsewhere = frozenset(run for run, found in cpus.items() if score.machine()["cpu"] not in found)
+    score.make_missing(jobs_of(patches, ones, args, elsewhere), versions, settings, make)
     show(patches, args)
 
 

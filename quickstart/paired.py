@@ -11,7 +11,7 @@ def noise_pairs(rows: pandas.DataFrame, baseline: pandas.Series, of: str) -> lis
     """Return the differences between A/A runs and their baseline, of all beds: same command or version, same size."""
     is_same = (rows["candidate"] == baseline["candidate"]) | (rows["version"] == baseline["version"])
     rows = rows[is_same & (rows["size"] == baseline["size"])]
-    run = ["bed", "version", "seed"]
+    run = ["bed", "version", "seed", "cpu"]
     plain = rows[rows["note"] == ""].drop_duplicates(run)
     both = rows[rows["note"].str.startswith("A/A")].merge(plain, on=run, suffixes=("", " before"))
     return (both[of] - both[f"{of} before"]).dropna().tolist()

@@ -19,8 +19,9 @@ Rows go to a ledger as they come, and a run whose row is there is not made again
 An edited script is another version, and its earlier rows count as a try.
 
 The baseline also runs with another micro-batch, which changes its rounding alone. How far these A/A runs are apart is
-the noise floor, and no difference below it is called one. Another processor changes rounding, too, so rows of several
-machines may share a ledger, but a run made again gives the same digits only on the same processor.
+the noise floor, and no difference below it is called one. Another processor changes rounding in all stages, so that a
+seed has another reward model there: runs are compared with a baseline's of the same processor, and made again on
+another one.
 
 All numbers come from the saved model in another process (metric.py), on posts that are generated only after training
 has ended. This guards against accidents and against edits of a copy's own evaluation.
@@ -313,12 +314,12 @@ def bed_of(args: Args) -> str:
 
 
 def read_ledger(path: Path) -> pandas.DataFrame:
-    """Return the rows of the ledger, of which the last one of a key counts."""
+    """Return the rows of the ledger, of which the last one of a key and a processor counts."""
     if not path.exists():
         return pandas.DataFrame(columns=COLUMNS)
     text = dict.fromkeys(["key", "bed", "version", "commit", "note", "failed"], str)  # not all digits are numbers
     rows = pandas.read_csv(path, dtype=text, keep_default_na=False, na_values=[""])
-    return rows.drop_duplicates("key", keep="last").fillna({"note": "", "failed": ""})
+    return rows.drop_duplicates(["key", "cpu"], keep="last").fillna({"note": "", "failed": ""})
 
 
 def append(path: Path, row: dict):
@@ -330,8 +331,10 @@ def append(path: Path, row: dict):
 
 
 def make_missing(jobs: list[tuple], versions: dict[str, str], args: Args, make: Callable | None = None):
-    """Make the rows of those jobs (candidate, seed, note) that the ledger lacks. make: what to call for make_row."""
-    bed, known = bed_of(args), set(read_ledger(args.rows).query("failed == ''")["key"])
+    """Make the rows of those jobs (candidate, seed, note) that the ledger lacks on this processor. make: what to call
+    for make_row."""
+    bed, rows = bed_of(args), read_ledger(args.rows).query("failed == ''")
+    known = set(rows.loc[rows["cpu"] == machine()["cpu"], "key"])
     missing = {digest(bed, job[0].version, *job[1:]): job for job in jobs}
     missing = {key: job for key, job in missing.items() if key not in known}
     commit = commit_of()
@@ -377,7 +380,12 @@ def comparable(rows: pandas.DataFrame, versions: dict[str, str], args: Args) -> 
         if name in newest:
             names[newest[name]] = name
     rows = rows.assign(candidate=rows["version"].map(names))
-    return rows.drop_duplicates(["candidate", "note", "seed"], keep="last")
+    return rows.drop_duplicates(["candidate", "note", "seed", "cpu"], keep="last")
+
+
+def one_a_seed(values: pandas.Series) -> pandas.Series:
+    """Return values by seed of values by seed and processor, without those that are missing."""
+    return values.dropna().groupby(level="seed").mean()
 
 
 def commit_of() -> str:
@@ -418,18 +426,19 @@ def report(versions: dict[str, str], args: Args):
         fail(f"{args.rows} has no rows of {' '.join(names[:1]) or 'these scripts'} with this code, data and machine")
     # all tries against this baseline count in the correction, because each could have looked good by chance
     stages = {baseline.iloc[0]["stage"], *own_rows[own_rows["candidate"].isin(names)]["stage"]}
-    tables = {
-        name: own.set_index("seed") for name, own in own_rows[own_rows["stage"].isin(stages)].groupby("candidate")
-    }
+    by_name = dict(list(own_rows[own_rows["stage"].isin(stages)].groupby("candidate")))
+    tables = {name: own.drop_duplicates("seed", keep="last").set_index("seed") for name, own in by_name.items()}
     tries = len(tables) - 1  # those of a study that is shown; a user's ledger counts tries on other code, too
     if not args.commit:
         alike = ledger[ledger["stage"].isin(stages) & (ledger["note"] == "") & (ledger["size"] == args.size)]
         tries = alike["version"].nunique() - 1
     plain, noise = tables[names[0]], noise_pairs(ledger, baseline.iloc[0], args.of)
-    differences = {name: own[args.of] - plain[args.of] for name, own in tables.items() if name != names[0]}
+    values = {name: own.set_index(["seed", "cpu"])[args.of] for name, own in by_name.items()}
+    differences = {name: one_a_seed(own - values[names[0]]) for name, own in values.items() if name != names[0]}
     summaries = summarise(pandas.DataFrame(differences), noise, tries)
 
-    starts = {f"{name}: SFT": own.set_index("seed") for name, own in rows[rows["note"] == "SFT"].groupby("candidate")}
+    first = rows[rows["note"] == "SFT"].drop_duplicates(["candidate", "seed"], keep="last")
+    starts = {f"{name}: SFT": own.set_index("seed") for name, own in first.groupby("candidate")}
     shown = {name: tables[name] for name in names if name in tables}
     print(f"size {args.size}, seeds {', '.join(map(str, plain.index.sort_values()))}; mean ± standard deviation\n")
     print(table_of(starts | shown, summaries, args.of))
@@ -439,14 +448,14 @@ def report(versions: dict[str, str], args: Args):
     for name in names[1:] if args.of == "truth" else []:
         own = tables.get(name, plain[:0])
         failed = own["failed"][own["failed"] != ""]
-        lacking = own.index.difference(plain.dropna(subset="truth").index)
+        lacking = own.dropna(subset="truth").index.difference(differences.get(name, plain[args.of]).index)
         if versions.get(name) and versions[name] == versions[names[0]]:
             words = "the same code and flags"
         elif len(failed):  # the other seeds may be those on which it did well
             messages = "".join(f"\n    seed {seed}: {message}" for seed, message in failed.items())
             words = f"cannot be told: {len(failed)} of {len(own)} seeds failed{messages}"
         elif len(lacking):
-            words = f"cannot be told: {names[0]} lacks its seeds {', '.join(map(str, lacking))}"
+            words = f"cannot be told: {names[0]} lacks its seeds {', '.join(map(str, lacking))} on one processor"
         elif name not in summaries:
             words = "cannot be told: fewer than two seeds"
         else:

@@ -203,6 +203,42 @@ def test_the_table_by_hand(ledger, capsys, tmp_path):
     assert "--seeds 5 6 7 8" in said and (tmp_path / "price.png").exists()
 
 
+def test_a_patch_is_compared_on_its_own_processor(tmp_path):
+    """Seed 1 on two processors: the patch is 0.1 below the baseline of its own, which is not the last of the ledger."""
+    for candidate, note, seed, cpu, truth in [
+        ("sft.py", "SFT", 1, "A", 0.5),
+        ("ppo.py", "", 1, "A", 0.8),
+        ("ppo.py", "", 2, "B", 0.7),
+        ("lambda of 0", "", 1, "A", 0.7),
+        ("lambda of 0", "", 2, "B", 0.4),
+        ("ppo.py", "", 1, "B", 0.9),
+        ("sft.py", "SFT", 1, "B", 0.9),
+        ("sft.py", "SFT", 2, "B", 0.5),
+    ]:
+        row = dict.fromkeys(score.NUMBERS, 1.0) | {"truth": truth, "seed": seed, "note": note, "cpu": cpu}
+        row |= {"key": f"{candidate} {note} {seed}", "bed": "a", "version": candidate, "candidate": candidate}
+        score.append(tmp_path / "price.csv", row | {"stage": "ppo", "size": "s", "failed": ""})
+    row = price.differences(PATCHES, score.read_ledger(tmp_path / "price.csv"), last=False).loc["lambda of 0"]
+    assert row["each"] == pytest.approx([-0.1, -0.3]) and (row["below"], row["sft"]) == (1, 0.5)
+
+
+def test_a_run_of_another_processor_serves_and_needs_no_baseline_here():
+    ones = {name: SimpleNamespace(text=name) for name in PATCHES}
+    last = list(PATCHES)[-4]  # beside the patch before it
+    args = price.Args(["lambda of 0", last], seeds=[1, 2])
+    elsewhere = frozenset({("lambda of 0", 1), ("lambda of 0", 2), (last, 1), (PATCHES[last].beside, 1)})
+    jobs = [(one.text, seed, note) for one, seed, note in price.jobs_of(PATCHES, ones, args, elsewhere)]
+    noise = f"A/A {score.NOISE['sft'][0]}"
+    expected = [
+        ("sft.py", 2, "SFT"),
+        ("sft.py", 2, ""),
+        ("sft.py", 2, noise),
+        (PATCHES[last].beside, 2, ""),
+        (last, 2, ""),
+    ]
+    assert jobs == expected
+
+
 def test_baselines_come_first_and_a_patch_has_whole_sets(monkeypatch):
     ones = {name: SimpleNamespace(text=name) for name in PATCHES}
     jobs = [(one.text, seed, note) for one, seed, note in price.jobs_of(PATCHES, ones, price.Args(seeds=[1, 2]))]

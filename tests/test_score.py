@@ -196,6 +196,20 @@ def test_a_row_that_is_there_is_not_made_again(rows, tmp_path, capsys):
     assert rows.made == [] and "| `ppo.py --kl-coef 0` | 3 | 0.720 ± 0.010 |" in capsys.readouterr().out
 
 
+def test_another_processor_has_runs_of_its_own(rows, monkeypatch, capsys):
+    """Truth is 0.3 higher on the second one. Differences are 0.2 on both, and so is their mean."""
+    made_there = score.machine() | {"cpu": "another"}
+    score.main(score.Args(["ppo.py", "ppo.py --kl-coef 0"], **rows.args))
+    rows.made.clear()
+    monkeypatch.setattr(score, "machine", lambda: made_there)
+    make_row = score.make_row
+    monkeypatch.setattr(score, "make_row", lambda *job: (row := make_row(*job)) | {"truth": row["truth"] + 0.3})
+    score.main(score.Args(["ppo.py", "ppo.py --kl-coef 0"], **(rows.args | {"seeds": [3, 4]})))
+    assert rows.made.count(("ppo.py --kl-coef 0", 3, "")) == rows.made.count(("ppo.py", 3, "")) == 1
+    said = capsys.readouterr().out.rpartition("size s, seeds")[2]
+    assert said.startswith(" 1, 2, 3, 4;") and "+0.200 (+0.200 to +0.200)" in said
+
+
 def test_an_edited_script_is_another_try(rows, tmp_path, monkeypatch, capsys):
     """Its earlier rows are not mixed into the table, but count in Holm's correction."""
     monkeypatch.chdir(tmp_path)
