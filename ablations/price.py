@@ -205,7 +205,7 @@ def differences(patches: dict[str, Patch], ledger: pandas.DataFrame, last: bool)
             base = own_rows[own_rows["candidate"] == patch.baseline].set_index(run)
             both = (own["truth"] - base["truth"]).dropna()
             pairs[patch.name] = score.one_a_seed(both)
-            for name, x in ((patch.name, own), (patch.baseline, base)):
+            for name, x in ((patch.name, own.loc[both.index]), (patch.baseline, base)):
                 runs[name] = x["truth"].set_axis(x.index.map(str))
             facts[patch.name] = own.loc[both.index, list(score.NUMBERS)].mean().add_prefix("own_").to_dict() | {
                 "stage": stage,

@@ -220,6 +220,12 @@ def test_a_patch_is_compared_on_its_own_processor(tmp_path):
         score.append(tmp_path / "price.csv", row | {"stage": "ppo", "size": "s", "failed": ""})
     row = price.differences(PATCHES, score.read_ledger(tmp_path / "price.csv"), last=False).loc["lambda of 0"]
     assert row["each"] == pytest.approx([-0.1, -0.3]) and (row["below"], row["sft"]) == (1, 0.5)
+    for seed in (1, 2, 3):  # without a baseline of its own, a patch has no difference, and changes no one's interval
+        other = {"truth": -5.0 * seed**2, "seed": seed, "note": "", "cpu": "C", "key": f"other {seed}", "version": "v"}
+        other |= {"candidate": "lambda of 1", "bed": "a", "stage": "ppo", "size": "s", "failed": ""}
+        score.append(tmp_path / "price.csv", dict.fromkeys(score.NUMBERS, 1.0) | other)
+    table = price.differences(PATCHES, score.read_ledger(tmp_path / "price.csv"), last=False)
+    assert table.loc["lambda of 0", "low"] == pytest.approx(row["low"]) and table.loc["lambda of 1", "count"] == 0
 
 
 def test_a_run_of_another_processor_serves_and_needs_no_baseline_here():
