@@ -261,10 +261,9 @@ def show(patches: dict[str, Patch], args: Args):
         print(f"{args.rows} has no patch with two seeds beside its baseline")
         return
     plain = ledger[ledger["candidate"].isin([f"{stage}.py" for stage in STAGES]) & (ledger["note"].isin(["", "SFT"]))]
-    for (name, note), rows in plain.groupby(["candidate", "note"], sort=False):
+    for (name, note, cpu), rows in plain.groupby(["candidate", "note", "cpu"], sort=False):
         means = {key: f"{rows[key].mean():.{score.NUMBERS[key]}f}" for key in ("truth", "kl", "words", "eos_rate")}
-        places = f", {rows['seed'].nunique()} seeds on {rows['cpu'].nunique()} processors:"
-        print(f"{name} {note}".strip() + places, *(f"{key} {x}" for key, x in means.items()))
+        print(f"{name} {note}".strip() + f", {len(rows)} seeds on {cpu}:", *(f"{key} {x}" for key, x in means.items()))
     level = 95 if args.last else 99
     lines = []
     for name, row in table.iterrows():
