@@ -13,9 +13,10 @@ mean and standard deviation of each proxy over samples of the policy, which stan
 ensembles/ppo.py --standardise-members.
 
 best_of_n.csv holds, for every n and method, the gold rewards and the method's own objective, expected over the best of
-n (equation 8) and averaged over the prompts, and wins, the share of prompts where this gold is above a single proxy's,
-averaged over the proxies (table 6; a tie is half). best_of_n.md shows its rows of the largest n. The methods are
-single_i, the i-th proxy; single, the mean over these; and mean, wco and uwo (equations 3 to 5) of all proxies.
+n (equation 8) and averaged over the prompts, and wins, the share of prompts where this gold is above a single proxy's
+(a tie is half), mean and standard deviation over the proxies (table 6). best_of_n.md shows its rows of the largest n.
+The methods are single_i, the i-th proxy; single, the mean over these; and mean, wco and uwo (equations 3 to 5) of all
+proxies.
 
 Deviation from the paper: 53 new tokens, as for TL;DR, not Alpaca's 256 (--response-length 256).
 """
@@ -317,11 +318,12 @@ def make_tables(args: Args, settings: dict):
         uwo = scores.mean(1) - args.uwo_lambda * scores.var(1)
         objectives = [*scores.T, scores.mean(1), scores.min(1), uwo][: len(methods)]
         values.append([numpy.concatenate(bon_values(x[None], [*golds, x[None]], weights)) for x in objectives])
-    names = ["gold", "second_gold"][: len(golds)] + ["proxy", "wins"]
+    names = ["gold", "second_gold"][: len(golds)] + ["proxy", "wins", "wins_sd"]
     values = numpy.stack(values)  # (P, methods, names but wins, n)
     gold = values[:, :, 0]
-    win_rates = wins(gold[:, :, None], gold[:, None, :k]).mean((0, 2))  # (P, methods, k, n) -> (methods, n)
-    means = numpy.concatenate([values.mean(0), win_rates[:, None]], 1)  # (methods, names, n)
+    win_rates = wins(gold[:, :, None], gold[:, None, :k]).mean(0)  # (P, methods, k, n) -> (methods, k, n)
+    win_rates = numpy.stack([win_rates.mean(1), win_rates.std(1)], 1)  # (methods, 2, n)
+    means = numpy.concatenate([values.mean(0), win_rates], 1)  # (methods, names, n)
     curves = {"single": means[:k].mean(0)} | dict(zip(methods, means, strict=True))
     columns = {"n": ns, "kl": numpy.log(ns) - (ns - 1) / ns}  # equation 1, nats
     tables = [pandas.DataFrame({"method": x} | columns | dict(zip(names, y, strict=True))) for x, y in curves.items()]

@@ -1,5 +1,5 @@
-"""Figures 3, 4, 5 and 10 of "Reward Model Ensembles Help Mitigate Overoptimization", and tables that compare every
-method with a single reward model.
+"""Figures 3 to 7, 10 and 15 to 17 of "Reward Model Ensembles Help Mitigate Overoptimization", and tables that compare
+every method with a single reward model.
 
     python ensembles/figures.py --runs runs/ensembles/ppo runs/ensembles/best_of_n --output-dir runs/ensembles/figures
     python ensembles/figures.py --runs ensembles/results/study.jsonl --output-dir /tmp/figures    # the committed study
@@ -7,7 +7,8 @@ method with a single reward model.
 The script reads the runs of ensembles/ppo.py that eval/gold.py has scored, and those of ensembles/best_of_n.py. It
 writes a figure_N.png for each figure that has runs, table.md and, of run folders, their curves as runs.jsonl. Runs of
 study.py have an arm: the figures of arms other than `centre` are figure_N_ARM.png, factors.png compares best of n in
-all, and so does table.md, which then tells how the second half of each curve goes and what the members' losses say.
+all, and so does table.md. It also tells how the second half of each curve goes, what the members' losses say, and how
+often PPO with an ensemble wins against PPO with each member.
 
 A method is `single` (one reward model), `warm` (one that average.py made), `mean`, `wco` or `uwo`. A replicate is a
 seed. Several runs of one seed, such as one for each single reward model, count as their mean. Lines are means over the
@@ -34,7 +35,7 @@ from scipy import stats
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("eval", "quickstart")]
 
-from eval_helpers import fail, files_below, markdown, or_fail  # noqa: E402
+from eval_helpers import fail, files_below, markdown, or_fail, wins  # noqa: E402
 from paired import summarise  # noqa: E402
 from run_metrics import read_metrics  # noqa: E402
 
@@ -45,7 +46,10 @@ METHODS = {  # name, color, marker
     "uwo": ("UWO", "C0", "D"),
     "warm": ("WARM", "C3", "v"),
 }
+MEMBERS = {f"single_{i}": (f"member {i}", f"C{i - 1}", ".") for i in range(2, 6)}  # of study.py; member 1 is `single`
 COLUMNS = ("kl", "gold", "proxy", "second_gold", "variance")  # of a run: its curves
+LISTS = (*COLUMNS, "wins", "wins_sd", "post_gold", "member_steps", "member_loss", "member_gold")  # rows may lack some
+TESTED = 10  # draws of a difference that is tested, or as many as there are, if no difference has so many
 
 
 @dataclass
@@ -104,9 +108,17 @@ def read_best_of_n(folder: Path, settings: dict) -> list[dict]:
             name = method_of(settings["reward_model_paths"], method) if method == "single" else method
             run = {"procedure": "BoN", "method": name, "kl_coef": 0.0, "seed": settings["seed"], "folder": str(folder)}
             run |= {"step": rows["n"].tolist(), "kl": rows["kl"].tolist(), "gold": rows["gold"].tolist()}
-            run |= {x: rows[x].tolist() if x in rows else [] for x in ("second_gold", "wins")}
+            run |= {x: rows[x].tolist() if x in rows else [] for x in ("second_gold", "wins", "wins_sd")}
             runs_read.append(run | {"proxy": rows["proxy"].tolist(), "variance": []})
     return runs_read
+
+
+def with_lists(runs: list[dict]) -> pandas.DataFrame:
+    """Return runs as a table, with [] in place of LISTS that some of them lack."""
+    runs = pandas.DataFrame(runs)
+    for column in LISTS:
+        runs[column] = [x if isinstance(x, list) else [] for x in runs.get(column, [[]] * len(runs))]
+    return runs
 
 
 def read_runs(sources: tuple[str, ...]) -> pandas.DataFrame:
@@ -125,10 +137,8 @@ def read_runs(sources: tuple[str, ...]) -> pandas.DataFrame:
                     runs += read_ppo(file.parent, settings)
     if not runs:
         fail(f"--runs {' '.join(sources)}: no complete run with gold scores there; ensembles/study.py makes some")
-    runs = pandas.DataFrame(runs)
+    runs = with_lists(runs)
     runs["arm"] = runs["arm"].fillna("centre") if "arm" in runs else "centre"
-    for column in (*COLUMNS, "wins"):  # rows of earlier versions lack some
-        runs[column] = [x if isinstance(x, list) else [] for x in runs.get(column, [[]] * len(runs))]
     members = (runs["procedure"] == "PPO") & (runs["method"] == "single")
     for key, group in runs[~members].groupby(["procedure", "method", "kl_coef", "seed", "arm"]):
         if len(group) > 1:
@@ -146,11 +156,12 @@ def t_interval(values: pandas.Series) -> tuple[float, float, float]:
     return middle, middle - half, middle + half
 
 
-def line_of(runs: pandas.DataFrame, suffix: str = "", dashed: bool = False) -> dict:
+def line_of(runs: pandas.DataFrame, suffix: str = "", dashed: bool = False, color: str = "") -> dict:
     """Return the lines of the runs of one method: for each column that all of them have, its mean over the replicates
     and the ends of its interval, at the steps that all runs have; `kl` is what they are drawn over."""
-    first = runs.iloc[0]
-    line = {"method": first["method"], "label": METHODS[first["method"]][0] + suffix, "dashed": dashed}
+    method = runs.iloc[0]["method"]
+    name, own_color, marker = (METHODS | MEMBERS)[method]
+    line = {"method": method, "label": name + suffix, "dashed": dashed, "color": color or own_color, "marker": marker}
     for column in COLUMNS:
         if not runs[column].map(len).all():
             continue
@@ -171,23 +182,30 @@ def figures(runs: pandas.DataFrame) -> dict[str, tuple[str, list[dict]]]:
         "figure_3": ("Best of n", []),
         "figure_4": ("PPO, each method at its best KL penalty", []),
         "figure_5": ("PPO without a KL penalty", []),
+        "figure_6": ("PPO with a single reward model", []),
         "figure_10": ("PPO: variance within the ensemble", []),
     }
     ppo = runs[runs["procedure"] == "PPO"].assign(final=runs["gold"].str[-1])
-    for method in METHODS:
+    for method in METHODS | MEMBERS:
         best_of_n = runs[(runs["procedure"] == "BoN") & (runs["method"] == method)]
         if len(best_of_n):
             lines["figure_3"][1].append(line_of(best_of_n))
-        groups = dict(list(ppo[ppo["method"] == method].groupby("kl_coef")))
+        own = ppo[ppo["method"] == method]
+        groups = dict(list(own.groupby("kl_coef")))
         if groups:
-            kl = max(groups, key=lambda kl: groups[kl].groupby("seed")["final"].mean().mean())
+            finals = own.groupby(["seed", "kl_coef"])["final"].mean().unstack()  # a penalty is chosen by draws that all
+            kl = finals.dropna().mean().idxmax() if len(finals.dropna()) else min(groups)  # of them have
             lines["figure_4"][1].append(line_of(groups[kl], f", KL penalty {kl:g}"))
         if 0 in groups:
             lines["figure_5"][1].append(line_of(groups[0]))
-        for kl in sorted(ppo["kl_coef"].unique())[:2]:
-            if kl in groups and method in ("mean", "uwo"):
-                is_higher = kl > min(groups)
-                lines["figure_10"][1].append(line_of(groups[kl], f", KL penalty {kl:g}", dashed=is_higher))
+        if method == "single" and len(groups) > 1:
+            penalties = [
+                line_of(own, f", KL penalty {kl:g}", color=f"C{i}") for i, (kl, own) in enumerate(groups.items())
+            ]
+            lines["figure_6"][1].extend(penalties)
+        for kl in dict.fromkeys([min(groups), max(groups)] if method in ("mean", "uwo") and groups else []):
+            is_higher = kl > ppo["kl_coef"].min()
+            lines["figure_10"][1].append(line_of(groups[kl], f", KL penalty {kl:g}", dashed=is_higher))
     return lines
 
 
@@ -198,11 +216,11 @@ def draw_lines(title: str, lines: list[dict], over_updates: bool) -> Figure:
     figure = Figure(figsize=(7.2 if len(columns) == 1 else 4.6 * len(columns), 4.0), layout="constrained")
     for axis, column in zip(figure.subplots(1, len(columns), squeeze=False)[0], columns, strict=True):
         for line in lines:
-            y, (_, color, marker) = line[column], METHODS[line["method"]]
+            y = line[column]
             x = y.index if over_updates else line["kl"]["mean"]
-            style = {"color": color, "marker": marker, "ms": 4, "ls": "--" if line["dashed"] else "-", "lw": 1.6}
-            axis.plot(x, y["mean"], label=line["label"], **style)
-            axis.fill_between(x, y["low"], y["high"], color=color, alpha=0.12, linewidth=0)
+            style = {"marker": line["marker"], "ms": 4, "ls": "--" if line["dashed"] else "-", "lw": 1.6}
+            axis.plot(x, y["mean"], label=line["label"], color=line["color"], **style)
+            axis.fill_between(x, y["low"], y["high"], color=line["color"], alpha=0.12, linewidth=0)
         axis.set(xlabel="update" if over_updates else "KL, nats", title=column.replace("_", " "))
         if not over_updates:
             axis.set_xscale("function", functions=(lambda x: numpy.sqrt(numpy.maximum(x, 0)), numpy.square))
@@ -227,39 +245,47 @@ def last_values(runs: pandas.DataFrame) -> pandas.DataFrame:
     return pandas.concat([runs[[*KEY, "seed"]], ends], axis=1).groupby([*KEY, "seed"]).mean()
 
 
-def family_of(key: tuple, to: str) -> str:
-    """Return what a difference is in study.py: a primary contrast, chosen before its first row (mean, WCO and UWO less
-    a single reward model, in best of n and in PPO with a KL penalty of 0.1); shown but not tested, as PPO without a
-    penalty, whose draws differ too much; or one of the others."""
+def is_primary(key: tuple, to: str) -> bool:
+    """Return whether a difference is one of the six that were chosen before the first row of study.py: mean, WCO and
+    UWO less a single reward model, in best of n and in PPO with a KL penalty of 0.1."""
     procedure, kl_coef, arm, method = key
-    if procedure == "PPO" and kl_coef == 0:
-        return "shown"
     is_there = arm == "centre" and (procedure == "BoN" or kl_coef == 0.1)
-    return "primary" if is_there and to == "single" and method in ("mean", "wco", "uwo") else "other"
+    return is_there and to == "single" and method in ("mean", "wco", "uwo")
+
+
+def reference_of(arm: str, method: str, has_single: bool) -> str:
+    """Return the arm that a method of an arm is compared with, "" if with none: three members with four, and four with
+    five, by all methods but single; of the other arms single and mean with `centre`, or what an arm without single has.
+    The members one by one, longer runs, and another gold reward, which gives more pairs, have none."""
+    plain, is_fewer, count = arm.rpartition("members_")
+    if is_fewer:
+        return "" if method == "single" else f"{plain}members_4" if count == "3" else plain.strip("_") or "centre"
+    is_left_out = arm in ("centre", "members", "long", "gold_model") or (
+        has_single and method not in ("single", "mean")
+    )
+    return "" if is_left_out else "centre"
 
 
 def comparisons(runs: pandas.DataFrame) -> pandas.DataFrame:
-    """Return the differences in what judges the last policies, paired by draw: of each method to a single reward model;
-    and, to the same in the arm `centre`, of single and mean, or of all methods of an arm without single. Arms
-    X_members_N are compared with X. Columns: key, to, family, and those of paired.summarise; holm is corrected over the
-    six primary contrasts, and over all others."""
+    """Return the differences in what judges the last policies, paired by draw: of each method to a single reward model,
+    and to the same method in another arm (`reference_of`). Columns: key, to (single or an arm), family, and those of
+    paired.summarise. holm is corrected over the six primary contrasts, and over all others that are tested. Those of
+    PPO without a penalty, whose draws differ too much, and of fewer draws than TESTED are `shown` and not tested."""
     ends, pairs = last_values(runs)["judged"].unstack("seed"), {}
     for key in ends.index:
-        procedure, kl_coef, arm, method = key
-        others = {"single": (*key[:3], "single")}
-        if arm != "centre" and (method in ("single", "mean") or others["single"] not in ends.index):
-            others["centre"] = (
-                procedure,
-                kl_coef,
-                arm.partition("_members")[0] if "_members" in arm else "centre",
-                method,
-            )
-        pairs |= {(key, to): ends.loc[key] - ends.loc[x] for to, x in others.items() if x in ends.index and x != key}
+        single, arm = (*key[:3], "single"), reference_of(key[2], key[3], (*key[:3], "single") in ends.index)
+        for to, other in {"single": single, arm: (*key[:2], arm, key[3])}.items():
+            if to and other in ends.index and other != key:
+                pairs[key, to] = ends.loc[key] - ends.loc[other]
+    counts = {pair: values.count() for pair, values in pairs.items()}
+    least, families = min(TESTED, max(counts.values(), default=0)), {"primary": [], "other": [], "shown": []}
+    for pair, count in counts.items():
+        is_tested = count >= least and (pair[0][0] == "BoN" or pair[0][1] > 0)
+        families["primary" if is_primary(*pair) else "other" if is_tested else "shown"].append(pair)
     rows = []
-    for family, tries in {"primary": 6, "other": 0, "shown": 0}.items():
-        own = [pair for pair in pairs if family_of(*pair) == family]
+    for family, own in families.items():
         table = pandas.DataFrame({i: pairs[pair] for i, pair in enumerate(own)})
-        for i, summary in summarise(table, [], tries).items():
+        for i, summary in summarise(table, [], 6 if family == "primary" else 0).items():
             rows.append({"key": own[i][0], "to": own[i][1], "family": family} | summary)
     return pandas.DataFrame(rows, columns=["key", "to", "family", "count", "mean", "low", "high", "holm", "power"])
 
@@ -274,20 +300,26 @@ def difference(row: dict, with_p: bool) -> str:
 def methods_table(runs: pandas.DataFrame) -> str:
     """Return Markdown tables of the last policies of each setting and method and of the primary contrasts."""
     ends, compared = last_values(runs), comparisons(runs)
-    found = {(x["key"], x["to"]): difference(x, x["family"] == "other") for x in compared.to_dict("records")}
-    lines = []
+    to_single, to_arms, lines = {}, {}, []
+    for row in compared.to_dict("records"):
+        text = difference(row, row["family"] == "other")
+        if row["to"] == "single":
+            to_single[row["key"]] = text
+        else:
+            to_arms[row["key"]] = f"{row['to']}: {text}"
     for key, own in ends.groupby(KEY, sort=False):
         procedure, kl_coef, arm, method = key
         step = runs.loc[runs["procedure"] == "BoN", "step"].str[-1].max()
         line = {"runs": f"PPO, KL {kl_coef:g}" if procedure == "PPO" else f"best of {step:,.0f}"}
-        line |= {"arm": arm, "method": METHODS.get(method, (method,))[0], "draws": len(own)}
+        line |= {"arm": arm, "method": (METHODS | MEMBERS)[method][0], "draws": len(own)}
         for name, digits in {"gold": 3, "second_gold": 3, "kl": 2, "wins": 2}.items():
             if ends[name].notna().any():
                 mean = own[name].mean()
                 line[name.replace("_", " ")] = "" if isnan(mean) else f"{mean:.{digits}f}"
-        shown = [to for to in ("single", "centre") if to in set(compared["to"])]
-        lines.append((key, line | {f"to {to}, 95 %": found.get((key, to), "") for to in shown}))
-    arms, methods = [*runs["arm"].unique()], [*METHODS, *runs["method"].unique()]
+        for name, found in {"to single": to_single, "to another arm": to_arms}.items():
+            line |= {f"{name}, 95 %": found.get(key, "")} if found else {}
+        lines.append((key, line))
+    arms, methods = [*runs["arm"].unique()], [*METHODS, *MEMBERS]
     lines.sort(key=lambda x: (*x[0][:2], arms.index(x[0][2]), methods.index(x[0][3])))
     text = markdown([line for _, line in lines])
     contrasts = [
@@ -311,29 +343,56 @@ def with_interval(values: pandas.Series, digits: int) -> str:
 
 def drift_table(runs: pandas.DataFrame) -> str:
     """Return a Markdown table of how proxy, gold and second gold change from the middle measurement of the curves to
-    the last, with 95 % t intervals over draws: of PPO, and of best of n with a second gold."""
-    lines = []
-    has_drift = (runs["procedure"] == "PPO") | (runs["second_gold"].str.len() > 0)
-    for (procedure, kl_coef, arm, method), own in runs[has_drift].groupby(KEY, sort=False):
-        line = {"runs": f"PPO, KL {kl_coef:g}" if procedure == "PPO" else "best of n", "arm": arm}
+    the last, with 95 % t intervals over draws, and of the change in gold less that of a single reward model."""
+    lines, changes = [], {}
+    for key, own in runs.groupby(KEY, sort=False):
+        procedure, kl_coef, arm, method = key
         middle = len(own["step"].iloc[0]) // 2
-        line |= {"method": METHODS.get(method, (method,))[0], "draws": len(own)}
+        line = {"runs": f"PPO, KL {kl_coef:g}" if procedure == "PPO" else "best of n", "arm": arm}
+        line |= {"method": (METHODS | MEMBERS)[method][0], "draws": own["seed"].nunique()}
         line |= {"from": own["step"].iloc[0][middle], "to": own["step"].iloc[0][-1]}
         for name in ("proxy", "gold", "second_gold"):
             is_there = own[name].str.len().min() > 0
-            changes = own[name].str[-1] - own[name].str[middle] if is_there else None
-            line[name.replace("_", " ")] = with_interval(changes, 3) if is_there else ""
-        lines.append(line)
-    return markdown(lines) if lines else ""
+            change = (own[name].str[-1] - own[name].str[middle]).groupby(own["seed"]).mean() if is_there else None
+            changes[(*key, name)] = change
+            line[name.replace("_", " ")] = with_interval(change, 3) if is_there else ""
+        lines.append((key, line))
+    for key, line in lines:
+        own, single = changes[(*key, "gold")], changes.get((*key[:3], "single", "gold"))
+        less = (own - single).dropna() if single is not None and key[3] != "single" else ()
+        line["gold, less single's"] = with_interval(less, 3) if len(less) else ""
+    return markdown([line for _, line in lines])
+
+
+def wins_table(runs: pandas.DataFrame) -> str:
+    """Return a Markdown table of how often each method wins against each single reward model alone (tables 6 and 7):
+    the mean over these and their standard deviation. Of PPO with the penalty and the draws of the arm `members`."""
+    lines = []
+    for (arm, method), own in runs[runs["wins_sd"].str.len() > 0].groupby(["arm", "method"], sort=False):
+        if method in ("mean", "wco", "uwo"):
+            rate, spread = own["wins"].str[-1].mean(), own["wins_sd"].str[-1].mean()
+            lines.append(
+                {"runs": "best of n", "arm": arm, "method": METHODS[method][0], "draws": len(own), "wins": rate}
+            )
+            lines[-1]["±"] = spread
+    ppo = runs[runs["post_gold"].str.len() > 0]
+    members = ppo[ppo["arm"] == "members"]
+    for (kl_coef, seed), singles in members.groupby(["kl_coef", "seed"]):
+        own = ppo[(ppo["arm"] == "centre") & (ppo["kl_coef"] == kl_coef) & (ppo["seed"] == seed)]
+        for row in own.to_dict("records"):
+            rates = [wins(numpy.array(row["post_gold"]), numpy.array(x)).mean() for x in singles["post_gold"]]
+            line = {"runs": f"PPO, KL {kl_coef:g}", "arm": "centre", "method": METHODS[row["method"]][0]}
+            lines.append(line | {"draws": f"draw {seed}", "wins": numpy.mean(rates), "±": numpy.std(rates)})
+    return markdown([line | {x: f"{line[x]:.2f}" for x in ("wins", "±")} for line in lines]) if lines else ""
 
 
 def members_table(runs: pandas.DataFrame) -> str:
     """Return a Markdown table of what the members' validation loss says about the gold of the best of n by each alone
     (figures 15 and 16): their spread within a draw and their correlation, means over draws with 95 % t intervals."""
     lines = []
-    for arm, own in runs[runs["member_gold"].notna()].groupby("arm", sort=False) if "member_gold" in runs else ():
+    for arm, own in runs[runs["member_gold"].str.len() > 0].groupby("arm", sort=False):
         members = zip(own["member_loss"], own["member_gold"], strict=True)
-        both = [pandas.DataFrame({"loss": loss, "gold": gold}) for loss, gold in members]
+        both = [pandas.DataFrame({"loss": x, "gold": y}).map(lambda curve: curve[-1]) for x, y in members]
         line = {"arm": arm, "draws": len(own), "pairs": f"{own['pairs'].mean():.0f}"}
         for name in ("loss", "gold"):
             mean, sd = (numpy.mean([getattr(x[name], y)() for x in both]) for y in ("mean", "std"))
@@ -343,45 +402,69 @@ def members_table(runs: pandas.DataFrame) -> str:
     return markdown(lines) if lines else ""
 
 
-def draw_factors(runs: pandas.DataFrame) -> Figure:
-    """Return a figure of the truth of the best of n in every arm and by every method, with 95 % t intervals over
-    draws. The truth is the second gold where there is one."""
-    runs = runs[runs["procedure"] == "BoN"]
+# ---- figures of the study --------------------------------------------------------------------------------------------
+
+
+def draw_finals(runs: pandas.DataFrame, by: str, title: str) -> Figure:
+    """Return a figure of the truth at the end of the curves, for every arm or every KL penalty (`by`) and every method,
+    with 95 % t intervals over draws. The truth is the second gold where there is one."""
     runs = runs.assign(final=[(row["second_gold"] or row["gold"])[-1] for row in runs.to_dict("records")])
-    arms = list(runs["arm"].unique())
-    figure = Figure(figsize=(1.5 + 1.1 * len(arms), 4.2), layout="constrained")
+    runs = runs.groupby([by, "method", "seed"], sort=False)["final"].mean().reset_index()
+    places = sorted(runs[by].unique()) if by == "kl_coef" else list(runs[by].unique())
+    figure = Figure(figsize=(1.5 + 1.1 * len(places), 4.2), layout="constrained")
     axis = figure.subplots()
     for i, (method, (name, color, marker)) in enumerate(METHODS.items()):
-        own = runs[runs["method"] == method].groupby("arm")["final"].apply(t_interval).reindex(arms).dropna()
-        for arm, (middle, low, high) in own.items():
+        own = runs[runs["method"] == method].groupby(by)["final"].apply(t_interval).reindex(places).dropna()
+        for place, (middle, low, high) in own.items():
             style = {"color": color, "marker": marker, "ms": 5, "capsize": 3}
-            label = name if arm == own.index[0] else None
-            axis.errorbar(
-                arms.index(arm) + 0.12 * (i - 2), middle, [[middle - low], [high - middle]], label=label, **style
-            )
-    axis.set_xticks(range(len(arms)), [arm.replace("_", "\n", arm.count("_") - 1) for arm in arms], fontsize=8)
-    axis.set(ylabel="truth", title="best of n: draws' mean and 95 % interval")
+            label, x = name if place == own.index[0] else None, places.index(place) + 0.12 * (i - 2)
+            axis.errorbar(x, middle, [[middle - low], [high - middle]], label=label, **style)
+    names = [place.replace("_", "\n", place.count("_") - 1) if by == "arm" else f"{place:g}" for place in places]
+    axis.set_xticks(range(len(places)), names, fontsize=8)
+    axis.set(xlabel="KL penalty" if by == "kl_coef" else "", ylabel="truth", title=title)
     axis.grid(alpha=0.3, axis="y")
     axis.legend(fontsize=9)
     return figure
 
 
+def draw_members(runs: pandas.DataFrame) -> Figure:
+    """Return figures 15 and 16 of runs with the curves of their members, a line for each member, a color for each draw:
+    validation loss over updates, and gold of the best of n by this member alone over KL."""
+    figure = Figure(figsize=(9.2, 4.0), layout="constrained")
+    for axis, (over, name) in zip(figure.subplots(1, 2), {"member_steps": "loss", "kl": "gold"}.items(), strict=True):
+        for i, row in enumerate(runs.to_dict("records")):
+            for curve in row[f"member_{name}"]:
+                axis.plot(row[over], curve, "o-", color=f"C{i}", ms=2, lw=0.8)
+        axis.set(xlabel="update" if name == "loss" else "KL, nats", title=name)
+        axis.grid(alpha=0.3)
+    figure.suptitle("members one by one: validation loss, and best of n by each alone", fontsize=10)
+    return figure
+
+
 def main(args: Args):
     runs, folder = read_runs(args.runs), Path(args.output_dir)
-    text = "\n".join(filter(None, [methods_table(runs), drift_table(runs), members_table(runs)]))
+    text = "\n".join(table for of in (methods_table, drift_table, wins_table, members_table) if (table := of(runs)))
     with or_fail(f"--output-dir {folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         if not all(Path(source).is_file() for source in args.runs):
             (folder / "runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs.to_dict("records")))
         (folder / "table.md").write_text(text)
         for arm in args.arms or runs["arm"].unique():
-            for name, (title, lines) in figures(runs[runs["arm"] == arm]).items():
+            own = runs[runs["arm"] == arm]
+            suffix, of_arm = ("", "") if arm == "centre" else (f"_{arm}", f" ({arm})")
+            drawn = {}
+            for name, (title, lines) in figures(own).items():
                 if lines:
-                    suffix, title = ("", title) if arm == "centre" else (f"_{arm}", f"{title} ({arm})")
-                    figure = draw_lines(title, lines, name == "figure_10")
-                    figure.savefig(folder / f"{name}{suffix}.png", dpi=100)
-        if runs.loc[runs["procedure"] == "BoN", "arm"].nunique() > 1:
-            draw_factors(runs).savefig(folder / "factors.png", dpi=100)
+                    drawn[name] = draw_lines(title + of_arm, lines, name == "figure_10")
+            if (ppo := own[own["procedure"] == "PPO"])["kl_coef"].nunique() > 1:
+                drawn["figure_7"] = draw_finals(ppo, "kl_coef", f"PPO: last policies, 95 % intervals{of_arm}")
+            if len(one_by_one := own[own["member_gold"].str.len() > 0]):
+                drawn["members"] = draw_members(one_by_one)
+            for name, figure in drawn.items():
+                figure.savefig(folder / f"{name}{suffix}.png", dpi=100)
+        if (best := runs[runs["procedure"] == "BoN"])["arm"].nunique() > 1:
+            title = "best of n: draws' mean and 95 % interval"
+            draw_finals(best, "arm", title).savefig(folder / "factors.png", dpi=100)
     print(text)
 
 

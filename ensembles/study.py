@@ -10,9 +10,11 @@ UNITS says what is made of a draw, which has pairs, reward models and a seed of 
 The gold reward is the truth. In the arm gold_model it is a larger reward model, as in the paper, and the truth is the
 second gold.
 
-A run whose row is in results/study.jsonl is not made again. Runs and logs are in runs/ensembles_study. All rows and
-runs are of one commit; later ones that only change results or pages count as the same. --jobs sets the threads of a
-run, and so its rounding: keep to one value.
+A draw of a unit whose rows are in results/study.jsonl is not made again. Runs and logs are in runs/ensembles_study. All
+rows and runs are of one commit, of one number of threads, which --jobs sets, and of the same libraries. Later commits
+that only change results or pages count as the same; for work on the code beside a study, run it in a clone:
+
+    git clone . ../study && cd ../study && python ensembles/study.py --rows ../REPOSITORY/ensembles/results/study.jsonl
 """
 
 import importlib.util
@@ -32,9 +34,9 @@ from datasets import load_from_disk
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / folder) for folder in ("eval", "quickstart")]
 
-from eval_helpers import Job, fail, run_jobs, wins  # noqa: E402
+from eval_helpers import Job, cores, fail, run_jobs, wins  # noqa: E402
 from run_metrics import read_metrics  # noqa: E402
-from score import one_commit  # noqa: E402
+from score import machine, one_commit  # noqa: E402
 
 spec = importlib.util.spec_from_file_location("ensembles_figures", ROOT / "ensembles/figures.py")  # eval/ has one, too
 figures = importlib.util.module_from_spec(spec)
@@ -65,7 +67,7 @@ class BestOfN:
 
     models: str
     tables: dict[str, tuple[int, float]] = field(default_factory=dict)
-    draws: int = 10
+    draws: range = range(1, 11)
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Ppo:
     models: str
     kl_coef: str
     methods: str = "single mean wco uwo"
-    draws: int = 5
+    draws: range = range(1, 6)
     uwo_lambda: float = 0.1
     length: int = 1
     arm: str = ""
@@ -95,36 +97,38 @@ OF_NOISE_0 = {"noise_0_members_3": (3, 0.5), "noise_0_members_4": (4, 0.5)}
 FIVE = "single mean wco uwo warm"  # warm: the average of the five reward models' weights
 UNITS = {  # in the order in which they are made
     "bon_centre": BestOfN("centre", OF_CENTRE),
-    "ppo_kl_0.1": Ppo("centre", "0.1", FIVE, draws=10),
+    "ppo_kl_0.1": Ppo("centre", "0.1", FIVE, range(1, 11)),
+    "ppo_uwo": Ppo("centre", "0.1", "single uwo", range(11, 18)),  # more draws, as its differences vary most
     "bon_noise_0": BestOfN("noise_0", OF_NOISE_0),
-    "bon_gold_model": BestOfN("gold_model", draws=3),
-    "ppo_gold_model": Ppo("gold_model", "0", draws=3),
+    "bon_gold_model": BestOfN("gold_model"),
+    "ppo_gold_model": Ppo("gold_model", "0", draws=range(1, 4)),
     "bon_noise_35": BestOfN("noise_35"),
     "bon_pairs_640": BestOfN("pairs_640"),
     "bon_size_s": BestOfN("size_s"),
     "ppo_noise_0": Ppo("noise_0", "0.1"),
     "ppo_kl_0.02": Ppo("centre", "0.02", FIVE),
-    "ppo_kl_0": Ppo("centre", "0", draws=3),
-    "ppo_lambda_0.5": Ppo("centre", "0.1", "uwo", 3, uwo_lambda=0.5, arm="lambda_0.5"),
-    "ppo_members": Ppo("centre", "0.1", "single single_2 single_3 single_4 single_5", 1, arm="members"),
-    "ppo_long": Ppo("centre", "0.02", "single uwo", 1, length=3, arm="long"),
+    "ppo_kl_0": Ppo("centre", "0", draws=range(1, 4)),
+    "ppo_lambda_0.5": Ppo("centre", "0.1", "uwo", range(1, 4), uwo_lambda=0.5, arm="lambda_0.5"),
+    "ppo_members": Ppo("centre", "0.1", "single single_2 single_3 single_4 single_5", range(1, 2), arm="members"),
+    "ppo_long": Ppo("centre", "0.02", "single uwo", range(1, 2), length=3, arm="long"),
 }
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of everything: reward models of an arm, prompts with pairs, and epochs of the reward models; posts and
-    samples of best of n; episodes of PPO."""
+    """How much of everything: reward models of an arm, prompts with pairs, and epochs of the reward models; epochs of
+    the gold model's SFT model; posts and samples of best of n; episodes of PPO."""
 
     members: int = 5
     prompts: int = 4000
     epochs: int = 3
+    gold_epochs: int = 3
     posts: int = 64
     samples: int = 512
     episodes: int = 1152
 
 
-FAST = Scale(members=2, prompts=320, epochs=1, posts=8, samples=64, episodes=192)
+FAST = Scale(members=2, prompts=320, epochs=1, gold_epochs=1, posts=8, samples=64, episodes=192)
 
 
 @dataclass
@@ -132,9 +136,7 @@ class Args:
     units: list[str] = field(default_factory=lambda: list(UNITS))
     """what to make"""
     draws: list[int] = field(default_factory=list)
-    """draws to make; default: 1 to the number of the unit"""
-    methods: list[str] = field(default_factory=list)
-    """methods of PPO; default: those of the unit"""
+    """draws to make; default: those of the unit"""
     jobs: int = 2
     """runs side by side, each with its share of the cores"""
     fast: bool = False
@@ -167,7 +169,7 @@ def job(args: Args, name: str, result: str, command: str) -> Job:
 
 def sft(args: Args, size: str) -> Job:
     command = f"sft.py --model quickstart/bases/nano-{size} --seed 1 {POSTS} --learning-rate 1e-3 --batch-size 32"
-    command += f" --micro-batch-size 8 --resume --num-train-epochs {3 if size == 'm' else 1}"
+    command += f" --micro-batch-size 8 --resume --num-train-epochs {args.scale.gold_epochs if size == 'm' else 1}"
     return job(args, f"sft/{size}", "model/config.json", command)
 
 
@@ -182,6 +184,7 @@ def reward_model(args: Args, name: str, size: str, pairs: str, seed: int) -> Job
     command = f"reward.py --model quickstart/bases/nano-{size} --seed {seed} {POSTS}"
     command += f" --preference-dataset {args.runs}/{pairs} --sft-model-path {args.runs}/sft/{size} --resume"
     command += f" --num-train-epochs {args.scale.epochs} --learning-rate 1e-3 --batch-size 16 --micro-batch-size 8"
+    command += " --eval-every 60" if pairs.endswith("/noise_0") else ""  # for figure 15
     return job(args, name, "model/config.json", command)
 
 
@@ -249,10 +252,15 @@ def ppo_folder(args: Args, unit: Ppo, method: str, draw: int) -> str:
     return f"{args.runs}/ppo/{unit.arm or unit.models}/{method}_kl_{unit.kl_coef}/{draw}"
 
 
-def ppo(args: Args, unit: Ppo, draw: int, methods: list[str]) -> list[list[Job]]:
-    """Return the steps of PPO by some methods: the runs, then the scoring of their samples by the gold."""
+def methods_of(args: Args, unit: Ppo) -> list[str]:
+    """Return the methods of a unit whose reward model there is: --fast trains less than five."""
+    return [x for x in unit.methods.split() if int(x.partition("_")[2] or 1) <= args.scale.members]
+
+
+def ppo(args: Args, unit: Ppo, draw: int) -> list[list[Job]]:
+    """Return the steps of PPO: the runs, then the scoring of their samples by the gold."""
     runs, golds, five = [], [], members_of(args, unit.models, draw)
-    for method in methods:
+    for method in methods_of(args, unit):
         models, combination = five, f"--reward-combination {method}"
         if method == "warm":
             models, combination = [f"{args.runs}/reward/warm/{draw}"], ""
@@ -273,9 +281,9 @@ def ppo(args: Args, unit: Ppo, draw: int, methods: list[str]) -> list[list[Job]]
     return [runs, golds]
 
 
-def steps_of(args: Args, unit: BestOfN | Ppo, draw: int, methods: list[str]) -> list[list[Job]]:
+def steps_of(args: Args, unit: BestOfN | Ppo, draw: int) -> list[list[Job]]:
     """Return the steps of a unit in a draw: jobs that need those of the steps before."""
-    own = best_of_n(args, unit, draw) if isinstance(unit, BestOfN) else ppo(args, unit, draw, methods)
+    own = best_of_n(args, unit, draw) if isinstance(unit, BestOfN) else ppo(args, unit, draw)
     return [*reward_models(args, unit.models, draw), *own]
 
 
@@ -287,67 +295,65 @@ def read_rows(file: Path) -> list[dict]:
     return list(map(json.loads, file.read_text().splitlines())) if file.exists() else []
 
 
-def methods_left(args: Args, name: str, draw: int) -> list[str]:
-    """Return the methods of a unit whose rows of a draw are not in the file."""
-    unit = UNITS[name]
-    made = {row["method"] for row in read_rows(args.rows) if (row["unit"], row["seed"]) == (name, draw)}
-    if isinstance(unit, BestOfN):
-        return [] if made else ["all"]  # one set of samples serves all of them
-    methods = [x for x in unit.methods.split() if int(x.partition("_")[2] or 1) <= args.scale.members]
-    return [x for x in methods if x in (args.methods or methods) and x not in made]
+def is_made(args: Args, name: str, draw: int) -> bool:
+    """Return whether the rows of a unit's draw, which come at once, are in the file."""
+    return any((row["unit"], row["seed"]) == (name, draw) for row in read_rows(args.rows))
 
 
 def member_facts(args: Args, arm: str, draw: int) -> dict:
-    """Return the validation loss and accuracy of each of an arm's reward models, and the number of pairs."""
-    last = [read_metrics(ROOT / path)[-1] for path in members_of(args, arm, draw)]
+    """Return {member_steps: updates with an evaluation, member_loss, member_accuracy: a list for each of an arm's
+    reward models, of its validation pairs at these updates, pairs: the number of pairs that it was trained on}."""
+    lines = [read_metrics(ROOT / path) for path in members_of(args, arm, draw)]
+    lines = [[line for line in own if "eval/loss" in line] for own in lines]
     pairs = load_from_disk(str(ROOT / args.runs / pairs_of(arm, draw) / f"noise_{MODELS[arm].noise}"))["train"]
-    columns = {f"member_{x}": [line[f"eval/{x}"] for line in last] for x in ("loss", "accuracy")}
-    return columns | {"pairs": len(pairs)}
-
-
-def last_golds(folder: Path) -> pandas.Series:
-    """Return the gold of each post's sample after the last update of a PPO run."""
-    samples = pandas.read_csv(folder / "gold_samples.csv")
-    return samples[samples["update"] == samples["update"].max()].set_index("id")["gold"]
+    columns = {f"member_{x}": [[line[f"eval/{x}"] for line in own] for own in lines] for x in ("loss", "accuracy")}
+    return {"member_steps": [line["update"] for line in lines[0]], "pairs": len(pairs)} | columns
 
 
 def best_of_n_rows(args: Args, unit: BestOfN, draw: int) -> Iterator[dict]:
-    """Yield the rows of a unit's tables. That of single has gold, loss and accuracy of each member. Another lambda
-    changes UWO alone, and WARM has no other reward model of its samples to win against."""
+    """Yield the rows of a unit's tables. That of single has the curves of each member. Another lambda changes UWO
+    alone, and WARM has no other reward model of its samples to win against."""
     for arm in tables_of(args, unit):
         folder = ROOT / args.runs / f"best_of_n/{arm}/{draw}"
-        table = pandas.read_csv(folder / "best_of_n.csv")
-        last = table[table["n"] == table["n"].max()].set_index("method")["gold"]
+        golds = pandas.read_csv(folder / "best_of_n.csv").pivot(index="n", columns="method", values="gold").sort_index()
         for row in figures.read_best_of_n(folder, json.loads((folder / "args.json").read_text())):
             if arm.startswith("lambda") and row["method"] != "uwo":
                 continue
             if arm == "warm":
-                row["wins"] = []
+                row["wins"] = row["wins_sd"] = []
             if row["method"] == "single" and arm == unit.models:
                 row |= member_facts(args, arm, draw)
-                row["member_gold"] = [last[f"single_{i}"] for i in range(1, args.scale.members + 1)]
+                row["member_gold"] = [golds[f"single_{i}"].tolist() for i in range(1, args.scale.members + 1)]
             yield row | {"arm": "centre" if arm == "warm" else arm}
 
 
-def ppo_rows(args: Args, unit: Ppo, draw: int, methods: list[str]) -> Iterator[dict]:
-    """Yield the rows of a unit's runs. wins: by the gold, against the first reward model alone."""
-    base = ROOT / ppo_folder(args, unit, "single", draw)
-    for method in methods:
+def ppo_rows(args: Args, unit: Ppo, draw: int) -> Iterator[dict]:
+    """Yield the rows of a unit's runs, with the gold of the last policy's sample on each validation post, one of these
+    samples, and wins, how often this gold is above that of PPO against the first reward model alone."""
+    base = None
+    for method in methods_of(args, unit):
         folder = ROOT / ppo_folder(args, unit, method, draw)
         [row] = figures.read_ppo(folder, json.loads((folder / "args.json").read_text()))
-        row |= {"arm": unit.arm or unit.models, "method": method}
-        if "single" in unit.methods.split():
-            row["wins"] = [float(wins(last_golds(folder), last_golds(base)).mean())]
-        yield row
+        samples = pandas.read_csv(folder / "gold_samples.csv")
+        last = samples[samples["update"] == samples["update"].max()].sort_values("id")
+        row |= {"post_gold": last["gold"].tolist(), "sample": last[["query", "response"]].iloc[0].to_dict()}
+        base = last["gold"].to_numpy() if method == "single" else base
+        row["wins"] = [] if base is None else [wins(last["gold"].to_numpy(), base).mean()]
+        yield row | {"arm": unit.arm or unit.models, "method": method}
 
 
-def add_rows(args: Args, name: str, draw: int, methods: list[str], commit: str):
-    """Add the rows of a unit to the file, with commit and date, and five digits of each number."""
+def settings_of(args: Args) -> dict:
+    """Return what rounding depends on: the threads of a run, the processor and the versions of libraries."""
+    return machine() | {"threads": max(1, cores() // args.jobs)}
+
+
+def add_rows(args: Args, name: str, draw: int, commit: str):
+    """Add the rows of a unit's draw to the file, with commit, settings_of and date, and five digits of each number."""
     unit, lines = UNITS[name], []
-    rows = best_of_n_rows(args, unit, draw) if isinstance(unit, BestOfN) else ppo_rows(args, unit, draw, methods)
+    rows = best_of_n_rows(args, unit, draw) if isinstance(unit, BestOfN) else ppo_rows(args, unit, draw)
     for row in rows:
         row |= {"unit": name, "folder": os.path.relpath(row["folder"], ROOT)}
-        row |= {"commit": commit, "date": time.strftime("%Y-%m-%d")}
+        row |= {"commit": commit, "date": time.strftime("%Y-%m-%d")} | settings_of(args)
         short = json.loads(json.dumps(row), parse_float=lambda digits: float(f"{float(digits):.5g}"))
         lines.append(json.dumps(short) + "\n")
     args.rows.parent.mkdir(parents=True, exist_ok=True)
@@ -362,26 +368,31 @@ def main(args: Args):
     os.chdir(ROOT)  # commands, and so the paths in runs' settings, are relative to it
     is_trained, printed = not (args.dry_run or args.show), set()
     if args.fast:
-        args.draws, args.rows = [1], ROOT / args.runs / "study.jsonl"
+        args.draws, args.rows = [], ROOT / args.runs / "study.jsonl"
         if is_trained:
             shutil.rmtree(ROOT / args.runs, ignore_errors=True)
     if is_trained:
         commit = one_commit(ROOT / args.runs, (row["commit"] for row in read_rows(args.rows)))
         posts = Job("posts", ["bash", "quickstart/run.sh", "--data-only"], ROOT / args.runs / "logs/posts.log", None)
         run_jobs([posts], 1, ROOT)
+        for row in read_rows(args.rows):
+            if changed := {x: y for x, y in settings_of(args).items() if x != "cpu" and row[x] != y}:
+                fail(f"{changed} differ from those of {args.rows}: set --jobs, or install what was there")
     for name in [] if args.show else args.units:
-        for draw in args.draws or range(1, UNITS[name].draws + 1):
-            methods = methods_left(args, name, draw)
-            for step in steps_of(args, UNITS[name], draw, methods) if methods else []:
+        unit = UNITS[name]
+        for draw in args.draws or (unit.draws[:1] if args.fast else unit.draws):
+            if is_made(args, name, draw):
+                continue
+            for step in steps_of(args, unit, draw):
                 left = [job for job in step if not job.result.exists() and job.result not in printed]
                 if is_trained:
                     run_jobs(left, args.jobs, ROOT)
                 else:
                     print("".join(f"{' '.join(job.command)}\n" for job in left), end="")
                     printed |= {job.result for job in left}
-            if methods and is_trained:
+            if is_trained:
                 one_commit(ROOT / args.runs, [commit])  # still
-                add_rows(args, name, draw, methods, commit)
+                add_rows(args, name, draw, commit)
                 print(f"{name}, draw {draw}: its rows are in {args.rows}", flush=True)
     if not args.dry_run:
         drawn = (*MODELS, "long", "lambda_0.5")

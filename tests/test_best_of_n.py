@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import statistics
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,7 +126,7 @@ def test_the_tables_of_a_hand_made_case(tmp_path):
     write_shards(folder)
     best_of_n.main(best_of_n.Args(output_dir=str(folder), estimate=True, uwo_lambda=0.25))
     table = pandas.read_csv(folder / "best_of_n.csv")
-    assert list(table.columns) == ["method", "n", "kl", "gold", "second_gold", "proxy", "wins"]
+    assert list(table.columns) == ["method", "n", "kl", "gold", "second_gold", "proxy", "wins", "wins_sd"]
     assert table["second_gold"].tolist() == pytest.approx((2 * table["gold"] + 1).tolist())
     methods, found = ["single_1", "single_2", "single_3", "mean", "wco", "uwo"], {}
     ns = range(1, 6)
@@ -143,9 +144,10 @@ def test_the_tables_of_a_hand_made_case(tmp_path):
         for column, values in best.items():
             assert rows[key][column] == pytest.approx(float(sum(values) / 3), abs=1e-12), (key, column)
         assert rows[key]["kl"] == pytest.approx(math.log(key[1]) - 1 + 1 / key[1])
-        pairs = [pair for x in methods[:3] for pair in zip(best["gold"], found[x, key[1]]["gold"], strict=True)]
-        win_rate = sum((a > b) + Fraction(a == b, 2) for a, b in pairs) / 9
-        assert rows[key]["wins"] == pytest.approx(float(win_rate), abs=1e-12)
+        pairs = [zip(best["gold"], found[x, key[1]]["gold"], strict=True) for x in methods[:3]]
+        rates = [float(sum((a > b) + Fraction(a == b, 2) for a, b in member) / 3) for member in pairs]
+        assert rows[key]["wins"] == pytest.approx(sum(rates) / 3, abs=1e-12)
+        assert rows[key]["wins_sd"] == pytest.approx(statistics.pstdev(rates), abs=1e-12)
     for n in ns:  # the mean over the members
         for column in ("gold", "proxy"):
             single = sum(sum(found[method, n][column]) / 3 for method in methods[:3]) / 3

@@ -119,6 +119,7 @@ def test_curves_are_means_over_replicates_at_common_steps():
 def test_which_runs_each_figure_has():
     runs = [a_run("single", 1, 9, 1), a_run("single", 1, 1, 4, kl=0.2), a_run("single", 1, 1, 3, kl=0.2, seed=2)]
     runs += [a_run("mean", 1, 5, 3, variance=[1, 7]), a_run("mean", 1, 1, 2, kl=0.1, variance=[2, 3])]
+    runs += [a_run("mean", 1, 1, 9, kl=0.1, variance=[2, 3], seed=2)]  # a draw that others lack chooses no penalty
     runs += [a_run("mean", 1, 1, 2.5, kl=0.2, variance=[9, 9]), a_run("uwo", 1, 1, 2, variance=[4, 4])]
     runs += [a_run("mean", 2, 4, 3, procedure="BoN", steps=(1, 2, 4))]
     found = {}
@@ -131,7 +132,8 @@ def test_which_runs_each_figure_has():
     assert found["figure_4"] == [*best, ("uwo", False, updates, [1, 1, 2])]
     free = [("single", False, updates, [1, 9, 1]), ("mean", False, updates, [1, 5, 3])]
     assert found["figure_5"] == [*free, ("uwo", False, updates, [1, 1, 2])]
-    variances = [("mean", False, [1, 2], [1, 7]), ("mean", True, [1, 2], [2, 3])]  # 0 and the smallest penalty
+    assert found["figure_6"] == [("single", False, updates, [1, 9, 1]), ("single", False, updates, [1, 1, 3.5])]
+    variances = [("mean", False, [1, 2], [1, 7]), ("mean", True, [1, 2], [9, 9])]  # 0 and the largest penalty
     assert found["figure_10"] == [*variances, ("uwo", False, [1, 2], [4, 4])]
 
 
@@ -181,41 +183,83 @@ def test_the_primary_contrasts_have_a_correction_of_their_own():
 
 
 def test_arms_are_compared_by_what_judges_them():
-    """The second gold judges where there is one. Arms are paired with the centre: single and mean, and an arm without
-    single by what it has; noise_0_members_3 with noise_0."""
+    """The second gold judges where there is one. noise_0 is paired with the centre by single and mean, lambda_2 by what
+    it has, three members with four and four with the rest's five by all but single, and gold_model with none."""
     runs = contrast_runs("mean", (0.5, 0.5, 0.8), procedure="BoN", steps=(1, 8))
     other = [run | {"arm": "gold_model", "gold": [0, 7]} for run in runs]
     for i, run in enumerate(other):
         run["second_gold"] = [0, run["seed"] + (1, 2, 3, 9, 9, 9)[i]]
-    other += [run | {"arm": "noise_0", "gold": [0, 1]} for run in runs if run["method"] == "single"]
-    other += [run | {"arm": "noise_0_members_3", "gold": [0, 3]} for run in runs if run["method"] == "single"]
-    other += [run | {"arm": "lambda_2", "gold": [0, 1 + run["gold"][1]]} for run in runs if run["method"] == "mean"]
+
+    def arm(name: str, gold: float, method: str = "mean"):
+        return [run | {"arm": name, "gold": [0, gold]} for run in runs if run["method"] == method]
+
+    other += arm("noise_0", 1, "single") + arm("noise_0", 4) + arm("noise_0_members_4", 9) + arm("members_4", 5)
+    other += arm("members_3", 3) + arm("members_3", 0, "single") + arm("lambda_2", 6)
     found = {(*row["key"][2:], row["to"]): row["mean"] for row in
              figures.comparisons(pandas.DataFrame(runs + other)).to_dict("records")}  # fmt: skip
-    more = {("noise_0", "single", "centre"): -1.0, ("noise_0_members_3", "single", "centre"): 2.0}
-    expected = more | {("lambda_2", "mean", "centre"): 1.0}
+    expected = {("noise_0", "single", "centre"): -1.0, ("noise_0", "mean", "centre"): 1.4}  # the centre's: 2 and 2.6
+    expected |= {("lambda_2", "mean", "centre"): 3.4, ("members_4", "mean", "centre"): 2.4}
+    expected |= {("members_3", "mean", "members_4"): -2, ("noise_0_members_4", "mean", "noise_0"): 5}
     expected |= {("centre", "mean", "single"): 0.6, ("gold_model", "mean", "single"): 7.0}
-    expected |= {("gold_model", "single", "centre"): 2.0, ("gold_model", "mean", "centre"): 8.4}
+    expected |= {("noise_0", "mean", "single"): 3, ("members_3", "mean", "single"): 3}
     assert found == pytest.approx(expected)
+
+
+def test_only_differences_of_ten_draws_are_tested():
+    """0.1 ± 0.1 in ten draws is significant alone, and so it is beside two that are only shown."""
+    ten = contrast_runs("mean", 5 * (0.0, 0.2), kl=0.02) + contrast_runs("mean", 5 * (0.0, 0.2))
+    nine = contrast_runs("uwo", (0.1, 0.2, 0.3), kl=0.5)
+    found = {row["key"][1]: row for row in figures.comparisons(pandas.DataFrame(ten + nine)).to_dict("records")}
+    assert {kl: row["family"] for kl, row in found.items()} == {0.02: "other", 0: "shown", 0.5: "shown"}
+    assert found[0.02]["holm"] == pytest.approx(0.01496, abs=1e-5)  # t = 0.1 / (0.10541 / sqrt(10)) = 3, 9 degrees
 
 
 def test_the_drift_is_that_from_the_middle_measurement():
     runs = [a_run("wco", 1, 5, x, seed=i) | {"arm": "gold_model"} for i, x in ((1, 6), (2, 9))]
     runs[0]["second_gold"], runs[1]["second_gold"] = [0, 4, 3], [0, 4, 1]
-    runs += [a_run("mean", 1, 2, 4, 1, 9), a_run("mean", 1, 2, procedure="BoN")]  # the second has no second gold
-    wco, mean = figures.drift_table(pandas.DataFrame(runs)).splitlines()[2:]
-    cells = [cell.strip() for cell in wco.split("|")[1:-1]]
-    assert cells[:6] == ["PPO, KL 0", "gold_model", "WCO", "2", "1", "2"]
-    assert [cell.split()[0] for cell in cells[6:]] == ["-2.500", "+2.500", "-2.000"]  # gold -1, -4; 1, 4; -1, -3
-    assert mean == "| PPO, KL 0 | centre | mean | 1 | 2 | 4 | -5.000 | +5.000 |  |"
+    runs += [a_run("single", 1, 2, x, seed=i) | {"arm": "gold_model"} for i, x in ((1, 9), (2, 0), (3, 8))]
+    runs += [a_run("mean", 1, 2, 4, 1, 9), a_run("mean", 1, 2, procedure="BoN")]  # no second gold, and no single
+    lines = figures.drift_table(pandas.DataFrame(runs)).splitlines()[2:]
+    wco, _, mean, best = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+    assert wco[:6] == ["PPO, KL 0", "gold_model", "WCO", "2", "1", "2"]
+    assert [cell.split()[0] for cell in wco[6:9]] == ["-2.500", "+2.500", "-2.000"]  # gold -1, -4; 1, 4; -1, -3
+    assert wco[9].startswith("+0.000 (-76.237 to")  # 1 - 7 and 4 - -2: -6 and 6, and 12.7062 times 6
+    assert mean == ["PPO, KL 0", "centre", "mean", "1", "2", "4", "-5.000", "+5.000", "", ""]
+    assert best == ["best of n", "centre", "mean", "1", "1", "1", "+0.000", "+0.000", "", ""]
+
+
+def test_wins_against_each_member():
+    """WCO wins 3 of 4 and 1.5 of 4 posts against the two members."""
+    runs = [
+        a_run(method, 1, kl=0.1, seed=1) | {"arm": arm, "post_gold": golds}
+        for arm, method, golds in (
+            ("members", "single", [0, 0, 0, 9]),
+            ("members", "single_2", [5, 9, 1, 9]),
+            ("centre", "wco", [1, 2, 3, 9][::-1]),
+        )
+    ]
+    runs[-1]["post_gold"] = [5, 1, 2, 3]
+    runs += [a_run("wco", 1, kl=0.1, seed=2) | {"post_gold": [0, 0, 0, 0]}]  # a draw without members
+    best = a_run("mean", 1, 2, procedure="BoN")
+    runs += [best | {"seed": i, "wins": [0, x], "wins_sd": [0, y]} for i, x, y in ((1, 0.5, 0.1), (2, 0.7, 0.2))]
+    lines = figures.wins_table(pandas.DataFrame(figures.with_lists(runs))).splitlines()[2:]
+    assert lines == [
+        "| best of n | centre | mean | 2 | 0.60 | 0.15 |",
+        "| PPO, KL 0.1 | centre | WCO | draw 1 | 0.56 | 0.19 |",
+    ]
 
 
 def test_what_the_members_losses_say():
     """Gold falls by twice the loss in draw 1 and rises with it in draw 2: correlations -1 and 1."""
     run = a_run("single", 1, 2, procedure="BoN")
-    draws = [run | {"seed": 1, "member_loss": [0.5, 0.6, 0.7], "member_gold": [0.6, 0.4, 0.2], "pairs": 10}]
-    draws += [run | {"seed": 2, "member_loss": [0.4, 0.8], "member_gold": [0.1, 0.3], "pairs": 20}]
-    [line] = figures.members_table(pandas.DataFrame([*draws, a_run("mean", 1, 2)])).splitlines()[2:]
+
+    def curves(*last: float):
+        return [[7, x] for x in last]
+
+    draws = [run | {"member_loss": curves(0.5, 0.6, 0.7), "member_gold": curves(0.6, 0.4, 0.2), "pairs": 10}]
+    draws += [run | {"seed": 2, "member_loss": curves(0.4, 0.8), "member_gold": curves(0.1, 0.3), "pairs": 20}]
+    runs = figures.with_lists([*draws, a_run("mean", 1, 2)])
+    [line] = figures.members_table(runs).splitlines()[2:]
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
     spread = (0.1 + 0.08**0.5) / 2  # standard deviations within the draws: 0.1 and 0.4 / sqrt(2)
     assert cells[:4] == ["centre", "2", "15", f"0.600 ± {spread:.3f}"] and cells[5].startswith("+0.00 (-12.71 to")
@@ -225,10 +269,14 @@ def test_each_arm_has_its_figures(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [a_run(x, 1, 2, procedure="BoN", seed=i) | {"arm": arm, "proxy": [0, 0]} for arm in ("centre", "noise_0")
             for x in ("single", "mean") for i in (1, 2)]  # fmt: skip
+    rows[0] |= {"member_steps": [60, 120], "member_loss": [[0.7, 0.6]], "member_gold": [[1, 2]], "pairs": 9}
+    rows += [a_run("uwo", 1, 2, kl=kl, seed=i, variance=[1, 2]) for kl in (0, 0.1) for i in (1, 2)]
+    rows += [a_run("single_2", 1, 2, kl=0.1) | {"arm": "members"}]
     write_jsonl(Path("study.jsonl"), rows)
     figures.main(figures.Args(runs=("study.jsonl",), output_dir="out"))
     names = {path.name for path in Path("out").iterdir()}
-    assert names == {"figure_3.png", "figure_3_noise_0.png", "factors.png", "table.md"}
+    expected = {"figure_3", "figure_3_noise_0", "members", "figure_4", "figure_5", "figure_7", "figure_10", "factors"}
+    assert names == {f"{name}.png" for name in expected | {"figure_4_members"}} | {"table.md"}
 
 
 def test_the_command_draws_the_same_from_what_it_wrote(tmp_path, monkeypatch):

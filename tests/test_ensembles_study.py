@@ -23,9 +23,7 @@ def parsed(steps: list) -> list:
 
 @pytest.fixture(scope="module")
 def units() -> dict[str, list]:
-    args = study.Args()
-    methods = {name: study.methods_left(args, name, DRAW) for name in study.UNITS}
-    return {name: parsed(study.steps_of(args, unit, DRAW, methods[name])) for name, unit in study.UNITS.items()}
+    return {name: parsed(study.steps_of(study.Args(), unit, DRAW)) for name, unit in study.UNITS.items()}
 
 
 def five(arm: str) -> list[str]:
@@ -47,6 +45,7 @@ def test_each_arm_has_its_own_reward_models(units):
             size = "s" if arm == "size_s" else "xs"
             assert (args.preference_dataset, args.seed) == (f"{RUNS}/{name}", 5 + member)
             assert (args.model, args.sft_model_path) == (f"quickstart/bases/nano-{size}", f"{RUNS}/sft/{size}")
+            assert args.eval_every == (60 if arm == "noise_0" else 0)
         labels = made[f"{RUNS}/{name.rpartition('/')[0]}"]
         assert (labels.prompts, labels.seed) == (1000 if arm == "pairs_640" else 4000, DRAW)
         assert labels.gold == (f"{RUNS}/gold" if arm == "gold_model" else TRUTH)
@@ -95,13 +94,21 @@ def test_each_ppo_run_has_the_settings_and_models_of_its_name(units):
             assert args.total_episodes == (3456 if arm == "long" else 1152)
             if method == "uwo":
                 assert args.uwo_lambda == (0.5 if arm == "lambda_0.5" else 0.1)
-            runs.setdefault((arm, kl_coef), []).append(method)
+            if name != "ppo_uwo":
+                runs.setdefault((arm, kl_coef), []).append(method)
         assert [x.runs for _, _, x in units[name][-1]] == [(x.output_dir,) for _, _, x in units[name][-2]]
     four, members = ["single", "mean", "wco", "uwo"], ["single_2", "single_3", "single_4", "single_5"]
     expected = {("centre", "0.1"): [*four, "warm"], ("gold_model", "0"): four, ("noise_0", "0.1"): four}
     expected[("members", "0.1")] = ["single", *members]
     expected |= {("centre", "0.02"): [*four, "warm"], ("centre", "0"): four}
     assert runs == expected | {("lambda_0.5", "0.1"): ["uwo"], ("long", "0.02"): ["single", "uwo"]}
+
+
+def test_no_two_units_make_one_run():
+    """UWO's other draws come after those of all methods."""
+    made = [(unit.arm or unit.models, unit.kl_coef, method, draw) for unit in study.UNITS.values()
+            if isinstance(unit, study.Ppo) for method in unit.methods.split() for draw in unit.draws]  # fmt: skip
+    assert len(made) == len(set(made)) and ("centre", "0.1", "uwo", 17) in made
 
 
 @pytest.mark.parametrize("name", list(study.UNITS))
@@ -126,12 +133,13 @@ def make_tables(root: Path, draw: int):
         folder.mkdir(parents=True)
         (folder / "args.json").write_text(json.dumps({"reward_model_paths": paths, "seed": draw}))
         golds = {"single": 2, "single_1": 1, "single_2": 3, "mean": 2, "wco": 2, "uwo": 2}
-        rows = [{"method": x, "n": n, "kl": 0, "gold": y / 3 * n / 8, "proxy": 0, "wins": 0.5}
+        rows = [{"method": x, "n": n, "kl": 0, "gold": y / 3 * n / 8, "proxy": 0, "wins": 0.5, "wins_sd": 0.1}
                 for x, y in golds.items() for n in (8, 1)]  # fmt: skip
         pandas.DataFrame(rows).to_csv(folder / "best_of_n.csv", index=False)
     for i in (1, 2):
         write_jsonl(root / RUNS / f"reward/noise_0/{draw}/{i}/metrics.jsonl", [{"update": 1},
-                    {"update": 2, "eval/loss": 0.1 * i, "eval/accuracy": 0.9}])  # fmt: skip
+                    {"update": 2, "eval/loss": 0.1 * i, "eval/accuracy": 0.9},
+                    {"update": 4, "eval/loss": 0.3 * i, "eval/accuracy": 0.8}])  # fmt: skip
     data = DatasetDict({"train": Dataset.from_dict({"x": [1, 2, 3]})})
     data.save_to_disk(str(root / RUNS / f"labelled/{draw}/noise_0"))
 
@@ -142,35 +150,41 @@ def test_rows_of_best_of_n(tmp_path, monkeypatch):
     monkeypatch.setattr(study.Args, "scale", study.Scale(members=2))
     args = study.Args(rows=tmp_path / "study.jsonl")
     make_tables(tmp_path, 3)
-    assert study.methods_left(args, "bon_noise_0", 3) == ["all"]
-    study.add_rows(args, "bon_noise_0", 3, ["all"], "abc")
+    assert not study.is_made(args, "bon_noise_0", 3)
+    study.add_rows(args, "bon_noise_0", 3, "abc")
     rows = [json.loads(line) for line in args.rows.read_text().splitlines()]
     assert len(rows) == 3 * 4 and {(row["unit"], row["commit"]) for row in rows} == {("bon_noise_0", "abc")}
     [own] = [row for row in rows if row["arm"] == "noise_0" and row["method"] == "single"]
     assert (own["gold"], own["wins"], own["pairs"]) == ([0.083333, 0.66667], [0.5, 0.5], 3)
-    assert (own["member_gold"], own["member_loss"]) == ([0.33333, 1.0], [0.1, 0.2])
+    assert own["member_gold"] == [[0.041667, 0.33333], [0.125, 1.0]] and own["wins_sd"] == [0.1, 0.1]
+    assert (own["member_steps"], own["member_loss"]) == ([2, 4], [[0.1, 0.3], [0.2, 0.6]])
     assert own["folder"] == f"{RUNS}/best_of_n/noise_0/3"
-    assert study.methods_left(args, "bon_noise_0", 3) == [] and study.methods_left(args, "bon_noise_0", 4) == ["all"]
+    assert {row["threads"] for row in rows} == {max(1, study.cores() // 2)} and own["cpu"]
+    assert study.is_made(args, "bon_noise_0", 3) and not study.is_made(args, "bon_noise_0", 4)
+    with pytest.raises(SystemExit, match="threads"):  # another share of the cores would round differently
+        monkeypatch.setattr(study, "cores", lambda: 64)
+        monkeypatch.setattr(study, "one_commit", lambda *_: "abc")
+        monkeypatch.setattr(study, "run_jobs", lambda *_: None)
+        study.main(args)
 
 
 def test_rows_of_ppo(tmp_path, monkeypatch):
-    """Only methods without a row are left, and their wins are counted post by post against the first member's policy,
-    after the last update."""
+    """Wins are counted post by post against the first member's policy, after the last update."""
     monkeypatch.setattr(study, "ROOT", tmp_path)
-    args = study.Args(rows=tmp_path / "study.jsonl", methods=["single", "mean"])
-    settings = {"reward_model_paths": ["a"], "reward_combination": "mean", "kl_coef": 0.1, "seed": 3}
+    args = study.Args(rows=tmp_path / "study.jsonl")
+    settings = {"reward_model_paths": ["a"], "reward_combination": "mean", "kl_coef": 0.1, "seed": 13}
     settings |= {"total_episodes": 16, "batch_size": 8}
-    for method, golds in {"single": [0, 0, 5, 5], "mean": [9, 9, 7, 5]}.items():
-        folder = tmp_path / RUNS / f"ppo/centre/{method}_kl_0.1/3"
+    for method, golds in {"single": [0, 0, 5, 5], "uwo": [9, 9, 7, 5]}.items():
+        folder = tmp_path / RUNS / f"ppo/centre/{method}_kl_0.1/13"
         write_jsonl(folder / "metrics.jsonl", [{"update": i, "objective/reward_model_variance": 0} for i in (1, 2)])
         (folder / "args.json").write_text(json.dumps(settings))
         curve = {"update": [0, 2], "gold": [1, 2], "kl_k2": [0, 1], "score": [0, 3]}
         pandas.DataFrame(curve).to_csv(folder / "gold.csv", index=False)
         samples = pandas.DataFrame({"id": ["x", "y", "y", "x"], "update": [0, 0, 2, 2], "gold": golds})
-        samples.to_csv(folder / "gold_samples.csv", index=False)
-    assert study.methods_left(args, "ppo_kl_0.1", 3) == ["single", "mean"]
-    study.add_rows(args, "ppo_kl_0.1", 3, ["mean"], "abc")
-    [row] = [json.loads(line) for line in args.rows.read_text().splitlines()]
-    assert (row["method"], row["wins"], row["gold"], row["unit"]) == ("mean", [0.75], [1, 2], "ppo_kl_0.1")
-    assert study.methods_left(args, "ppo_kl_0.1", 3) == ["single"]
-    assert study.methods_left(args, "ppo_members", 3) == ["single"]  # another unit
+        samples.assign(query="post", response=list("abcd")).to_csv(folder / "gold_samples.csv", index=False)
+    study.add_rows(args, "ppo_uwo", 13, "abc")
+    single, uwo = [json.loads(line) for line in args.rows.read_text().splitlines()]
+    assert (single["method"], single["wins"], single["post_gold"]) == ("single", [0.5], [5, 5])
+    assert (uwo["method"], uwo["wins"], uwo["gold"], uwo["unit"]) == ("uwo", [0.75], [1, 2], "ppo_uwo")
+    assert uwo["post_gold"] == [5, 7] and uwo["sample"] == {"query": "post", "response": "d"}
+    assert study.is_made(args, "ppo_uwo", 13) and not study.is_made(args, "ppo_members", 13)  # another unit
