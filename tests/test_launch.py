@@ -14,6 +14,7 @@ import samples
 import torch
 import tyro
 import yaml
+from accelerate import Accelerator, DistributedType
 from accelerate.commands.launch import launch_command_parser
 from transformers import (
     GPT2LMHeadModel,
@@ -169,6 +170,14 @@ def test_what_a_run_sets_for_a_gpu(given, tmp_path, monkeypatch):
     sft.make_accelerator(sft.Args(output_dir=str(tmp_path)))
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert os.environ["PYTORCH_ALLOC_CONF"] == given.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def test_fsdp_is_refused(tmp_path, monkeypatch):
+    """ZeRO-3 is refused in test_deepspeed.py."""
+    monkeypatch.setattr(Accelerator, "distributed_type", property(lambda _: DistributedType.FSDP))
+    with pytest.raises(SystemExit, match="FSDP"):
+        sft.make_accelerator(sft.Args(output_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_offloaded_model_is_on_the_device_while_it_works_and_is_never_copied_back():
