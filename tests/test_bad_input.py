@@ -170,6 +170,8 @@ def wrong_models(world, made) -> dict[str, str]:
         ("ppo", {"num_mini_batches": 3}, ["--batch-size 8: no multiple of 3"]),
         ("ppo", {"total_episodes": 7}, ["--batch-size 8", "--total-episodes"]),
         ("sft", {"batch_size": 0}, ["--batch-size 0 must be above 0"]),
+        ("reward", {"total_episodes": 0}, ["--total-episodes 0 must be above 0"]),  # and not a whole epoch
+        ("ppo", {"micro_batch_size": 0}, ["--micro-batch-size 0 must be above 0"]),
     ],
 )
 def test_a_model_or_a_number_that_cannot_be(stage_args, wrong_models, stage, changes, parts):
