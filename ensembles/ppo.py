@@ -423,7 +423,7 @@ def main(args: Args):
                     # One column before each response token. Rows are right-padded, so they need no mask.
                     logits, values = model(mb["tokens"], mb["columns"])  # (b, W, V), (b, W)
                     logprobs = token_logprobs(logits, mb["responses"], args.temperature)
-                    del logits  # the largest tensor, not needed for the backward pass
+                    del logits  # the largest tensor; the backward pass does not need it
                     pg_loss, pg_sums = policy_loss(logprobs, mb, args.cliprange)  # change here
                     vf_loss, vf_sums = value_loss(values, mb, args.cliprange_value)
                     loss = pg_loss / policy_count + args.vf_coef * vf_loss / value_count

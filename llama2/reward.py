@@ -16,8 +16,9 @@ The script deviates from the paper and the authors' code on purpose:
 - The head's bias is not trained: it cancels in the loss, and Adam would only amplify rounding. The authors train it.
   --safety-coef and --score-l2 do train it.
 - The head runs in float32. The authors run it under bf16 autocast, which keeps only three digits of a reward.
-- An epoch shows every pair once. The authors' released runs shuffled differently on every rank, so they showed 65.8 %.
-- The rows left over after the last whole batch are not trained on. The authors also trained on 92,832 of 92,858 pairs.
+- An epoch shows every pair once. In the authors' released runs, every rank shuffled differently, so that their shares
+  overlapped and an epoch covered 65.8 % of the pairs.
+- The rows left over after the last whole batch are not trained on (92,858 = 1,450 x 64 + 58).
 """
 
 import hashlib
@@ -55,7 +56,8 @@ MICRO_BATCH_SIZES = {"1b": 32, "2.8b": 4, "6.9b": 1}  # per Pythia size: pairs t
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 PREFERENCE_DATASET = "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144"
 COLUMNS = ["query", "query_token", "query_reference_response_token"]
-ROUNDING = {"no": 1e-6, "bf16": 1e-3}  # relative, of a sum of log-probabilities or of a reward
+ROUNDING = {"no": 1e-6, "bf16": 1e-3}  # of a sum of log-probabilities or of a reward, relative; a rule of thumb
+# a label column repeats the tokens of the response, and holds [PAD] everywhere else
 PAIR_COLUMNS = ["query_chosen_token", "query_chosen_token_response_label"]
 PAIR_COLUMNS += ["query_rejected_token", "query_rejected_token_response_label"]
 PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
@@ -290,11 +292,14 @@ def main(args: Args):
         fail(f"--batch-size {args.batch_size} is more than the {args.total_episodes} pairs to train on")
     if args.batch_size % world:
         fail(f"--batch-size {args.batch_size} is no multiple of {world} processes")
+    # In a pair's row, the position ids of rejected restart behind the query, so it needs no more than the wider column.
     widths = [len(rows[0][key]) for rows in (train, *data.values()) for key in PAIR_COLUMNS]
     widths.append(len(references[0]["query_reference_response_token"]))
     reward_model = new_reward_model(sft_folder, tokenizer, max(widths))
     check_pairs(reward_model.model.to(accelerator.device), sft_folder, max(widths), pad_id)
     reward_model.bias.requires_grad_(args.safety_coef > 0 or args.score_l2 > 0)  # else it cancels
+    # `model` is `reward_model` or wraps it. Both run under autocast from here on, because accelerate replaces their
+    # forward (under DeepSpeed, the weights themselves are bfloat16).
     model, optimizer = prepare(accelerator, reward_model, args)
     # change here: pass state of your own to accelerator.register_for_checkpointing. --resume restores it on the CPU.
     inputs = {"sft_model_path": sft_folder, "dataset": references, "preference_dataset": train}
@@ -367,7 +372,7 @@ def main(args: Args):
     if args.run_eval:
         rows = []
         for split in data:
-            if split not in tables:  # validation has been evaluated with the last update
+            if split not in tables:  # the last update has evaluated validation
                 tables[split] = evaluate_pairs(accelerator, reward_model, data, args, pad_id, split)
             table = tables[split].drop(columns="hit")
             for side in ("chosen_reward", "rejected_reward"):
@@ -375,7 +380,7 @@ def main(args: Args):
             write_table(accelerator, args, f"pairs_{split}", table)
             rows += accuracy_table(split, tables[split])
         write_table(accelerator, args, "accuracy", rows, "validation accuracy (table 5)")
-    reward_model.reward_mean = reward_mean  # 0 so far: all rewards above are uncentred
+    reward_model.reward_mean = reward_mean  # last, because all that is above needs uncentred rewards
     save_model(accelerator, args, "model", reward_model.to_transformers(), tokenizer)
     accelerator.print(f"done in {time.time() - run_start:.0f} s: {args.output_dir}", flush=True)
     accelerator.end_training()
@@ -628,7 +633,7 @@ def pair_table(data, rewards: torch.Tensor, tie: torch.Tensor) -> pandas.DataFra
     """Return one row per pair of a split: what table 5 groups by (batch, split, policies, confidence; None if unknown),
     Llama 2's grade (from the confidence if there is no such column), its safety bin (section 3.2.1), both rewards
     (n, 2), whether they are a tie (n,), and `hit`, whether chosen's is higher and no tie."""
-    data = data.with_format(None).flatten()
+    data = data.with_format(None).flatten()  # makes extra["confidence"] a column
     groups = ("batch", "split", "policies", "extra.confidence")
     columns = {key: data[key][:] for key in groups if key in data.column_names}
     columns["confidence"] = columns.pop("extra.confidence", len(data) * [None])

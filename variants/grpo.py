@@ -333,7 +333,7 @@ def main(args: Args):
                     # One column before each response token. Rows are right-padded, so they need no mask.
                     logits = model(mb["tokens"], mb["columns"])  # (b, W, V)
                     logprobs = token_logprobs(logits, mb["responses"], args.temperature)
-                    del logits  # the largest tensor, not needed for the backward pass
+                    del logits  # the largest tensor; the backward pass does not need it
                     loss, sums = grpo_loss(logprobs, mb, args)
                     accelerator.backward(loss * accelerator.num_processes)  # DDP and DeepSpeed average over devices
                     if not grad_norms:  # before the first optimiser step, when every ratio should be exactly 1

@@ -313,7 +313,7 @@ def main(args: Args):
                     # One column before each response token. Rows are right-padded, so they need no mask.
                     logits = model(mb["tokens"], mb["columns"])  # (b, W, V)
                     logprobs = token_logprobs(logits, mb["responses"], args.temperature)
-                    del logits  # the largest tensor, not needed for the backward pass
+                    del logits  # the largest tensor; the backward pass does not need it
                     chosen, rejected = logprobs.masked_fill(~mb["response_mask"], 0.0).sum(1).chunk(2)
                     ref = mb["ref_sums"].chunk(2)
                     flip = flip_probability(mb["scores"], args.labels)
