@@ -164,7 +164,7 @@ def test_gold_of_each_update_is_that_of_plain_code(setting, world, single, golde
     gold.main(gold.Args(runs=(str(folder), f"{folder}/../{folder.name}"), gold=named, second_gold=second))  # 2 names
     table = pandas.read_csv(folder / "gold.csv").set_index("update")
     rows = pandas.read_csv(folder / "gold_samples.csv", keep_default_na=False)
-    assert table.index.tolist() == [0, 2] + [3] * (members == 2)
+    assert table.index.tolist() == [0, 2] + [3] * (members == 2) and set(table.pop("judge")) == {named}
     for update, policy in ((table.index[0], setting.sft), (table.index[-1], folder / "model")):
         samples = plain_samples(setting, world, policy, temperature=0.7 if members == 1 else 1.1)
         assert len({len(x.tokens) for x in samples}) > 1  # of several lengths
@@ -193,6 +193,19 @@ def test_gold_of_each_update_is_that_of_plain_code(setting, world, single, golde
             penalised = [x.score if x.has_eos or members == 2 else -1.0 for x in samples]  # golden has no penalty
             assert last["eval/score"] == pytest.approx(statistics.fmean(penalised), rel=1e-4)
             assert last["eval/score_without_penalty"] == pytest.approx(expected["score"], rel=1e-4)
+
+
+def test_a_run_without_sampled_tokens_changes_no_other_run(world, capsys):
+    """Letter by letter, the sampled tokens are not those that the tokenizer makes of the text."""
+    tokenizer = reward.load_tokenizer(str(world.tokenizer))
+    letters = [tokenizer(x, add_special_tokens=False).input_ids[-1] for x in " sister"]
+    text, query = tokenizer.decode(letters), tokenizer("q", add_special_tokens=False).input_ids
+    other = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    samples = {"run": ["new", "old"], "query": ["q"] * 2, "response": [text] * 2, "has_eos": [True] * 2}
+    ids = [str([*letters, tokenizer.eos_token_id]), float("nan")]
+    found = gold.tokens_of(tokenizer, pandas.DataFrame(samples | {"response_token": ids}))
+    assert found == [(*query, *letters, tokenizer.eos_token_id), (*query, *other)] and found[0] != found[1]
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["old"]
 
 
 # ---- members -----------------------------------------------------------------------------------------------------
