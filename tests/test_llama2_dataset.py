@@ -288,7 +288,8 @@ def test_the_base_gets_the_turns_that_it_lacks(prepare, capsys):
 def test_a_new_turn_is_not_likelier_than_the_real_tokens(prepare, tmp_path):
     """A base whose own tokens all have a logit of -33, as in pretrained models: 0 would be e^33 times as likely."""
     bare, low = ROOT / "quickstart" / "bases" / "nano-xs", tmp_path / "low"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(bare, dtype=torch.float32), AutoTokenizer.from_pretrained(bare)
+    model = AutoModelForCausalLM.from_pretrained(bare, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(bare)
     model.resize_token_embeddings(len(tokenizer))  # no spare rows
     hidden = model.base_model(torch.arange(5)[None])[0][0, -1].detach()
     weight = model.get_output_embeddings().weight.data

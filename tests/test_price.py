@@ -268,7 +268,8 @@ def test_refresh_takes_only_what_it_left_in_the_root(tmp_path):
     def write(path: Path, **changed: str):
         path.write_text("".join(f"{changed.get(f'line_{i}', f'line {i}')}\n" for i in range(30)))
 
-    refresh, made = "bash ablations/refresh.sh x", "git -c diff.noprefix=false diff -C --find-copies-harder --full-index"
+    refresh = "bash ablations/refresh.sh x"
+    made = "git -c diff.noprefix=false diff -C --find-copies-harder --full-index"
     write(source)
     write(target, line_2="idea")
     assert shell(f"git init -q && git add ppo.py && git add -N ppo_x.py && {made} >ablations/x.diff") == 0
