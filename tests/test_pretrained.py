@@ -107,6 +107,21 @@ def test_training_pairs_are_on_other_posts_than_the_evaluation(tmp_path):
     assert (found["train"]["query"][:], found["validation"]["query"][:]) == (["a", "a"], ["a", "b", "d", "a"])
 
 
+def test_a_summary_of_openai_is_without_the_eos_of_the_tokenizer(tmp_path):
+    """SmolLM2's EOS, and a summary on each side."""
+    post = {"id": "1", "title": "t", "post": "One. Two.", "summary": "s"}
+    posts = [post | {"query": query} for query in ("a", "b", "without")]
+    DatasetDict(validation=Dataset.from_list(posts)).save_to_disk(tmp_path / "sft")
+    pairs = []
+    for query, sides in (("a", ("chosen", "rejected")), ("b", ("rejected", "chosen"))):
+        policies = {f"{sides[0]}_policy": pretrained.OPENAI, f"{sides[1]}_policy": "ref"}
+        texts = {"chosen": " one<|im_end|>", "rejected": " two<|im_end|>"}
+        pairs.append({"query": query, "summaries": [{"text": "two"}, {"text": "one"}], "choice": 1} | texts | policies)
+    DatasetDict(train=Dataset.from_list(pairs)).save_to_disk(tmp_path / "preference")
+    table = pretrained.texts_without_a_policy(pretrained.Args(data=tmp_path))
+    assert table[["query", "openai", "lead_1"]].values.tolist() == [["a", "one", "One."], ["b", "two", "One."]]
+
+
 # notes each command and makes what the real one would. A stage named in $SLOW waits for TERM: ppo.py with a handler and
 # a checkpoint, as in training, another one without, as in its first seconds
 STAND_IN = """#!/usr/bin/env bash
