@@ -192,8 +192,9 @@ def texts_without_a_policy(args: Args) -> pandas.DataFrame:
     for rows in load_from_disk(args.data / "preference").values():
         for side in ("chosen", "rejected"):
             of_model = rows.filter(lambda name: name == OPENAI, input_columns=f"{side}_policy")
-            for query, summaries, choice in zip(*(of_model[key] for key in ("query", "summaries", "choice")), strict=True):
-                written[query] = summaries[choice if side == "chosen" else 1 - choice]["text"]
+            for row in of_model.select_columns(["query", "summaries", "choice"]):
+                index = row["choice"] if side == "chosen" else 1 - row["choice"]
+                written[row["query"]] = row["summaries"][index]["text"]
     table = []
     for row in load_from_disk(args.data / "sft")["validation"]:
         if row["query"] in written:
