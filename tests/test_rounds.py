@@ -156,6 +156,14 @@ def test_runs_and_rows_of_another_commit_are_refused(tmp_path, monkeypatch):
         rounds.one_commit(tmp_path / "other", [])
 
 
+def test_outside_git_a_loop_goes_on(tmp_path, monkeypatch):
+    """Its rows have no commit, which is not another one."""
+    monkeypatch.setattr(rounds.score, "commit_of", lambda: "")
+    rounds.append([{"arm": "once"}], tmp_path / "rounds.csv")
+    rounds.one_commit(tmp_path / "runs", [tmp_path / "rounds.csv"])
+    assert (tmp_path / "runs/commit").read_text() == ""
+
+
 def test_the_sft_policy_is_measured_once(tmp_path, world, monkeypatch):
     """Round 1 of a seed adds it as round 0; the next arm does not."""
     monkeypatch.setattr(rounds.metric, "measure", lambda args: ({"truth": len(args.policy), "score": 1.0}, 0, 0))
