@@ -33,7 +33,8 @@ def commands(name: str, folder: Path) -> list[tuple]:
     text = f"{STUBS}command bash llama2/{name}"
     subprocess.run(["bash", "-c", text], cwd=folder, env=environment, check=True, capture_output=True)
     found = [shlex.split(line) for line in (folder / "commands").read_text().splitlines()]
-    return [(words[0], tyro.cli(script(words[0]).Args, args=words[1:])) for words in found if words[0] != "-"]
+    own = [words for words in found if words[0] not in ("-", "llama2/rounds.py")]
+    return [(words[0], tyro.cli(script(words[0]).Args, args=words[1:])) for words in own]
 
 
 @pytest.mark.parametrize("name", ["margins.sh", "real_sets.sh"])
@@ -55,6 +56,17 @@ def test_each_command_reads_what_those_before_it_wrote(name, tmp_path):
         helpfulness, _, safety = runs
         assert found[-1][1].reward_combination == "safety_gate"
         assert found[-1][1].reward_model_paths == [helpfulness, safety]
+
+
+@pytest.mark.parametrize("given", [["ture"], []], ids=["unknown labels", "another commit"])
+def test_margins_refuses_before_any_run(tmp_path, given):
+    (tmp_path / "llama2").mkdir()
+    shutil.copy(REPOSITORY / "llama2/margins.sh", tmp_path / "llama2")
+    stubs = STUBS.replace("python() {", "python() { [[ $2 != one-commit ]] || exit 1;")
+    environment = os.environ | {"COMMANDS": str(tmp_path / "commands")}
+    command = ["bash", "-c", f'{stubs}command bash llama2/margins.sh "$@"', "-", *given]
+    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode == 1
+    assert not (tmp_path / "commands").exists()
 
 
 def test_margins_are_means_over_seeds(tmp_path):
