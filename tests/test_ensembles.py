@@ -19,8 +19,9 @@ import pandas
 import pytest
 import torch
 import tyro
-from conftest import head_of, make_constant, make_talker, read_metrics, sample_by_hand, script
+from conftest import head_of, make_constant, make_talker, read_metrics, sample_by_hand, script, write_jsonl
 from datasets import load_from_disk
+from eval_helpers import load_function
 from kill_runs import weights
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -357,3 +358,21 @@ def test_what_is_kept_is_finished_and_of_the_same_settings(tmp_path):
     assert commands[-1][0] == "llama2/reward.py" and start() == commands[-1:]
     assert start(GOLD="another") == start(POLICY="another") == [] and start(NOISE="35") != []
     assert len(start(GOLD="another", RUNS="runs/more")) == len([x for x in commands if "alpaca" not in x[0]])
+
+
+def test_real_instructions_at_any_path(tmp_path):
+    """The rows lie where the script is called, and their name has a quotation mark. The gold reward reads them."""
+    for name in ("ensembles", "quickstart", "elsewhere"):
+        (tmp_path / name).mkdir()
+    shutil.copy(ROOT / "ensembles/real_instructions.sh", tmp_path / "ensembles")
+    (tmp_path / "quickstart/setup.sh").touch()
+    rows = [
+        {"instruction": "Say", "input": "a b", "output": "a b"},
+        {"instruction": "Go", "input": "", "output": "c d"},
+    ]
+    write_jsonl(tmp_path / 'elsewhere/it"s.jsonl', rows)
+    text = f'python() {{ exit 9; }}; export -f python; bash "{tmp_path}/ensembles/real_instructions.sh" \'it"s.jsonl\''
+    assert subprocess.run(["bash", "-c", text], cwd=tmp_path / "elsewhere", capture_output=True).returncode == 9
+    function = load_function("--gold", f"{tmp_path}/data/real_instructions/gold.py:score")
+    prompts = [f"<|prompter|>{prompt}<|endoftext|><|assistant|>" for prompt in ("Say\na b", "Go")]
+    assert [function(prompt, "a b") for prompt in prompts] == [1.0, 0.0]
