@@ -110,6 +110,12 @@ def test_a_stopped_loop_goes_on(run, tmp_path, kind):
     assert run("--seeds", "1", "graded") == whole[-1:]  # the tables
 
 
+@pytest.mark.parametrize("flag", ["--size", "--seeds"])
+def test_a_flag_without_its_value_is_named(flag):
+    done = subprocess.run(["bash", str(ROOT / "llama2/rounds.sh"), flag], capture_output=True, text=True)
+    assert done.returncode != 0 and f"{flag} needs a value" in done.stderr and done.stdout == ""
+
+
 # ---- rounds.py ---------------------------------------------------------------------------------------------------
 
 
