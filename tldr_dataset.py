@@ -294,7 +294,8 @@ def main(args: Args):
 
 
 def read_raw(source: str, splits: Iterable[str], required: tuple[str, ...]) -> dict[str, RawRows]:
-    """Return {split: rows} of a folder or a Hub id. Ends with an error if a split is empty or a column is missing."""
+    """Return {split: rows} of a folder or a Hub id, and print which splits are absent and which files of the folder are
+    not read. Ends with an error if a split is empty or a column is missing."""
     folder = Path(source).expanduser()
     raw = {} if folder.is_dir() else read_hub(source, splits)
     for split in splits:
@@ -305,6 +306,11 @@ def read_raw(source: str, splits: Iterable[str], required: tuple[str, ...]) -> d
                 raw[split] = read_file(path)
     if not raw:
         fail(f"{source} has none of the splits {', '.join(splits)} as .jsonl or .parquet")
+    absent = [split for split in splits if split not in raw]
+    others = [path.name for path in sorted(folder.glob("*.*")) if path.stem not in splits]
+    others = [name for name in others if name.endswith((".jsonl", ".parquet"))]
+    if absent or others:
+        print(f"{source}: absent splits: {', '.join(absent) or 'none'}; files not read: {', '.join(others) or 'none'}")
     for split, rows in raw.items():
         missing = set(required) - {column for _, row in rows for column in row}  # all, if there are no rows
         if missing:

@@ -4,10 +4,12 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas
 import plan
 import pytest
 import samples
@@ -109,6 +111,28 @@ def test_the_step_of_a_task_has_its_cores_and_environment(tmp_path):
     subprocess.run(command, cwd=tmp_path, env=os.environ | settings, check=True)
     call = (tmp_path / "call").read_text()
     assert call.startswith("32 --export=ALL ") and call.endswith("sft.py --seed 2 --resume\n")
+
+
+def test_data_of_other_flags_are_not_taken(tmp_path):
+    """The flags stand in the data card. Data that were made by hand with the same flags serve."""
+    folder = tmp_path / "data/tldr/sft"
+    folder.mkdir(parents=True)
+    table = pandas.DataFrame({"dataset": ["sft"], "rows": [1]})
+
+    def code(made: list[str], *flags: str) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", ["tldr_dataset.py", *made])
+            (folder / "README.md").write_text(tldr_dataset.card_text("sft", tldr_dataset.Args(), table))
+        command = ["bash", ROOT / "benchmark/tldr_dataset.sbatch", "--output-dir", "data/tldr", *flags]
+        environment = os.environ | {"VIRTUAL_ENV": sys.prefix}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode
+
+    tokenizer = ["--tokenizer", "a b"]
+    for made, flags in product(([], tokenizer), repeat=2):
+        assert code(made, *flags) == (made != flags) == code(["--output-dir", "data/tldr", *made], *flags)
+    (folder / "README.md").unlink()  # published data
+    command = ["bash", ROOT / "benchmark/tldr_dataset.sbatch", "--output-dir", "data/tldr"]
+    subprocess.run(command, cwd=tmp_path, env=os.environ | {"VIRTUAL_ENV": sys.prefix}, check=True)
 
 
 # ---- where frozen models wait, and as what -----------------------------------------------------------------------
