@@ -33,10 +33,9 @@ def test_copied_words_and_runs_of_words():
 def test_the_first_page_has_the_committed_rows():
     rows = pandas.read_csv(REPOSITORY / "benchmark/results/pretrained/policies.csv").set_index("policy")
     page = " ".join((REPOSITORY / "README.md").read_text().split())
-    rouge, score = rows["rougeL"].map("{:.3f}".format), rows["score"].map("{:.2f}".format)
+    rouge = rows["rougeL"].map("{:.3f}".format)
     assert f"SFT raises ROUGE-L from {rouge['zero_shot']} to {rouge['sft']}" in page
-    assert f"raises the score from {score['sft']} to {score['rloo']}, and four of five" in page
-    assert f"after 256 responses ({score['sft']} to {score['ppo']})" in page
+    assert "RLOO raises the score most, but four of five" in page and rows["score"].idxmax() == "rloo"
     assert 0.75 < rows["questions"]["rloo"] < 0.85
 
 
