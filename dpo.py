@@ -97,7 +97,7 @@ class Args:
     micro_batch_size: int | None = None
     """pairs per device in one pass of the model; affects memory, speed, rounding; default: fits 80 GB, or 8"""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """autocast type; trained weights are kept in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
+    """autocast type; weights in training are float32 (DeepSpeed: a copy); default: bf16 on a GPU (Detail 8)"""
     save_every: int = 0
     """write a checkpoint for --resume every so many updates; 0: never"""
     resume: bool = False
@@ -148,16 +148,16 @@ def pair_logprobs(model, pairs: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 def is_tie(chosen: torch.Tensor, rejected: torch.Tensor, size: torch.Tensor, precision: str) -> torch.Tensor:
     """Return (b,) whether two scores are too close to call: another micro-batch size could swap them by rounding alone.
-    A tie counts as a miss. `size` (b,) sums the magnitudes that were rounded: rewards in reward.py,
-    log-probabilities in dpo.py."""
+    `size` (b,) sums the magnitudes that were rounded."""
     return (chosen - rejected).abs() <= ROUNDING[precision] * size
 
 
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     """Return the row indices (stop - start,) at positions start..stop-1 of an endless stream over n rows, reshuffled
     without replacement on each pass (Detail 21). They depend only on (seed, position), so all processes agree."""
-    passes = {number: permutation(n, seed, number) for number in range(start // n, stop // n + 1)}
-    return torch.stack([passes[position // n][position % n] for position in range(start, stop)])
+    first = start // n
+    passes = torch.cat([permutation(n, seed, number) for number in range(first, stop // n + 1)])
+    return passes[start - first * n : stop - first * n]
 
 
 def permutation(n: int, seed: int, number: int) -> torch.Tensor:
@@ -217,6 +217,7 @@ def main(args: Args):
     run_start = time.time()
     if finished_updates == 0:
         write_metrics(accelerator, args, {"time/reference": reference_seconds}, 0, num_updates)
+    # After each update, updates() writes a checkpoint if one is due, and ends the run if a signal has come.
     for update in updates(accelerator, args, finished_updates, num_updates):
         # ---- 1. pairs: each process takes its share ----------------------------------------------
         update_start = time.time()
@@ -594,24 +595,27 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
                 fail(f"{flag} {path}: {split}: {key} of row {row} is padded on the other side. Use tldr_dataset.py")
         looked_at = rows.select(range(0, len(rows), ceil(len(rows) / 16)))
         matches = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
-        if 2 * matches <= len(looked_at):  # 5 % of the published rows do not match; of another tokenizer's, nearly all
+        if 2 * matches <= len(looked_at):  # of another tokenizer's rows, hardly one matches
             how = "Make it with tldr_dataset.py or llama2/preference_dataset.py; eval/check_data.py shows the rows"
             fail(f"{flag} {path}: {split}: {matches} of {len(looked_at)} rows match the model's tokenizer. {how}")
     return data.with_format("torch")
 
 
 def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
-    """Return whether a row's query tokenises to its `query_token`, and its other token columns end in EOS."""
+    """Return whether a row's `query_token` decodes to its query, spaces aside (the published texts lack some), and its
+    other token columns end in EOS."""
     tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
-    if tokens.pop("query_token") != tokenizer(row["query"], add_special_tokens=False).input_ids:
+    decoded = tokenizer.decode(tokens.pop("query_token"), clean_up_tokenization_spaces=False)
+    if "".join(decoded.split()) != "".join(row["query"].split()):
         return False
     return all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())
 
 
 # ==== plumbing: the same code in every stage script; read it once, then skip it ===================
 
-# Flags of all stage scripts: those that must be above 0, and those that --resume may change, as no update needs them
+# Flags of all stage scripts: those that must be above 0, and those that --resume may change (at most, rounding differs)
 POSITIVE = {"batch_size", "num_mini_batches", "num_ppo_epochs", "response_length", "eval_rows", "temperature", "beta"}
+POSITIVE |= {"total_episodes", "micro_batch_size", "sample_batch_size", "eval_temperature"}  # None: the default
 MAY_CHANGE = {"micro_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes", "eval_every"}
 MAY_CHANGE |= {"eval_rows", "run_eval", "sample_every", "save_every", "track", "resume", "output_dir"}
 MAY_CHANGE |= {"dataset", "preference_dataset", "sft_model_path", "reward_model_path"}  # their contents are compared
@@ -656,6 +660,7 @@ def check_args(args):
 
 def make_accelerator(args) -> Accelerator:
     """Return the Accelerator that the launcher asked for. Ends with an error if accelerate started something else."""
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the shell of stage.sbatch ignores it, and so would its children
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # or it divides the loss
     torch.backends.cuda.enable_cudnn_sdp(False)  # slow with new shapes, and has given NaN
@@ -674,8 +679,10 @@ def make_accelerator(args) -> Accelerator:
             process_group.backend = "gloo"
     accelerator = Accelerator(**settings)
     plugin = accelerator.state.deepspeed_plugin
-    if accelerator.num_processes != world or bool(plugin) != deepspeed or (plugin and plugin.zero_stage == 3):
-        fail("accelerate did not start what was asked for, or ZeRO-3: use a configuration of benchmark/accelerate/")
+    is_sharded = accelerator.distributed_type == "FSDP" or (plugin and plugin.zero_stage == 3)
+    if accelerator.num_processes != world or bool(plugin) != deepspeed or is_sharded:
+        how = "Use a configuration of benchmark/accelerate/"
+        fail(f"accelerate did not start what was asked for, or it shards the weights (FSDP, ZeRO-3). {how}")
     return accelerator
 
 
@@ -720,7 +727,7 @@ def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: fl
 def writing(accelerator: Accelerator, path: Path):
     """Yield a temporary path for the new content of `path` (file or folder) and rename it into place when it is on the
     disk, so that `path` is always complete or absent. All processes call it, because each may write a part."""
-    partial = path.with_suffix(".tmp")  # one that a killed run has left is written over
+    partial = path.with_suffix(".tmp")
     with or_fail(f"{path} could not be written: make room, then continue with --resume"):
         path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
@@ -757,6 +764,8 @@ def start_or_resume(accelerator: Accelerator, args, inputs: dict) -> int:
     newest = max(folder.glob("checkpoints/update_??????"), default=None)
     if len(set(gather_object([str(newest)]))) > 1:
         fail(f"--resume {folder}: the processes see {gather_object([str(newest)])}. They need one shared disk")
+    for torn in folder.glob("checkpoints/*.tmp"):  # of a run that was killed
+        shutil.rmtree(torn, ignore_errors=True)  # harmless if several processes try
     if newest:
         with or_fail(f"--resume: {newest} cannot be loaded. Launch the run as before, or delete that checkpoint"):
             metrics = (newest / "metrics.jsonl").read_text()
@@ -783,7 +792,9 @@ def content_digest(source: str | Dataset) -> str:
     if isinstance(source, Dataset):
         files = [Path(file["filename"]) for file in source.cache_files]
     else:
-        files = [Path(source, "config.json"), *sorted(Path(source).glob("*model*"))]
+        folder = Path(source)
+        weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+        files = [folder / "config.json", *weights]
     content = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
@@ -804,11 +815,10 @@ def updates(accelerator: Accelerator, args, finished: int, last: int):
     def note(received, _):  # the update finishes first
         caught.append(received)
         if received == signal.SIGINT:
-            print("Ctrl-C: saving a checkpoint after this update; press again to end at once", flush=True)
+            os.write(1, b"Ctrl-C: saving a checkpoint after this update; press again to end at once\n")  # not print
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, note)
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     start = time.time()
     for update in track(range(finished + 1, last + 1), STAGE, disable=not accelerator.is_main_process):
         yield update
@@ -827,7 +837,8 @@ def updates(accelerator: Accelerator, args, finished: int, last: int):
             accelerator.end_training()
             sys.tracebacklimit = 0
             raise KeyboardInterrupt if signal.SIGINT in stop else SystemExit(75)  # a shell's loop ends with Ctrl-C, too
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, handler in before.items():  # from here on, a signal ends the run at once
+        signal.signal(number, handler or signal.SIG_DFL)
 
 
 def note_missing_checkpoints(accelerator: Accelerator, seconds: float):
@@ -835,7 +846,7 @@ def note_missing_checkpoints(accelerator: Accelerator, seconds: float):
     if seconds >= 600:
         lost = f"no checkpoints: a run that dies loses up to about {seconds / 3600:.1f} hours"
         size = checkpoint_bytes(accelerator) / 1e9
-        accelerator.print(f"{lost}; --save-every K keeps two (a checkpoint is {size:.2g} GB)", flush=True)
+        accelerator.print(f"{lost}; --save-every K keeps two and writes a third ({size:.2g} GB each)", flush=True)
 
 
 def checkpoint_bytes(accelerator: Accelerator) -> int:

@@ -261,6 +261,7 @@ def main(args: Args):
 
     # ---- 2. raw rows -----------------------------------------------------------------------------
     output_dir = Path(args.output_dir).expanduser()
+    args.output_dir = str(output_dir)
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         fail(f"{output_dir} already holds data: remove it, or choose another --output-dir")
     if args.push_to_hub and not (args.hub_id_sft and args.hub_id_preference):
@@ -293,7 +294,8 @@ def main(args: Args):
 
 
 def read_raw(source: str, splits: Iterable[str], required: tuple[str, ...]) -> dict[str, RawRows]:
-    """Return {split: rows} of a folder or a Hub id. Ends with an error if a split is empty or a column is missing."""
+    """Return {split: rows} of a folder or a Hub id, and print which splits are absent and which files of the folder are
+    not read. Ends with an error if a split is empty or a column is missing."""
     folder = Path(source).expanduser()
     raw = {} if folder.is_dir() else read_hub(source, splits)
     for split in splits:
@@ -304,10 +306,17 @@ def read_raw(source: str, splits: Iterable[str], required: tuple[str, ...]) -> d
                 raw[split] = read_file(path)
     if not raw:
         fail(f"{source} has none of the splits {', '.join(splits)} as .jsonl or .parquet")
+    absent = [split for split in splits if split not in raw]
+    others = [path.name for path in sorted(folder.glob("*.*")) if path.stem not in splits]
+    others = [name for name in others if name.endswith((".jsonl", ".parquet"))]
+    if absent or others:
+        print(f"{source}: absent splits: {', '.join(absent) or 'none'}; files not read: {', '.join(others) or 'none'}")
     for split, rows in raw.items():
-        missing = set(required).difference(*(row for _, row in rows))
+        missing = set(required) - {column for _, row in rows for column in row}  # all, if there are no rows
         if missing:
-            how = " (pairs with prompt, chosen and rejected: llama2/preference_dataset.py)" * ("summaries" in missing)
+            how = ""
+            if "summaries" in missing:
+                how = " (pairs with prompt, chosen and rejected: llama2/preference_dataset.py)"
             fail(f"{source}: {split}: {len(rows)} rows without {', '.join(sorted(missing))}{how}")
     return raw
 
@@ -353,7 +362,8 @@ def split_off_cnndm(raw: dict[str, RawRows]) -> dict[str, RawRows]:
     splits = {split: [] for split in PREFERENCE_TARGETS}
     for split, rows in raw.items():
         for where, row in rows:
-            target = PREFERENCE_TARGETS[split][is_cnndm(row)]
+            tldr, cnndm = PREFERENCE_TARGETS[split]
+            target = cnndm if is_cnndm(row) else tldr
             if target is None:
                 kind = "a CNN/DM row" if is_cnndm(row) else "not a CNN/DM row"
                 fail(f"{where}: {kind}. CNN/DM rows belong in validation or validation_cnndm, and all others elsewhere")

@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import save_checkpoint  # noqa: E402
+from eval_helpers import fail, or_fail, save_checkpoint  # noqa: E402
 
 
 @dataclass
@@ -36,23 +35,9 @@ class Args:
     seed: int = 44413
     """its seed: 44413, 55513, 66613 or 77713"""
     source: str | None = None
-    """instead: a folder, or a Hub id[@revision], of that format"""
+    """instead: a folder, or a Hub id[@revision], of that format; needs --output-dir"""
     output_dir: str = "released/reward/{model}/{seed}"
     """checkpoint folder to write; it must not be there yet"""
-
-
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
-
-
-@contextmanager
-def or_fail(message: str):
-    """Run a block that depends on files, disk or network, and turn any exception there into one clear error message."""
-    try:
-        yield
-    except Exception as error:  # each file format raises its own kinds of error
-        fail(f"{message} ({error!r:.300})")
 
 
 def released(model: str, seed: int) -> str:
@@ -97,6 +82,8 @@ def convert(folder: str, output: Path):
 
 
 def main(args: Args):
+    if args.source and args.output_dir == Args.output_dir:
+        fail(f"--source {args.source} needs --output-dir: {Args.output_dir} is for the paper's models")
     output = Path(args.output_dir.format(model=args.model, seed=args.seed))
     if output.exists():
         fail(f"{output} is there already: delete it, or choose another --output-dir")

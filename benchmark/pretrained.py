@@ -192,13 +192,15 @@ def texts_without_a_policy(args: Args) -> pandas.DataFrame:
     for rows in load_from_disk(args.data / "preference").values():
         for side in ("chosen", "rejected"):
             of_model = rows.filter(lambda name: name == OPENAI, input_columns=f"{side}_policy")
-            written |= dict(zip(of_model["query"], of_model[side], strict=True))
+            for row in of_model.select_columns(["query", "summaries", "choice"]):
+                index = row["choice"] if side == "chosen" else 1 - row["choice"]
+                written[row["query"]] = row["summaries"][index]["text"]
     table = []
     for row in load_from_disk(args.data / "sft")["validation"]:
         if row["query"] in written:
             lines = sentences_of(row["post"])
             texts = {"title": row["title"], "lead_1": " ".join(lines[:1]), "lead_2": " ".join(lines[:2])}
-            texts |= {"reference": row["summary"], "openai": written[row["query"]].removesuffix("<|endoftext|>")}
+            texts |= {"reference": row["summary"], "openai": written[row["query"]]}
             table.append({"id": row["id"], "query": row["query"]} | {key: text.strip() for key, text in texts.items()})
     return pandas.DataFrame(table)
 

@@ -18,6 +18,7 @@
 # Data land in data/pretrained/{model}, runs in runs/pretrained/{model}/{stage}, with --small or --gpu in {model}-small or
 # {model}-gpu. At the end benchmark/pretrained.py prints the tables and draws the curves of benchmark/pretrained.md.
 set -euo pipefail
+here=$PWD
 CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 model=HuggingFaceTB/SmolLM2-135M small="" gpu="" raw="" seed=1
@@ -27,9 +28,11 @@ while (($#)); do
         --small) small=-small gpu="" ;;
         --gpu) gpu=-gpu small="" ;;
         --model) [[ -n ${2:-} ]] || { echo "error: --model needs a value; $usage" >&2 && exit 1; }
-            model=$2 && shift ;;
+            model=$2 && shift
+            [[ $model == /* || ! -d $here/$model ]] || model=$here/$model ;;
         -*) echo "error: unknown argument $1; $usage" >&2 && exit 1 ;;
-        *) raw=$1 ;;
+        /*) raw=$1 ;;
+        *) raw=$here/$1 ;;
     esac
     shift
 done
@@ -77,6 +80,12 @@ tokenise() { # raw posts and comparisons, or only posts, into tokens of the mode
 }
 sources=()
 [[ ! $raw ]] || sources=(--sft-dataset "$raw/tldr_posts" --preference-dataset "$raw/tldr_comparisons")
+made_of="--tokenizer $model ${lengths[*]-} ${sources[*]-}"
+if [[ -e $data/made_of && $(<"$data/made_of") != "$made_of" ]]; then
+    echo "error: $data was made with $(<"$data/made_of"), not with $made_of: move $data and $runs away" >&2 && exit 1
+fi
+mkdir -p "$data"
+echo "$made_of" >"$data/made_of"
 [[ -e $data/tldr ]] || tokenise ${sources[@]+"${sources[@]}"} --output-dir "$data/tldr"
 if [[ ! -e $data/invented ]]; then # five posts as every split: samples.py asks for train, too
     mkdir -p "$data/posts"

@@ -11,7 +11,8 @@ validation accuracy of the average beside those of its members, and warns where 
 
 OUTPUT_DIR/ model/, a folder like reward.py's; args.json; and accuracy.csv: for each member and the average, the share
             of the validation pairs whose chosen response scores higher (ties half), of all pairs and of each value of
-            their column `batch` (kept and flipped labels of gold_label.py)
+            their column `batch` (kept and flipped labels of gold_label.py), if they have one. A batch that has the name
+            of another column, such as all, is called "batch all"
 """
 
 import json
@@ -32,11 +33,12 @@ from rich.progress import track
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import at_least, save_checkpoint, wins  # noqa: E402
+from eval_helpers import at_least, same_tokenizer, save_checkpoint, wins  # noqa: E402
 
 from ppo import fail, load_reward_model, load_splits, load_tokenizer, local_checkpoint, or_fail, rounded_width  # noqa: E402
 
 COLUMNS = ["query", "query_token", "query_chosen_token", "query_rejected_token"]
+TAKEN = ("model", "pairs", "all")  # columns of accuracy.csv that are no batch
 ONE_BASE = 0.5  # cosine of two members' weights: above 0.9 after training from one base, about 0 between two bases
 
 
@@ -77,8 +79,8 @@ def same_base(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> f
 @torch.no_grad()
 def accuracies(model, pairs, pad_id: int, size: int, name: str) -> dict[str, float]:
     """Return {"all" or a value of the column `batch`: share of the pairs whose chosen response scores higher, ties
-    half}."""
-    won, device = defaultdict(list), next(model.parameters()).device
+    half}. A pair without batch (None) counts in all alone."""
+    won, everything, device = defaultdict(list), [], next(model.parameters()).device
     for start in track(range(0, len(pairs), size), name, console=Console(stderr=True), transient=True):
         batch = pairs[start : start + size]
         chosen = last_rewards(model, batch["query_chosen_token"].to(device), pad_id)
@@ -86,9 +88,10 @@ def accuracies(model, pairs, pad_id: int, size: int, name: str) -> dict[str, flo
         same = (batch["query_chosen_token"] == batch["query_rejected_token"]).all(1).to(device)
         hits = torch.where(same, 0.5, wins(chosen, rejected)).tolist()
         for label, hit in zip(batch.get("batch", []), hits, strict=False):
-            won[label].append(hit)
-        won["all"] += hits
-    return {label: sum(won[label]) / len(won[label]) for label in sorted(won)}
+            if label is not None:
+                won[f"batch {label}" if label in TAKEN else label].append(hit)
+        everything += hits
+    return {"all": fmean(everything)} | {label: fmean(won[label]) for label in sorted(won)}
 
 
 def main(args: Args):
@@ -104,8 +107,8 @@ def main(args: Args):
     first = args.reward_model_paths[0]
     tokenizer = load_tokenizer(folders[first])
     for path, folder in folders.items():
-        if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
-            fail(f"{path} has another tokenizer than {first}: their weights do not mean the same")
+        if not same_tokenizer(load_tokenizer(folder), tokenizer):
+            fail(f"{path} has another tokenizer or EOS than {first}: their weights do not mean the same")
     pairs = load_splits("--preference-dataset", args.preference_dataset, COLUMNS, tokenizer)["validation"]
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     width = max(len(pairs[0][key]) for key in COLUMNS[2:])

@@ -43,7 +43,17 @@ from transformers import DynamicCache
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import at_least, fail, load_function, markdown, nucleus, or_fail, tied, wins  # noqa: E402
+from eval_helpers import (  # noqa: E402
+    at_least,
+    fail,
+    load_function,
+    markdown,
+    nucleus,
+    or_fail,
+    same_tokenizer,
+    tied,
+    wins,
+)
 
 from ppo import (  # noqa: E402
     RewardModel,
@@ -186,8 +196,8 @@ def load_judge(flag: str, value: str, tokenizer, width: int, device):
     if re.fullmatch(r".+\.py:\w+", value):
         return load_function(flag, value)
     path = local_checkpoint(flag, value)
-    if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
-        fail(f"{flag} {value} has another tokenizer than --policy: it cannot score that model's tokens")
+    if not same_tokenizer(load_tokenizer(path), tokenizer):
+        fail(f"{flag} {value} has another tokenizer or EOS than --policy: it cannot score that model's tokens")
     return load_reward_model(path, tokenizer, width).to(device).eval()
 
 
@@ -208,8 +218,8 @@ def sample_prompts(args: Args, settings: dict, device, rank: int, world: int):
     names = [*args.reward_model_paths, *(" ".join(gold) for gold in golds.items())]
     tokenizer = load_tokenizer(policy_folder)
     for folder in folders:
-        if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
-            fail(f"{folder} has another tokenizer than {policy_folder}, so it cannot score that model's tokens")
+        if not same_tokenizer(load_tokenizer(folder), tokenizer):
+            fail(f"{folder} has another tokenizer or EOS than {policy_folder}, so it cannot score that model's tokens")
     data = load_splits("--dataset", args.dataset, ["id", "query", "query_token"], tokenizer)
     if len(data["validation"]) < args.prompts:
         fail(f"--prompts {args.prompts}: the validation split of {args.dataset} has {len(data['validation'])} rows")
@@ -304,7 +314,8 @@ def make_tables(args: Args, settings: dict):
     files = [file for i in range(settings["prompts"]) if (file := folder / f"samples_{i:06d}.npz").exists()]
     if not files:
         fail(f"{folder}: no prompt is sampled there yet; without --estimate the command samples them")
-    scales = json.loads((folder / "scales.json").read_text()).values()  # in the order of the proxies
+    with or_fail(f"{folder}/scales.json cannot be read. The command that sampled makes it; it keeps the samples"):
+        scales = json.loads((folder / "scales.json").read_text()).values()  # in the order of the proxies
     middle, spread = (numpy.array([scale[key] for scale in scales])[members] for key in ("mean", "sd"))  # (k,) each
     ns = numpy.unique(numpy.geomspace(1, N, 30).round().astype(int))  # evenly spaced in log n
     weights = numpy.stack([bon_weights(int(n), N) for n in ns])  # (n, N)

@@ -36,7 +36,7 @@ from transformers import GenerationConfig, LogitsProcessor
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval", "ensembles")]
 
 from best_of_n import load_judge  # noqa: E402
-from eval_helpers import at_least, fail, nucleus, or_fail, tied  # noqa: E402
+from eval_helpers import at_least, fail, nucleus, or_fail, same_tokenizer, tied  # noqa: E402
 
 from ppo import (  # noqa: E402
     RewardModel,
@@ -272,8 +272,8 @@ def main(args: Args):
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     folders = [local_checkpoint("--policy", policy) for policy in args.policy]
     tokenizer = load_tokenizer(folders[0])
-    if load_tokenizer(folders[-1]).get_vocab() != tokenizer.get_vocab():
-        fail(f"--policy: {folders[1]} has another tokenizer than {folders[0]}")
+    if not same_tokenizer(load_tokenizer(folders[-1]), tokenizer):
+        fail(f"--policy: {folders[1]} has another tokenizer or EOS than {folders[0]}")
     data = load_splits("--dataset", args.dataset, COLUMNS, tokenizer)
     width = max(len(data[split][0]["query_token"]) for split in ("train", "validation")) + args.response_length
     names = {"gold": args.gold} | ({"safety": args.safety} if args.safety else {})

@@ -5,6 +5,10 @@
 #
 #   bash ensembles/real_instructions.sh [instructions.jsonl [folder of the tokenizer]]      (15 minutes of one core)
 set -euo pipefail
+for path; do # relative to where this was called
+    [[ -z $path || $path == /* ]] || path=$PWD/$path
+    shift && set -- "$@" "$path"
+done
 CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 rows=${1:-../shared/data/alpaca/instructions.jsonl}
@@ -21,12 +25,15 @@ run() {
     "$@"
 }
 
-cat >"$work/gold.py" <<PYTHON
+cp "$rows" "$work/rows.jsonl"
+cat >"$work/gold.py" <<'PYTHON'
 import json
+from pathlib import Path
+
 from rouge_score.rouge_scorer import RougeScorer
 
 answers = {}
-for row in map(json.loads, open("$rows")):
+for row in map(json.loads, open(Path(__file__).with_name("rows.jsonl"))):
     prompt = row["instruction"] + ("\n" + row["input"] if row["input"] else "")
     answers[f"<|prompter|>{prompt}<|endoftext|><|assistant|>"] = row["output"]
 scorer = RougeScorer(["rougeL"])

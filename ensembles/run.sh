@@ -6,9 +6,10 @@
 #   bash ensembles/run.sh --dry-run     prints the commands
 #   bash ensembles/run.sh               runs them, one after another
 #
-# The environment replaces the paper's values of POLICY, PROXY, GOLD, DATA, NOISE (percent of flipped labels), LAUNCH, and
-# of PPO SEEDS (figure 4 has three) and KL. Folders are named after them. What is finished is kept, and what was stopped
-# continues, so a call with other values adds to the runs. To draw them:
+# The environment replaces the paper's values of PROXY, NOISE (percent of flipped labels), and of PPO SEEDS (figure 4 has
+# three) and KL. Folders are named after them. What is finished is kept, and what was stopped continues, so a call with
+# other values adds to the runs. It also replaces POLICY, GOLD and DATA, which are the same for all runs of a folder: other
+# values need another RUNS. And it replaces LAUNCH. To draw the runs:
 #
 #   python ensembles/figures.py --runs runs/ensembles/ppo/noise_25_pythia-70m runs/ensembles/best_of_n/noise_25_pythia-70m
 #
@@ -34,6 +35,16 @@ launch=(${LAUNCH:-accelerate launch --config_file benchmark/accelerate/zero2.yam
 [[ $# == 0 || $* == --dry-run ]] || { echo "error: $*: run.sh takes --dry-run or nothing" >&2 && exit 1; }
 dry_run=${1:-}
 
+runs=${RUNS:-runs/ensembles}
+settings="POLICY=$policy GOLD=$gold DATA=$data"
+if [[ -z $dry_run ]]; then
+    if [[ -e $runs/settings && $(<"$runs/settings") != "$settings" ]]; then
+        echo "error: $runs has runs of $(<"$runs/settings"), not of $settings: choose another folder with RUNS" >&2 && exit 1
+    fi
+    mkdir -p "$runs"
+    echo "$settings" >"$runs/settings"
+fi
+
 run() { # what it leaves behind, command...
     if [[ -z $dry_run && -e $1 ]]; then
         echo "keeping $1, which is finished"
@@ -43,34 +54,35 @@ run() { # what it leaves behind, command...
     [[ -n $dry_run ]] || "${@:2}"
 }
 
-runs=runs/ensembles
 setting=noise_${NOISE:-25}_${proxy##*/}
 go_on=(--resume --save-every 200)
 for model in "$policy" "$proxy"; do # their tokens are the same: the policy's data serve both
     name=${model##*/}
     run "$data/$name/sft" python ensembles/alpaca_dataset.py --base "$model" --output-dir "$data/$name"
-    run "$runs/sft/$name/model" "${launch[@]}" sft.py --model "$data/$name/base" --seed 1 \
+    base=$data/$name/base
+    [[ -n $dry_run || -e $base ]] || base=$model # it has the two turns
+    run "$runs/sft/$name/model" "${launch[@]}" sft.py --model "$base" --seed 1 \
         --dataset "$data/${policy##*/}/sft" --learning-rate 8e-6 --num-train-epochs 3 --batch-size 4 \
         --loss-on response --max-grad-norm 2 \
         "${go_on[@]}" --output-dir "$runs/sft/$name" # table 1
 done
 policy_run=$runs/sft/${policy##*/}
 data=$data/${policy##*/}
-run "$data/labelled" python ensembles/gold_label.py --policy "$policy_run" --gold "$gold" --dataset "$data/pref" \
-    --label-noise 0 0.25 0.35 --response-length 256 --output-dir "$data/labelled" # table 4
+run "$runs/labelled" python ensembles/gold_label.py --policy "$policy_run" --gold "$gold" --dataset "$data/pref" \
+    --label-noise 0 0.25 0.35 --response-length 256 --output-dir "$runs/labelled" # table 4
 
 members=()
 for seed in 1 2 3 4 5; do # table 2: the same data, another head and another order
     member=$runs/reward/$setting/$seed
-    run "$member/eval/accuracy.csv" "${launch[@]}" llama2/reward.py --model "$proxy" --seed "$seed" \
+    run "$member/model" "${launch[@]}" llama2/reward.py --model "$proxy" --seed "$seed" \
         --sft-model-path "$runs/sft/${proxy##*/}" --dataset "$data/sft" \
-        --preference-dataset "$data/labelled/noise_${NOISE:-25}" --learning-rate 1e-5 --num-train-epochs 5 \
+        --preference-dataset "$runs/labelled/noise_${NOISE:-25}" --learning-rate 1e-5 --num-train-epochs 5 \
         --batch-size 32 --warmup-share 0.035 --max-grad-norm 2 --score-l2 0.001 --run-eval "${go_on[@]}" --output-dir "$member"
     members+=("$member")
 done
 average=$runs/reward/$setting/average
 run "$average/args.json" python ensembles/average.py --reward-model-paths "${members[@]}" \
-    --preference-dataset "$data/labelled/noise_${NOISE:-25}" --output-dir "$average"
+    --preference-dataset "$runs/labelled/noise_${NOISE:-25}" --output-dir "$average"
 run "$runs/best_of_n/$setting/best_of_n.md" python ensembles/best_of_n.py --policy "$policy_run" \
     --reward-model-paths "${members[@]}" --gold "$gold" --dataset "$data/sft" --prompts 1000 --samples 12500 \
     --response-length 256 --output-dir "$runs/best_of_n/$setting"

@@ -80,6 +80,9 @@ def main(args: Args):
     for split, rows in splits.items():
         with or_fail(f"{args.data}: {split} cannot be read. Make it again"), tempfile.TemporaryDirectory() as folder:
             widths = {column: len(rows[0][column]) for column in rows.column_names if column.endswith("_token")}
+            if not widths:
+                columns = f"the columns {', '.join(rows.column_names)}, but no tokens (query_token, chosen_token, ...)"
+                fail(f"{args.data}: {split} has {columns}. Make the data with tldr_dataset.py")
             settings = {"num_proc": cores() if len(rows) > 1000 else None, "new_fingerprint": "damage"}
             settings |= {"cache_file_name": f"{folder}/rows.arrow", "remove_columns": rows.column_names}
             found = rows.map(partial(find_damage, tokenizer=tokenizer, widths=widths), desc=split, **settings)

@@ -161,6 +161,12 @@ def run_jobs(jobs: Iterable[Job], side_by_side: int, root: Path):
         fail(f"failed, with these logs: {', '.join(failed)}; repeat the command after a repair")
 
 
+def same_tokenizer(one, other) -> bool:
+    """Return whether two tokenizers have one vocabulary and one EOS. A base model and its chat model often share the
+    vocabulary, but end their texts with different tokens."""
+    return (one.get_vocab(), one.eos_token) == (other.get_vocab(), other.eos_token)
+
+
 def save_checkpoint(model, tokenizer, folder: Path):
     """Save a model and its tokenizer as the stages do: transformers 4 and whom the umask lets read can read them."""
     from ppo import add_old_names  # here, because most tools need no models

@@ -72,11 +72,13 @@ class Args:
 
 
 def read_judged(run: Path, judge: str | None, name: str) -> pandas.DataFrame:
-    """Return the table `name` that judge.py made of a run's samples, empty if there is none or the samples are new."""
+    """Return the table `name` that judge.py made of a run's samples, empty if there is none or it is of other samples
+    than those there now. A table of older versions, which does not say, counts as one of other samples."""
     file, samples = run / "eval" / f"{result_name(judge or '')}_{name}.csv", run / "eval/samples_validation.csv"
     table = read_table(file)
-    if "samples" in table and (not samples.exists() or table["samples"].iloc[0] != digest_of(samples)):
-        print(f"{file} is stale, because its samples are not there any more, so it is left out: run judge.py again")
+    digest = digest_of(samples) if samples.exists() else "none"
+    if len(table) and ("samples" not in table or table["samples"].iloc[0] != digest):
+        print(f"{file} is stale, because it is not of the samples there now, so it is left out: run judge.py again")
         return table[:0]
     return table
 
@@ -138,9 +140,12 @@ def draw_series(axis: Axes, rows: pandas.DataFrame, i: int, name: str, xlabel: s
 
 def write_figure(path: Path, title: str, xlabel: str, panels: dict[str, dict], models: tuple[str, ...]) -> bool:
     """Draw panels {title: {name of a series: table}} and write path.png and path.csv. The columns of a table are x, y
-    and, where they apply, seed, sd, n and label. Returns False, and writes nothing, if all tables are empty."""
+    and, where they apply, seed, sd, n and label. If all tables are empty, returns False and removes
+    what an earlier call wrote."""
     tables = {(panel, name): rows for panel in panels for name, rows in panels[panel].items() if len(rows)}
     if not tables:
+        for suffix in ("png", "csv"):
+            Path(f"{path}.{suffix}").unlink(missing_ok=True)
         return False
     titles, names = [list(dict.fromkeys(level)) for level in zip(*tables, strict=True)]
     columns = 1 if len(titles) < 3 else 2

@@ -29,7 +29,8 @@ pairs=$runs/pairs_validation.csv
 python "$tools/rm_report.py" --preference-dataset "$data/preference" --write-pairs "$pairs"
 python "$tools/judge.py" ${files[@]+"${files[@]}"} "$pairs" --judge "$judge" ${BASE_URL:+--base-url "$BASE_URL"}
 judged=$runs/judge_$(sed -E 's/[^A-Za-z0-9.-]+/-/g' <<< "$judge")_of_pairs_validation.csv
-python "$tools/rm_report.py" "${study[@]}" --judged "$judged" --output "$output/rm_report"
+python "$tools/rm_report.py" "${study[@]}" --preference-dataset "$data/preference" --judged "$judged" \
+    --output "$output/rm_report"
 
 run=$last/${seeds[0]}
 shown=(--sft "$runs/sft/$run" --ppo "$runs/ppo/$run" --reward-model "$runs/reward/$run")

@@ -9,11 +9,12 @@ writes into the run's folder:
 gold_samples.csv    the samples of all updates, with their gold reward
 gold.csv            a row for each update: means of its samples' gold reward, score (the combined score of the reward
                     models, standardised if they are, without the penalty for a missing EOS), kl_k2 (nats) and tokens;
-                    gold_se, the standard error over posts; sqrt_kl, the square root of the mean KL; and second_gold
+                    gold_se, the standard error over posts; sqrt_kl, the square root of the mean KL; second_gold; and
+                    judge, the --gold that made it
 
 All updates have the same posts and the same noise, so compare two updates by their differences post by post. A reward
-model reads the sampled tokens or, if it has another tokenizer, its own tokens of the response's text, with EOS where it
-ended. A function gets the texts of query and response.
+model reads the sampled tokens or, if a run has none of its tokenizer, its own tokens of the response's text, with EOS
+where it ended. A function gets the texts of query and response.
 """
 
 import csv
@@ -59,14 +60,17 @@ def read_samples(folders: tuple[str, ...]) -> pandas.DataFrame:
 
 
 def tokens_of(tokenizer, samples: pandas.DataFrame) -> list[tuple[int, ...]]:
-    """Return the tokens that a reward model reads of each sample: those that were sampled or, if they are another
-    tokenizer's, its own of the text."""
-    texts, ends = samples["response"].tolist(), samples["has_eos"].tolist()
-    ids = samples.get("response_token", pandas.Series("[]", samples.index)).fillna("[]")  # older samples have none
-    responses = ids.map(json.loads).tolist()
-    if tokenizer.batch_decode(responses, skip_special_tokens=True) != texts:
-        encoded = tokenizer(texts, add_special_tokens=False).input_ids
-        responses = [ids + [tokenizer.eos_token_id] * end for ids, end in zip(encoded, ends, strict=True)]
+    """Return the tokens that a reward model reads of each sample: those that were sampled or, if a run has none or they
+    are another tokenizer's, its own of that run's texts."""
+    samples = samples.assign(ids=samples.get("response_token", pandas.Series("[]", samples.index)).fillna("[]"))
+    responses = []
+    for run, rows in samples.groupby("run", sort=False):  # a run's rows stand together
+        texts, sampled = rows["response"].tolist(), rows["ids"].map(json.loads).tolist()
+        if tokenizer.batch_decode(sampled, skip_special_tokens=True) != texts:
+            print(f"{run}: no sampled tokens of the tokenizer in {tokenizer.name_or_path}, so it reads the texts")
+            encoded = tokenizer(texts, add_special_tokens=False).input_ids
+            sampled = [x + [tokenizer.eos_token_id] * end for x, end in zip(encoded, rows["has_eos"], strict=True)]
+        responses += sampled
     queries = tokenizer(samples["query"].tolist(), add_special_tokens=False).input_ids
     return [(*query, *response) for query, response in zip(queries, responses, strict=True)]
 
@@ -83,6 +87,7 @@ def main(args: Args):
         table = updates[[x for x in ("gold", "score", "kl_k2", "tokens", "second_gold") if x in samples]].mean()
         table.insert(1, "gold_se", updates["gold"].sem())
         table["sqrt_kl"] = table["kl_k2"] ** 0.5
+        table["judge"] = args.gold
         with or_fail(f"{run} could not be written"):
             rows.drop(columns="run").dropna(axis=1, how="all").to_csv(
                 f"{run}/gold_samples.csv", index=False, quoting=csv.QUOTE_NONNUMERIC

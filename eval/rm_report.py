@@ -8,10 +8,12 @@ OUTPUT_calibration.csv (figure 7, right: accuracy by score difference).
 
 --judged FILE adds OUTPUT_agreement.csv, the agreement with a judge (figure 7, left; Detail 17). FILE is judge.py's
 judge_NAME.csv for the pairs that --write-pairs takes from the preference data, with the chosen response as the summary
-and the rejected one as the reference.
+and the rejected one as the reference. The reward models must be trained on the same --preference-dataset, because pairs
+are matched by their row. Without --judged, an earlier OUTPUT_agreement.csv is removed.
 """
 
 import csv
+import json
 import re
 import sys
 from dataclasses import dataclass
@@ -21,8 +23,10 @@ from statistics import mode
 import numpy
 import pandas
 import tyro
-from datasets import load_from_disk
-from eval_helpers import at_least, fail, markdown, with_sd
+from datasets import DatasetDict, load_dataset, load_from_disk
+from eval_helpers import at_least, fail, markdown, or_fail, with_sd
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for ppo, which only --judged needs
 
 
 @dataclass
@@ -41,6 +45,7 @@ class Args:
     policies: bool = False
     """table 5 also by the pair of policies, of which the paper's validation split has 241"""
     preference_dataset: str = "data/tldr/preference"
+    """preference data: folder or Hub id[@revision]"""
     output: str = "runs/rm_report"
     """path that the names of all files begin with"""
 
@@ -95,10 +100,40 @@ def judge_agreement(pairs: dict, judged: pandas.DataFrame) -> dict[tuple[str, in
     return agreements
 
 
+def load_pairs(args: Args) -> DatasetDict:
+    """Load the preference data from a folder or from a Hub id[@revision]."""
+    path = args.preference_dataset
+    name, _, revision = path.partition("@")
+    with or_fail(f"--preference-dataset {path}: no data set with train and validation pairs; see tldr_dataset.py"):
+        data = load_from_disk(path) if Path(path).exists() else load_dataset(name, revision=revision or None)
+        for split in ("train", "validation"):
+            data[split].select_columns(["query", "chosen", "rejected"])[0]  # fails where something is missing
+    return data
+
+
+def check_judged(args: Args, pairs: dict, judged: pandas.DataFrame):
+    """End with an error unless the judge and each reward model have the validation pairs of --preference-dataset."""
+    from ppo import content_digest  # here, because nothing else needs torch
+
+    data, path, key = load_pairs(args), args.preference_dataset, "preference_dataset digest"
+    digest, rows, counts = content_digest(data["train"]), len(data["validation"]), {args.judged: len(judged)}
+    for (model, seed), frame in pairs.items():
+        run = Path(args.runs, "reward", model, str(seed))
+        counts[run] = len(frame)
+        with or_fail(f"{run}/args.json does not tell which pairs this reward model was trained on"):
+            known = json.loads((run / "args.json").read_text())
+            same_path = Path(known["preference_dataset"]).resolve() == Path(path).resolve()  # older runs have no digest
+        if not (known[key] == digest if key in known else same_path):
+            fail(f"{run} was trained on other data than --preference-dataset {path}: {known['preference_dataset']}")
+    for source, count in counts.items():
+        if count != rows:
+            fail(f"{source} has {count} pairs, and {path} {rows}: write them with --write-pairs, and judge them again")
+
+
 def write_pairs(args: Args):
     """Write the validation pairs in judge.py's columns, with tokens if the data has them, and texts without EOS. EOS is
     what most texts end with, from their last < or [ on."""
-    data = load_from_disk(args.preference_dataset)["validation"]
+    data = load_pairs(args)["validation"]
     eos = mode(re.search(r"([<\[][^\s<\[]*)?$", text)[0] for side in ("chosen", "rejected") for text in data[side])
     rows = []
     for i, row in enumerate(data):
@@ -122,6 +157,10 @@ def main(args: Args):
     pairs = read(args, "pairs_validation.csv")
     if not pairs:
         fail(f"{args.runs}/reward: not one run of {', '.join(args.models)} has eval/pairs_validation.csv; --run-eval")
+    if args.judged:
+        with or_fail(f"--judged {args.judged} cannot be read. judge.py writes it"):
+            judged = pandas.read_csv(args.judged).dropna(subset=["id"])
+        check_judged(args, pairs, judged)
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     models = tuple(m for m in args.models if any(key[0] == m for key in pairs))
     text = "# Reward models\n\n## Table 5: mean ± sample standard deviation over seeds\n\n"
@@ -136,8 +175,9 @@ def main(args: Args):
     pandas.DataFrame(curves).to_csv(f"{args.output}_calibration.csv", index=False)
     text += "\n## Expected calibration error (Detail 18), mean over seeds\n\n" + markdown([errors])
 
+    Path(f"{args.output}_agreement.csv").unlink(missing_ok=True)
     if args.judged:
-        agreements = judge_agreement(pairs, pandas.read_csv(args.judged))
+        agreements = judge_agreement(pairs, judged)
         rows = [{"model": m, "seed": s, "pairs": n, "agreement": share} for (m, s), (n, share) in agreements.items()]
         pandas.DataFrame(rows).to_csv(f"{args.output}_agreement.csv", index=False)
     Path(f"{args.output}.md").write_text(text, encoding="utf-8")

@@ -7,8 +7,10 @@ from pathlib import Path
 def read_metrics(run: Path, may_be_empty: bool = False) -> list[dict]:
     """Return one dict per line of a run's metrics.jsonl. The rest behind the last newline is left out, because a run
     that was killed, or that still writes, can end in half a line. A damaged line before it ends the process with a
-    message, and so does a file without any line unless it `may_be_empty`."""
+    message, and so does a missing file, or one without any line unless it `may_be_empty`."""
     file, rows = run / "metrics.jsonl", []
+    if not file.exists():
+        raise SystemExit(f"error: {run} has no metrics.jsonl, which training writes: name a run folder, or train it.")
     for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
         try:
             rows.append(json.loads(line))

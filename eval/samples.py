@@ -6,11 +6,12 @@ it. Of any stage's policy.
     python eval/samples.py runs/dpo/1b/44413 --reference runs/sft/1b/44413 --temperature 0.7 --output-dir runs/kl/dpo
     torchrun --nproc_per_node 8 eval/samples.py EleutherAI/pythia-1b-deduped --output-dir runs/samples/1b
 
-A checkpoint is a run folder, a checkpoint folder or a Hub id[@revision]. Of a run folder seed, data and response length
-are the run's, and the tables go into its eval/: samples_{split}.csv, a row a post in the order of the data, and
-rouge.csv, their means. An earlier call's samples of splits that this call leaves out are removed, because rouge.csv no
-longer has them. Nothing else of a run is touched. Sampling is Gumbel-max with noise keyed by (seed, row, position) at
-temperature 0.01, as in the authors' code: the number of processes and the batch size change nothing.
+A checkpoint is a run folder, a checkpoint folder or a Hub id[@revision]. Of a run folder (or the model/ in it) seed,
+data and response length are the run's, and the tables go into its eval/: samples_{split}.csv, a row a post in the order
+of the data, and rouge.csv, their means. Before the first sample, an earlier call's rouge.csv is removed, and its
+samples of splits that this call leaves out, because rouge.csv will not have them. Nothing else of a run is touched.
+Sampling is Gumbel-max with noise keyed by (seed, row, position) at temperature 0.01, as in the authors' code: the
+number of processes and the batch size change nothing.
 """
 
 import csv
@@ -33,7 +34,7 @@ from rouge_score.rouge_scorer import RougeScorer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eval_helpers import at_least, wins  # noqa: E402
+from eval_helpers import at_least, same_tokenizer, wins  # noqa: E402
 
 from ppo import (  # noqa: E402
     fail,
@@ -72,7 +73,7 @@ class Args:
     """SFT data: folder or Hub id[@revision]; default the run's or its SFT model's, for a checkpoint that is no run
     data/tldr/sft if there, else the published set"""
     output_dir: str | None = None
-    """folder in which eval/ is written; default the run folder, else runs/samples/{its name}/{seed}"""
+    """folder in which eval/ is written; default the run folder, else runs/samples/{its name[@revision]}/{seed}"""
     seed: int | None = None
     """seed of the sampling noise; default the run's, else 44413"""
     response_length: int | None = None
@@ -199,6 +200,9 @@ def placed(model, accelerator):
 
 
 def main(args: Args):
+    checkpoint = Path(args.checkpoint)
+    if checkpoint.name == "model" and (checkpoint.parent / "args.json").exists():
+        args.checkpoint = str(checkpoint.parent)  # the run
     known = settings_of(Path(args.checkpoint))
     args.seed = known.get("seed", 44413) if args.seed is None else args.seed
     if args.response_length is None:
@@ -206,8 +210,8 @@ def main(args: Args):
     at_least(1, args, "response_length", "batch_size")
     at_least(0, args, "temperature")
     args.dataset = args.dataset or dataset_of(args.checkpoint, known)
-    local = Path(args.checkpoint).exists()
-    name = Path(args.checkpoint if local else args.checkpoint.partition("@")[0]).name
+    repository, at, revision = args.checkpoint.partition("@")
+    name = checkpoint.name if checkpoint.exists() else Path(repository).name + at + revision.replace("/", "-")
     args.output_dir = args.output_dir or (args.checkpoint if known else f"runs/samples/{name}/{args.seed}")
     if args.track and "wandb_id" not in known:
         fail(f"--track: {args.checkpoint} is no run folder that knows its W&B run")
@@ -232,18 +236,24 @@ def main(args: Args):
     policy, reward_model = placed(load_policy(folder, tokenizer, width), accelerator), None
     if args.reward_model_path:
         reward_folder = local_checkpoint("--reward-model-path", args.reward_model_path)
-        if load_tokenizer(reward_folder).get_vocab() != tokenizer.get_vocab():
-            fail(f"--reward-model-path {reward_folder}: a reward model of another tokenizer than {folder}")
+        if not same_tokenizer(load_tokenizer(reward_folder), tokenizer):
+            fail(f"--reward-model-path {reward_folder}: a reward model of another tokenizer or EOS than {folder}")
         reward_model = placed(load_reward_model(reward_folder, tokenizer, width), accelerator)
     reference = None
     if args.reference:
         reference_folder = local_checkpoint("--reference", args.reference)
-        if load_tokenizer(reference_folder).get_vocab() != tokenizer.get_vocab():
-            fail(f"--reference {reference_folder}: a policy of another tokenizer than {folder}")
+        if not same_tokenizer(load_tokenizer(reference_folder), tokenizer):
+            fail(f"--reference {reference_folder}: a policy of another tokenizer or EOS than {folder}")
         reference = placed(load_policy(reference_folder, tokenizer, width), accelerator)
     tracker = WandBTracker(None, dir=args.output_dir, id=known.get("wandb_id"), resume="allow")
     if args.track and accelerator.is_main_process:
         tracker.start()
+    tables = Path(args.output_dir, "eval")
+    if accelerator.is_main_process:
+        described = pandas.read_csv(tables / "rouge.csv")["split"] if (tables / "rouge.csv").exists() else []
+        for split in {*described, *data} - {*args.splits}:
+            (tables / f"samples_{split}.csv").unlink(missing_ok=True)
+        (tables / "rouge.csv").unlink(missing_ok=True)
     table = []
     for split in [split for split in args.splits if split in data]:
         rows = sampled(accelerator, policy, reward_model, reference, data[split], tokenizer, args, split)
@@ -255,10 +265,6 @@ def main(args: Args):
         write_quoted(accelerator, args, f"samples_{split}", rows)
         if args.track and accelerator.is_main_process:
             tracker.log_table(f"samples/{split}", dataframe=pandas.DataFrame(rows[:64]))
-    tables = Path(args.output_dir, "eval")
-    if accelerator.is_main_process and (tables / "rouge.csv").exists():
-        for split in {*pandas.read_csv(tables / "rouge.csv")["split"]} - {row["split"] for row in table}:
-            (tables / f"samples_{split}.csv").unlink(missing_ok=True)  # its row in rouge.csv is about to go
     write_quoted(accelerator, args, "rouge", table, f"samples of {folder}")
     if args.track and accelerator.is_main_process:
         tracker.finish()

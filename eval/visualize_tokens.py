@@ -38,7 +38,7 @@ from transformers import GenerationConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eval_helpers import fail, markdown  # noqa: E402
+from eval_helpers import fail, markdown, same_tokenizer  # noqa: E402
 
 import ppo  # noqa: E402
 
@@ -72,17 +72,17 @@ class Args:
 
 
 def find_models(args: Args) -> dict[str, str]:
-    """Return {name: checkpoint folder} of all models, which must have the vocabulary of the base."""
+    """Return {name: checkpoint folder} of all models, which must have the vocabulary and the EOS of the base."""
     paths = {name: getattr(args, name) for name in ("base", "sft", "ppo", "dpo", "reward_model") if getattr(args, name)}
     if args.ppo:
         paths["value_model"] = f"{args.ppo}/value_model"
-    folders, vocabularies = {}, {}
+    folders, tokenizers = {}, {}
     for name, path in paths.items():
         flag = f"--{name.replace('_', '-')}"
         folders[name] = ppo.local_checkpoint(flag, path)
-        vocabularies[name] = ppo.load_tokenizer(folders[name]).get_vocab()
-        if vocabularies[name] != vocabularies["base"]:
-            fail(f"{flag} {folders[name]} has another vocabulary than --base {folders['base']}")
+        tokenizers[name] = ppo.load_tokenizer(folders[name])
+        if not same_tokenizer(tokenizers[name], tokenizers["base"]):
+            fail(f"{flag} {folders[name]} has another tokenizer or EOS than --base {folders['base']}")
     return folders
 
 

@@ -4,19 +4,25 @@
 # each: once with the quickstart's labels, a quarter of which are wrong, and once with the truth's. Accuracy and score gap
 # per grade are of validation pairs with the truth's labels.
 #
-#   bash llama2/margins.sh [noisy|true]...      (12 runs of size xs each, two side by side; goes on where it was stopped)
+#   bash llama2/margins.sh [noisy|true]...      (12 runs of size xs each, two side by side)
+#
+# It goes on where it was stopped, but not with runs of another commit.
 set -euo pipefail
 CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-all_labels=("${@:-noisy true}")
+(($#)) || set -- noisy true
+for labels; do
+    [[ $labels == noisy || $labels == true ]] || { echo "error: labels are noisy or true, not $labels" >&2 && exit 1; }
+done
 work=data/llama2_margins
 runs=runs/llama2_margins
 posts=data/quickstart/posts-1
 bash quickstart/run.sh --data-only --posts-seed 1
 source quickstart/setup.sh requirements.txt
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+python llama2/rounds.py one-commit --runs "$runs" --rows
 
-for labels in ${all_labels[*]}; do
+for labels; do
     [[ -e $work/$labels ]] && continue
     rm -rf "$work/raw"
     mkdir -p "$work/raw"
@@ -49,7 +55,7 @@ done
 [[ -e $runs/sft/model ]] || python sft.py --model quickstart/bases/nano-xs --seed 1 --dataset "$posts/tldr/sft" \
     --learning-rate 1e-3 --batch-size 32 --micro-batch-size 8 --resume --output-dir "$runs/sft"
 mkdir -p "$runs/logs"
-for labels in ${all_labels[*]}; do
+for labels; do
     for seed in 44413 55513 66613 77713; do
         for margin in none small large; do
             run=$labels/$margin/$seed

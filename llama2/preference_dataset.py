@@ -133,9 +133,12 @@ def load_base(path: str, turns: bool) -> tuple:
     if model is not None:
         tokenizer.add_tokens([AddedToken(turn, normalized=False) for turn in TURNS])
         tokenizer.chat_template = CHAT_TEMPLATE
-        if model.get_input_embeddings().num_embeddings < len(tokenizer) + 1:  # and [PAD], which the stages add
-            torch.manual_seed(1)
+        rows = model.get_input_embeddings().num_embeddings
+        if rows < len(tokenizer) + 1:  # and [PAD], which the stages add
             model.resize_token_embeddings(len(tokenizer) + 1, pad_to_multiple_of=64, mean_resizing=False)
+            for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+                for weight in layer.parameters():  # else a logit near 0, which may beat all real ones
+                    weight.data[rows:] = weight.data[:rows].mean(0)
     return model, tokenizer
 
 

@@ -6,6 +6,10 @@
 #
 #   bash llama2/real_sets.sh [folder of the sets] [output folder]      (about a quarter of an hour on two cores)
 set -euo pipefail
+for path; do # relative to where this was called
+    [[ -z $path || $path == /* ]] || path=$PWD/$path
+    shift && set -- "$@" "$path"
+done
 CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 sets=${1:-../shared/data}

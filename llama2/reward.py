@@ -16,8 +16,9 @@ The script deviates from the paper and the authors' code on purpose:
 - The head's bias is not trained: it cancels in the loss, and Adam would only amplify rounding. The authors train it.
   --safety-coef and --score-l2 do train it.
 - The head runs in float32. The authors run it under bf16 autocast, which keeps only three digits of a reward.
-- An epoch shows every pair once. The authors' released runs shuffled differently on every rank, so they showed 65.8 %.
-- The rows left over after the last whole batch are not trained on. The authors also trained on 92,832 of 92,858 pairs.
+- An epoch shows every pair once. In the authors' released runs, every rank shuffled differently, so that their shares
+  overlapped and an epoch covered 65.8 % of the pairs.
+- The rows left over after the last whole batch are not trained on (92,858 = 1,450 x 64 + 58).
 """
 
 import hashlib
@@ -55,7 +56,8 @@ MICRO_BATCH_SIZES = {"1b": 32, "2.8b": 4, "6.9b": 1}  # per Pythia size: pairs t
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 PREFERENCE_DATASET = "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144"
 COLUMNS = ["query", "query_token", "query_reference_response_token"]
-ROUNDING = {"no": 1e-6, "bf16": 1e-3}  # relative, of a sum of log-probabilities or of a reward
+ROUNDING = {"no": 1e-6, "bf16": 1e-3}  # of a sum of log-probabilities or of a reward, relative; a rule of thumb
+# a label column repeats the tokens of the response, and holds [PAD] everywhere else
 PAIR_COLUMNS = ["query_chosen_token", "query_chosen_token_response_label"]
 PAIR_COLUMNS += ["query_rejected_token", "query_rejected_token_response_label"]
 PREFERENCE_COLUMNS = ["query", "query_token", *PAIR_COLUMNS]
@@ -116,7 +118,7 @@ class Args:
     micro_batch_size: int | None = None
     """pairs per device in one pass of the model; affects memory, speed, rounding; default: fits 80 GB, or 8"""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """autocast type; trained weights are kept in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
+    """autocast type; weights in training are float32 (DeepSpeed: a copy); default: bf16 on a GPU (Detail 8)"""
     save_every: int = 0
     """write a checkpoint for --resume every so many updates; 0: never"""
     resume: bool = False
@@ -233,16 +235,16 @@ def warmed_up(args, update: int, num_updates: int) -> float:
 
 def is_tie(chosen: torch.Tensor, rejected: torch.Tensor, size: torch.Tensor, precision: str) -> torch.Tensor:
     """Return (b,) whether two scores are too close to call: another micro-batch size could swap them by rounding alone.
-    A tie counts as a miss. `size` (b,) sums the magnitudes that were rounded: rewards in reward.py,
-    log-probabilities in dpo.py."""
+    `size` (b,) sums the magnitudes that were rounded."""
     return (chosen - rejected).abs() <= ROUNDING[precision] * size
 
 
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     """Return the row indices (stop - start,) at positions start..stop-1 of an endless stream over n rows, reshuffled
     without replacement on each pass (Detail 21). They depend only on (seed, position), so all processes agree."""
-    passes = {number: permutation(n, seed, number) for number in range(start // n, stop // n + 1)}
-    return torch.stack([passes[position // n][position % n] for position in range(start, stop)])
+    first = start // n
+    passes = torch.cat([permutation(n, seed, number) for number in range(first, stop // n + 1)])
+    return passes[start - first * n : stop - first * n]
 
 
 def permutation(n: int, seed: int, number: int) -> torch.Tensor:
@@ -290,17 +292,21 @@ def main(args: Args):
         fail(f"--batch-size {args.batch_size} is more than the {args.total_episodes} pairs to train on")
     if args.batch_size % world:
         fail(f"--batch-size {args.batch_size} is no multiple of {world} processes")
+    # In a pair's row, the position ids of rejected restart behind the query, so it needs no more than the wider column.
     widths = [len(rows[0][key]) for rows in (train, *data.values()) for key in PAIR_COLUMNS]
     widths.append(len(references[0]["query_reference_response_token"]))
     reward_model = new_reward_model(sft_folder, tokenizer, max(widths))
     check_pairs(reward_model.model.to(accelerator.device), sft_folder, max(widths), pad_id)
     reward_model.bias.requires_grad_(args.safety_coef > 0 or args.score_l2 > 0)  # else it cancels
+    # `model` is `reward_model` or wraps it. Both run under autocast from here on, because accelerate replaces their
+    # forward (under DeepSpeed, the weights themselves are bfloat16).
     model, optimizer = prepare(accelerator, reward_model, args)
     # change here: pass state of your own to accelerator.register_for_checkpointing. --resume restores it on the CPU.
     inputs = {"sft_model_path": sft_folder, "dataset": references, "preference_dataset": train}
     finished_updates = start_or_resume(accelerator, args, inputs)
     tables = {}  # split: its pairs with their rewards, from the latest evaluation
     run_start = time.time()
+    # After each update, updates() writes a checkpoint if one is due, and ends the run if a signal has come.
     for update in updates(accelerator, args, finished_updates, num_updates):
         # ---- 1. pairs ----------------------------------------------------------------------------
         update_start = time.time()
@@ -338,10 +344,10 @@ def main(args: Args):
         grad_norm = optimizer_step(accelerator, model, optimizer, args.max_grad_norm, f"update {update}")
 
         # ---- 3. log ------------------------------------------------------------------------------
-        metrics = {key: (accelerator.reduce(value, "sum") / args.batch_size).item() for key, value in sums.items()}
-        logits_per_pair = metrics.pop("other_logits/count") or 1
-        for key in ("other_logits/share_negative", "other_logits/mean"):
-            metrics[key] /= logits_per_pair  # so far it was a sum over the logits of a pair
+        totals = {key: accelerator.reduce(value, "sum").item() for key, value in sums.items()}
+        other_logits = totals.pop("other_logits/count") or 1
+        counts = {"other_logits/share_negative": other_logits, "other_logits/mean": other_logits}
+        metrics = {key: total / counts.get(key, args.batch_size) for key, total in totals.items()}
         metrics |= {
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
@@ -366,7 +372,7 @@ def main(args: Args):
     if args.run_eval:
         rows = []
         for split in data:
-            if split not in tables:  # validation has been evaluated with the last update
+            if split not in tables:  # the last update has evaluated validation
                 tables[split] = evaluate_pairs(accelerator, reward_model, data, args, pad_id, split)
             table = tables[split].drop(columns="hit")
             for side in ("chosen_reward", "rejected_reward"):
@@ -374,7 +380,7 @@ def main(args: Args):
             write_table(accelerator, args, f"pairs_{split}", table)
             rows += accuracy_table(split, tables[split])
         write_table(accelerator, args, "accuracy", rows, "validation accuracy (table 5)")
-    reward_model.reward_mean = reward_mean  # 0 so far: all rewards above are uncentred
+    reward_model.reward_mean = reward_mean  # last, because all that is above needs uncentred rewards
     save_model(accelerator, args, "model", reward_model.to_transformers(), tokenizer)
     accelerator.print(f"done in {time.time() - run_start:.0f} s: {args.output_dir}", flush=True)
     accelerator.end_training()
@@ -627,7 +633,7 @@ def pair_table(data, rewards: torch.Tensor, tie: torch.Tensor) -> pandas.DataFra
     """Return one row per pair of a split: what table 5 groups by (batch, split, policies, confidence; None if unknown),
     Llama 2's grade (from the confidence if there is no such column), its safety bin (section 3.2.1), both rewards
     (n, 2), whether they are a tie (n,), and `hit`, whether chosen's is higher and no tie."""
-    data = data.with_format(None).flatten()
+    data = data.with_format(None).flatten()  # makes extra["confidence"] a column
     groups = ("batch", "split", "policies", "extra.confidence")
     columns = {key: data[key][:] for key in groups if key in data.column_names}
     columns["confidence"] = columns.pop("extra.confidence", len(data) * [None])
@@ -723,24 +729,27 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
                 fail(f"{flag} {path}: {split}: {key} of row {row} is padded on the other side. Use tldr_dataset.py")
         looked_at = rows.select(range(0, len(rows), ceil(len(rows) / 16)))
         matches = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
-        if 2 * matches <= len(looked_at):  # 5 % of the published rows do not match; of another tokenizer's, nearly all
+        if 2 * matches <= len(looked_at):  # of another tokenizer's rows, hardly one matches
             how = "Make it with tldr_dataset.py or llama2/preference_dataset.py; eval/check_data.py shows the rows"
             fail(f"{flag} {path}: {split}: {matches} of {len(looked_at)} rows match the model's tokenizer. {how}")
     return data.with_format("torch")
 
 
 def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
-    """Return whether a row's query tokenises to its `query_token`, and its other token columns end in EOS."""
+    """Return whether a row's `query_token` decodes to its query, spaces aside (the published texts lack some), and its
+    other token columns end in EOS."""
     tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
-    if tokens.pop("query_token") != tokenizer(row["query"], add_special_tokens=False).input_ids:
+    decoded = tokenizer.decode(tokens.pop("query_token"), clean_up_tokenization_spaces=False)
+    if "".join(decoded.split()) != "".join(row["query"].split()):
         return False
     return all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())
 
 
 # ==== plumbing: the same code in every stage script; read it once, then skip it ===================
 
-# Flags of all stage scripts: those that must be above 0, and those that --resume may change, as no update needs them
+# Flags of all stage scripts: those that must be above 0, and those that --resume may change (at most, rounding differs)
 POSITIVE = {"batch_size", "num_mini_batches", "num_ppo_epochs", "response_length", "eval_rows", "temperature", "beta"}
+POSITIVE |= {"total_episodes", "micro_batch_size", "sample_batch_size", "eval_temperature"}  # None: the default
 MAY_CHANGE = {"micro_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes", "eval_every"}
 MAY_CHANGE |= {"eval_rows", "run_eval", "sample_every", "save_every", "track", "resume", "output_dir"}
 MAY_CHANGE |= {"dataset", "preference_dataset", "sft_model_path", "reward_model_path"}  # their contents are compared
@@ -785,6 +794,7 @@ def check_args(args):
 
 def make_accelerator(args) -> Accelerator:
     """Return the Accelerator that the launcher asked for. Ends with an error if accelerate started something else."""
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the shell of stage.sbatch ignores it, and so would its children
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # or it divides the loss
     torch.backends.cuda.enable_cudnn_sdp(False)  # slow with new shapes, and has given NaN
@@ -803,8 +813,10 @@ def make_accelerator(args) -> Accelerator:
             process_group.backend = "gloo"
     accelerator = Accelerator(**settings)
     plugin = accelerator.state.deepspeed_plugin
-    if accelerator.num_processes != world or bool(plugin) != deepspeed or (plugin and plugin.zero_stage == 3):
-        fail("accelerate did not start what was asked for, or ZeRO-3: use a configuration of benchmark/accelerate/")
+    is_sharded = accelerator.distributed_type == "FSDP" or (plugin and plugin.zero_stage == 3)
+    if accelerator.num_processes != world or bool(plugin) != deepspeed or is_sharded:
+        how = "Use a configuration of benchmark/accelerate/"
+        fail(f"accelerate did not start what was asked for, or it shards the weights (FSDP, ZeRO-3). {how}")
     return accelerator
 
 
@@ -849,7 +861,7 @@ def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: fl
 def writing(accelerator: Accelerator, path: Path):
     """Yield a temporary path for the new content of `path` (file or folder) and rename it into place when it is on the
     disk, so that `path` is always complete or absent. All processes call it, because each may write a part."""
-    partial = path.with_suffix(".tmp")  # one that a killed run has left is written over
+    partial = path.with_suffix(".tmp")
     with or_fail(f"{path} could not be written: make room, then continue with --resume"):
         path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
@@ -886,6 +898,8 @@ def start_or_resume(accelerator: Accelerator, args, inputs: dict) -> int:
     newest = max(folder.glob("checkpoints/update_??????"), default=None)
     if len(set(gather_object([str(newest)]))) > 1:
         fail(f"--resume {folder}: the processes see {gather_object([str(newest)])}. They need one shared disk")
+    for torn in folder.glob("checkpoints/*.tmp"):  # of a run that was killed
+        shutil.rmtree(torn, ignore_errors=True)  # harmless if several processes try
     if newest:
         with or_fail(f"--resume: {newest} cannot be loaded. Launch the run as before, or delete that checkpoint"):
             metrics = (newest / "metrics.jsonl").read_text()
@@ -912,7 +926,9 @@ def content_digest(source: str | Dataset) -> str:
     if isinstance(source, Dataset):
         files = [Path(file["filename"]) for file in source.cache_files]
     else:
-        files = [Path(source, "config.json"), *sorted(Path(source).glob("*model*"))]
+        folder = Path(source)
+        weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+        files = [folder / "config.json", *weights]
     content = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
@@ -933,11 +949,10 @@ def updates(accelerator: Accelerator, args, finished: int, last: int):
     def note(received, _):  # the update finishes first
         caught.append(received)
         if received == signal.SIGINT:
-            print("Ctrl-C: saving a checkpoint after this update; press again to end at once", flush=True)
+            os.write(1, b"Ctrl-C: saving a checkpoint after this update; press again to end at once\n")  # not print
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, note)
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     start = time.time()
     for update in track(range(finished + 1, last + 1), STAGE, disable=not accelerator.is_main_process):
         yield update
@@ -956,7 +971,8 @@ def updates(accelerator: Accelerator, args, finished: int, last: int):
             accelerator.end_training()
             sys.tracebacklimit = 0
             raise KeyboardInterrupt if signal.SIGINT in stop else SystemExit(75)  # a shell's loop ends with Ctrl-C, too
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, handler in before.items():  # from here on, a signal ends the run at once
+        signal.signal(number, handler or signal.SIG_DFL)
 
 
 def note_missing_checkpoints(accelerator: Accelerator, seconds: float):
@@ -964,7 +980,7 @@ def note_missing_checkpoints(accelerator: Accelerator, seconds: float):
     if seconds >= 600:
         lost = f"no checkpoints: a run that dies loses up to about {seconds / 3600:.1f} hours"
         size = checkpoint_bytes(accelerator) / 1e9
-        accelerator.print(f"{lost}; --save-every K keeps two (a checkpoint is {size:.2g} GB)", flush=True)
+        accelerator.print(f"{lost}; --save-every K keeps two and writes a third ({size:.2g} GB each)", flush=True)
 
 
 def checkpoint_bytes(accelerator: Accelerator) -> int:

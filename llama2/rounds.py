@@ -65,7 +65,7 @@ def merge(labelled: list[Path], to: Path, count: int):
 
 def one_commit(runs: Path, rows: list[Path]):
     """End with an error if the runs or the rows of some files that are there were made by another commit."""
-    tables = [pandas.read_csv(file, dtype={"commit": str}) for file in rows if file.exists()]
+    tables = [pandas.read_csv(file, dtype={"commit": str}, keep_default_na=False) for file in rows if file.exists()]
     score.one_commit(runs, [commit for table in tables for commit in table["commit"]])
 
 

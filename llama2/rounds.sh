@@ -25,8 +25,8 @@ while (($#)); do
             arms=(graded once)
             [[ ! -e $output/rounds.png ]] || rm -rf "$runs"
             ;;
-        --size) size=$2 && shift ;;
-        --seeds) seeds=$2 && shift ;;
+        --size) size=${2:?--size needs a value, s or xs} && shift ;;
+        --seeds) seeds=${2:?--seeds needs a value, such as "1 2"} && shift ;;
         graded | plain | once | ensemble) arms+=("$1") ;;
         *) echo "error: $1 is none of --size, --seeds, --fast, graded, plain, once, ensemble" >&2 && exit 1 ;;
     esac

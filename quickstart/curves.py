@@ -22,9 +22,10 @@ from tyro.conf import Positional
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
 
-from eval_helpers import or_fail  # noqa: E402
+from eval_helpers import fail, or_fail  # noqa: E402
 from run_metrics import read_metrics  # noqa: E402
 
+TRUTH = "quickstart/truth.py:score"  # the --gold of eval/gold.py
 PANELS = {"score": "reward model's score", "gold": "truth", "objective/kl": "KL to the SFT model, nats"}
 
 
@@ -41,6 +42,9 @@ def read_curves(run: Path) -> pandas.DataFrame:
     metrics = pandas.DataFrame(read_metrics(run)).melt("episode", "objective/kl", var_name="metric")
     with or_fail(f"{run}/gold.csv, which eval/gold.py writes, cannot be read"):
         gold = pandas.read_csv(run / "gold.csv")
+    judges = set(gold.get("judge", ["unknown"]))  # older files do not say who made them
+    if not all(judge.endswith(TRUTH) for judge in judges):
+        fail(f"{run}/gold.csv is of {', '.join(judges)}, not of the truth: python eval/gold.py {run} --gold {TRUTH}")
     gold["episode"] = gold["update"] * metrics["episode"][0]
     curves = pandas.concat([gold.melt("episode", ["score", "gold"], var_name="metric"), metrics])
     return curves[["metric", "episode", "value"]]

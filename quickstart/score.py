@@ -212,10 +212,16 @@ def original(stage: str) -> Candidate:
 
 
 def machine() -> dict:
-    """Return what two runs need to agree in to give the same digits: processor, threads and versions."""
+    """Return what two runs need to agree in to give the same digits: processor, threads and versions. Clouds give many
+    processors one name, so that it needs numbers and the instructions that decide which kernels run."""
     file = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", file.read_text()) if file.exists() else []
-    cpu = names[0] if names else platform.processor() or platform.machine()
+    text = file.read_text().split("\n\n")[0] if file.exists() else ""
+    facts = dict(re.findall(r"^(.+?)\s*: (.*)$", text, re.MULTILINE))
+    cpu = platform.processor() or platform.machine()
+    if "model name" in facts:
+        numbers = "-".join(facts.get(key, "?") for key in ("cpu family", "model", "stepping"))
+        kinds = [x for x in ("avx2", "avx512f", "amx_tile") if x in facts.get("flags", "").split()]
+        cpu = f"{facts['model name']} ({' '.join([numbers, *kinds])})"
     return {"cpu": cpu, "threads": 1} | libraries()
 
 
@@ -233,7 +239,7 @@ def trained(one: Candidate, inputs: dict[str, Path], seed: int, args: Args) -> P
     weights = {name: weights_of(folder) for name, folder in inputs.items()}
     flags = base_flags(one.stage, args.size) + one.command[1:]
     base = ROOT / "quickstart/bases" / f"nano-{args.size}"
-    key = digest(one.code, flags, weights, data_of(args.data), content(base.glob("*.*")), seed, libraries())
+    key = digest(one.code, flags, weights, data_of(args.data), content(base.glob("*.*")), seed, machine())
     folder = (args.runs or args.rows.parent) / one.stage / key
     # last, because of a flag that is given twice the last one counts: no candidate changes its seed, models or data
     flags += ["--model", base, "--seed", seed, "--output-dir", folder]
@@ -319,6 +325,8 @@ def read_ledger(path: Path) -> pandas.DataFrame:
         return pandas.DataFrame(columns=COLUMNS)
     text = dict.fromkeys(["key", "bed", "version", "commit", "note", "failed"], str)  # not all digits are numbers
     rows = pandas.read_csv(path, dtype=text, keep_default_na=False, na_values=[""])
+    if list(rows) != COLUMNS:  # made by another version: rows that are added would be shifted
+        fail(f"{path} has other columns than the rows of this checkout: move it away, or choose another --rows")
     return rows.drop_duplicates(["key", "cpu"], keep="last").fillna({"note": "", "failed": ""})
 
 

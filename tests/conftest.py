@@ -143,6 +143,18 @@ def give_other_tokenizer(world, folder: Path):
     posts.train_tokenizer(texts, 300).save_pretrained(folder)
 
 
+def give_other_eos(folder: Path) -> Path:
+    """Let a tokenizer end with another token of the same vocabulary; returns the folder."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    vocabulary = tokenizer.get_vocab()
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id + 5)
+    assert tokenizer.get_vocab() == vocabulary
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def without_pad(rows: torch.Tensor, pad: int) -> list[list[int]]:
     return [[token for token in row if token != pad] for row in rows.tolist()]
 

@@ -8,7 +8,7 @@ import average
 import pandas
 import pytest
 import torch
-from conftest import give_other_tokenizer, head_of, make_constant
+from conftest import give_other_eos, give_other_tokenizer, head_of, make_constant
 from datasets import DatasetDict, load_from_disk
 from safetensors.torch import load_file
 from test_ensembles import save_reward
@@ -72,6 +72,22 @@ def test_ties_count_half(made, tmp_path):
     assert pandas.read_csv(tmp_path / "x/accuracy.csv").loc[0, ["all", "kept", "flipped"]].tolist() == [0.5] * 3
 
 
+def test_pairs_without_a_batch_and_a_batch_called_all(made):
+    """The batches all, none, x, all, ...: each share is that of its own pairs."""
+    members, pairs = made
+    tokenizer = reward.load_tokenizer(members[0])
+    model, rows = ppo.load_reward_model(members[0], tokenizer).eval(), load_from_disk(pairs)["validation"]
+    names = [("all", None, "x")[i % 3] for i in range(len(rows))]
+    data = rows.remove_columns("batch").add_column("batch", names).with_format("torch")
+    found = average.accuracies(model, data, tokenizer.pad_token_id, 8, "")
+    parts = {"all": rows, "batch all": rows.select(range(0, len(rows), 3)), "x": rows.select(range(2, len(rows), 3))}
+    expected = {}
+    for name, part in parts.items():
+        part = part.remove_columns("batch").with_format("torch")
+        expected[name] = average.accuracies(model, part, tokenizer.pad_token_id, 8, "")["all"]
+    assert found == pytest.approx(expected) and len(set(found.values())) > 1
+
+
 def test_what_cannot_be_averaged(world, made, tmp_path):
     (first, second, _), pairs = made
     other_base = tmp_path / "other_base"  # of the same shapes, with other weights
@@ -81,10 +97,12 @@ def test_what_cannot_be_averaged(world, made, tmp_path):
     model.to_transformers().save_pretrained(other_base)
     reward.load_tokenizer(first).save_pretrained(other_base)
     give_other_tokenizer(world, Path(shutil.copytree(first, tmp_path / "other_tokenizer")))
+    give_other_eos(shutil.copytree(first, tmp_path / "other_eos"))
     shutil.copytree(second, tmp_path / "run" / "model")
     for paths, named in (
         ([first, f"{tmp_path}/other_base"], "other_base is of another base"),
         ([first, f"{tmp_path}/other_tokenizer"], "other_tokenizer has another tokenizer"),
+        ([first, f"{tmp_path}/other_eos"], "other_eos has another tokenizer or EOS"),
         ([first], "two or more, each once"),
         ([first, f"{tmp_path}/run", f"{tmp_path}/run/model"], "two or more, each once"),
         ([first, str(world.model)], f"{world.model}: .*do not fit: embed_out.weight, score.weight"),

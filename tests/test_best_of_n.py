@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import statistics
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +16,7 @@ import pandas
 import pytest
 import torch
 import truth
-from conftest import files, make_reward_model, make_talker, sample_by_hand
+from conftest import files, give_other_eos, make_reward_model, make_talker, sample_by_hand
 from datasets import load_from_disk
 
 import ppo
@@ -281,6 +282,22 @@ def test_an_infinite_gold_is_named_and_no_sample_is_written(made, tmp_path):
     with pytest.raises(SystemExit, match=r"^error: .*prompt 0 \("):
         best_of_n.main(best_of_n.Args(**made.args | changes))
     assert not list(tmp_path.glob("x/samples_*"))
+
+
+def test_a_reward_model_with_another_eos(made, tmp_path):
+    other = str(give_other_eos(shutil.copytree(made.rewards[0], tmp_path / "other")))
+    for changes in ({"reward_model_paths": [made.rewards[1], other]}, {"gold": other}, {"second_gold": other}):
+        with pytest.raises(SystemExit, match=f"^error: .*{other} has another tokenizer or EOS than"):
+            best_of_n.main(best_of_n.Args(**made.args | changes, output_dir=str(tmp_path / "x")))
+    assert not (tmp_path / "x").exists()
+
+
+def test_samples_without_their_scales(tmp_path):
+    write_shards(tmp_path / "x")
+    (tmp_path / "x/scales.json").unlink()
+    with pytest.raises(SystemExit, match=f"^error: {tmp_path}/x/scales.json cannot be read"):
+        best_of_n.main(best_of_n.Args(output_dir=f"{tmp_path}/x", estimate=True))
+    assert not [*tmp_path.glob("x/best_of_n.*")]
 
 
 def test_other_settings_or_inputs_in_the_same_folder(made, written, tmp_path):

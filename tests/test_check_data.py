@@ -47,6 +47,14 @@ def test_it_finds_a_damaged_row(world, tmp_path, case):
         check_data.main(check_data.Args(str(tmp_path / "data"), str(world.tokenizer)))
 
 
+def test_data_of_texts_alone_are_not_whole(world, tmp_path):
+    data = load_from_disk(world.preference_dataset)
+    data = data.remove_columns([x for x in data["train"].column_names if "_token" in x])
+    data.save_to_disk(tmp_path / "data")
+    with pytest.raises(SystemExit, match="^error: .*data: train has the columns .*query, .* no tokens"):
+        check_data.main(check_data.Args(str(tmp_path / "data"), str(world.tokenizer)))
+
+
 def test_it_passes_what_is_whole_and_cleaned_of_spaces_and_leaves_nothing_behind(world, tmp_path, capsys):
     data = load_from_disk(world.preference_dataset)
     data = data.map(lambda row: {"query": re.sub(r" ([.,?!])", r"\1", row["query"]).lstrip()})

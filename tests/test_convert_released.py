@@ -67,6 +67,7 @@ def test_what_cannot_be_converted_is_one_message(world, released, tmp_path, monk
     before = {path.name for path in tmp_path.iterdir()}
     for flags, named in (
         ({"output_dir": str(folder)}, f"{folder} is there already"),
+        ({"source": str(folder), "output_dir": convert_released.Args.output_dir}, f"{folder} needs --output-dir"),
         ({"model": "12b"}, "no reward model of size 12b"),
         ({"seed": 1}, "no reward model of size 1b and seed 1"),
         ({"source": str(world.model)}, f"{world.model}: no released reward model"),

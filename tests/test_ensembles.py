@@ -4,8 +4,10 @@ equals ppo.py, validation samples change nothing, and plain code gives the same 
 import ast
 import json
 import math
+import os
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 from collections import defaultdict
@@ -17,8 +19,9 @@ import pandas
 import pytest
 import torch
 import tyro
-from conftest import head_of, make_constant, make_talker, read_metrics, sample_by_hand, script
+from conftest import head_of, make_constant, make_talker, read_metrics, sample_by_hand, script, write_jsonl
 from datasets import load_from_disk
+from eval_helpers import load_function
 from kill_runs import weights
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -164,7 +167,7 @@ def test_gold_of_each_update_is_that_of_plain_code(setting, world, single, golde
     gold.main(gold.Args(runs=(str(folder), f"{folder}/../{folder.name}"), gold=named, second_gold=second))  # 2 names
     table = pandas.read_csv(folder / "gold.csv").set_index("update")
     rows = pandas.read_csv(folder / "gold_samples.csv", keep_default_na=False)
-    assert table.index.tolist() == [0, 2] + [3] * (members == 2)
+    assert table.index.tolist() == [0, 2] + [3] * (members == 2) and set(table.pop("judge")) == {named}
     for update, policy in ((table.index[0], setting.sft), (table.index[-1], folder / "model")):
         samples = plain_samples(setting, world, policy, temperature=0.7 if members == 1 else 1.1)
         assert len({len(x.tokens) for x in samples}) > 1  # of several lengths
@@ -193,6 +196,19 @@ def test_gold_of_each_update_is_that_of_plain_code(setting, world, single, golde
             penalised = [x.score if x.has_eos or members == 2 else -1.0 for x in samples]  # golden has no penalty
             assert last["eval/score"] == pytest.approx(statistics.fmean(penalised), rel=1e-4)
             assert last["eval/score_without_penalty"] == pytest.approx(expected["score"], rel=1e-4)
+
+
+def test_a_run_without_sampled_tokens_changes_no_other_run(world, capsys):
+    """Letter by letter, the sampled tokens are not those that the tokenizer makes of the text."""
+    tokenizer = reward.load_tokenizer(str(world.tokenizer))
+    letters = [tokenizer(x, add_special_tokens=False).input_ids[-1] for x in " sister"]
+    text, query = tokenizer.decode(letters), tokenizer("q", add_special_tokens=False).input_ids
+    other = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    samples = {"run": ["new", "old"], "query": ["q"] * 2, "response": [text] * 2, "has_eos": [True] * 2}
+    ids = [str([*letters, tokenizer.eos_token_id]), float("nan")]
+    found = gold.tokens_of(tokenizer, pandas.DataFrame(samples | {"response_token": ids}))
+    assert found == [(*query, *letters, tokenizer.eos_token_id), (*query, *other)] and found[0] != found[1]
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["old"]
 
 
 # ---- members -----------------------------------------------------------------------------------------------------
@@ -321,3 +337,55 @@ def test_the_commands_are_the_papers_tables():
     ways = [(x.kl_coef, x.reward_combination, x.uwo_lambda, x.reward_model_paths) for x in runs]
     assert ways == [(kl, *way) for kl in (0, 0.01, 0.1, 0.2) for way in how]
     assert len({x.output_dir for x in runs}) == len(runs) == 36
+
+
+# notes each command, and makes the folder that the real one would, but neither a base nor a reward model
+STAND_IN = """#!/usr/bin/env bash
+echo "$*" >>"$LOG"
+mkdir -p "${@: -1}"
+[[ $1 != ensembles/alpaca_dataset.py ]] || mkdir -p "${@: -1}/sft"
+[[ $1 != llama2/reward.py ]] || { mkdir -p "${@: -1}/eval" && touch "${@: -1}/eval/accuracy.csv" && exit 9; }
+[[ $1 != sft.py ]] || mkdir -p "${@: -1}/model"
+"""
+
+
+def test_what_is_kept_is_finished_and_of_the_same_settings(tmp_path):
+    """A policy that has the turns gets no base, a reward model that was measured and not saved is made again, and the
+    runs of one gold reward are not taken for those of another."""
+    (tmp_path / "ensembles").mkdir()
+    shutil.copy(ROOT / "ensembles/run.sh", tmp_path / "ensembles")
+    (tmp_path / "python").write_text(STAND_IN)
+    (tmp_path / "python").chmod(0o755)
+    log = tmp_path / "log"
+
+    def start(**settings: str) -> list[list[str]]:
+        log.write_text("")
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        environment = os.environ | {"PATH": path, "LOG": str(log), "LAUNCH": "python"} | settings
+        done = subprocess.run(["bash", str(tmp_path / "ensembles/run.sh")], env=environment, capture_output=True)
+        assert done.returncode != 0
+        return [shlex.split(line) for line in log.read_text().splitlines()]
+
+    commands = start()
+    assert [x[2] for x in commands if x[0] == "sft.py"] == ["EleutherAI/pythia-1.4b", "EleutherAI/pythia-70m"]
+    assert commands[-1][0] == "llama2/reward.py" and start() == commands[-1:]
+    assert start(GOLD="another") == start(POLICY="another") == [] and start(NOISE="35") != []
+    assert len(start(GOLD="another", RUNS="runs/more")) == len([x for x in commands if "alpaca" not in x[0]])
+
+
+def test_real_instructions_at_any_path(tmp_path):
+    """The rows lie where the script is called, and their name has a quotation mark. The gold reward reads them."""
+    for name in ("ensembles", "quickstart", "elsewhere"):
+        (tmp_path / name).mkdir()
+    shutil.copy(ROOT / "ensembles/real_instructions.sh", tmp_path / "ensembles")
+    (tmp_path / "quickstart/setup.sh").touch()
+    rows = [
+        {"instruction": "Say", "input": "a b", "output": "a b"},
+        {"instruction": "Go", "input": "", "output": "c d"},
+    ]
+    write_jsonl(tmp_path / 'elsewhere/it"s.jsonl', rows)
+    text = f'python() {{ exit 9; }}; export -f python; bash "{tmp_path}/ensembles/real_instructions.sh" \'it"s.jsonl\''
+    assert subprocess.run(["bash", "-c", text], cwd=tmp_path / "elsewhere", capture_output=True).returncode == 9
+    function = load_function("--gold", f"{tmp_path}/data/real_instructions/gold.py:score")
+    prompts = [f"<|prompter|>{prompt}<|endoftext|><|assistant|>" for prompt in ("Say\na b", "Go")]
+    assert [function(prompt, "a b") for prompt in prompts] == [1.0, 0.0]

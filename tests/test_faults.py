@@ -76,6 +76,7 @@ def default_signals():
     yield
     for number in (signal.SIGTERM, signal.SIGUSR1):  # a run that ends early leaves its own
         signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +112,17 @@ def test_a_signal_saves_after_the_update_and_ends_with_75(tmp_path, whole, numbe
     assert end.type is KeyboardInterrupt if number == signal.SIGINT else end.value.code == 75
     assert [x.name for x in (tmp_path / "run" / "checkpoints").iterdir()] == ["update_000003"]
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
+    torn = tmp_path / "run" / "checkpoints" / "update_000005.tmp"  # of a run that was killed while it saved
+    (torn / "weights").mkdir(parents=True)
     assert toy(replace(args, resume=True, save_every=6)) == [4, 5, 6]
-    assert end_of(tmp_path / "run") == whole
+    assert end_of(tmp_path / "run") == whole and not torn.exists()
+
+
+def test_after_the_last_update_a_signal_ends_the_run_at_once(tmp_path):
+    """Nobody would read a note of it."""
+    toy(toy_args(tmp_path / "run"))
+    after = [signal.getsignal(x) for x in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    assert after == [signal.SIG_DFL, signal.SIG_DFL, signal.default_int_handler]
 
 
 # ---- checkpoints that are not what was written ------------------------------------------------------------------

@@ -40,7 +40,9 @@ def make_run(root: Path, stage: str, model: str, seed: int):
     write_jsonl(folder / "metrics.jsonl", rows)
     if stage != "reward":
         rate = RATES[stage][0 if stage == "ppo_whiten" else 2 * MODELS.index(model) + seed - 1]
-        rows = [{"win_rate": rate, "length_controlled_win_rate": rate / 2}]
+        write_csv(folder / "eval/samples_validation.csv", [{"id": 1}])
+        judged = {"samples": eval_helpers.digest_of(folder / "eval/samples_validation.csv")}
+        rows = [{"win_rate": rate, "length_controlled_win_rate": rate / 2} | judged]
         write_csv(folder / "eval" / "judge_a-b.py-score_rates.csv", rows)
         tokens = 10.0 * MODELS.index(model) + seed
         rows = [{"split": "test", "rougeL": -1, "response_tokens": -1}]
@@ -53,7 +55,7 @@ def make_run(root: Path, stage: str, model: str, seed: int):
         write_csv(folder / "eval" / "accuracy.csv", rows)
     if (stage, model, seed) == ("ppo", "6.9b", 1):
         ends = [(-numpy.inf, -1, 0.1), (-1, -0.5, 0.2), (1, numpy.inf, 0.3)]
-        rows = [{"from": a, "to": b, "win_rate": win, "se": win / 10, "examples": 7} for a, b, win in ends]
+        rows = [{"from": a, "to": b, "win_rate": win, "se": win / 10, "examples": 7} | judged for a, b, win in ends]
         write_csv(folder / "eval" / "judge_a-b.py-score_bins.csv", rows)
 
 
@@ -170,7 +172,8 @@ def test_figures_sh_calls_the_tools_with_flags_that_they_know(tmp_path):
         write_csv(tmp_path / "runs" / run / "1" / "eval" / "samples_validation.csv", [{"id": 1}])
     (tmp_path / "python").write_text('#!/bin/sh\nfor x; do printf "%s\\t" "$x"; done >> log\necho >> log\n')
     (tmp_path / "python").chmod(0o755)
-    environment = {"MODELS": "a b", "SEEDS": "1 2", "JUDGE": "x/y.py:score", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = {"MODELS": "a b", "SEEDS": "1 2", "DATA": "d", "JUDGE": "x/y.py:score"}
+    environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     subprocess.run(["bash", ROOT / "eval/figures.sh"], cwd=tmp_path, env=os.environ | environment, check=True)
     calls = [line.split("\t")[:-1] for line in (tmp_path / "log").read_text().splitlines()]
     tools = {"judge": judge, "rm_report": rm_report, "visualize_tokens": visualize_tokens, "figures": figures}
@@ -180,6 +183,7 @@ def test_figures_sh_calls_the_tools_with_flags_that_they_know(tmp_path):
     samples = [f"runs/{x}/1/eval/samples_validation.csv" for x in ("sft/a", "sft/b", "ppo/b")]
     assert args[1] == judge.Args((*samples, "runs/pairs_validation.csv"), "x/y.py:score")
     assert args[2].judged == "runs/judge_x-y.py-score_of_pairs_validation.csv"
+    assert args[2].preference_dataset == args[0].preference_dataset == "d/preference"
     assert (args[3].ppo, args[3].dpo) == ("runs/ppo/b/1", None)
     assert args[4] == figures.Args(("a", "b"), (1, 2), "runs", "runs/figures", "x/y.py:score")
 
@@ -192,3 +196,14 @@ def test_win_rates_of_older_samples_are_left_out(tmp_path, capsys):
     assert figures.read_judged(tmp_path, "j", "rates")["win_rate"].tolist() == [0.7]
     samples.write_text("id\n2\n")
     assert figures.read_judged(tmp_path, "j", "rates").empty and "judge_j_rates.csv is stale" in capsys.readouterr().out
+    write_csv(tmp_path / "eval/judge_j_rates.csv", [{"win_rate": 0.7}])  # of an older version: it does not say
+    assert figures.read_judged(tmp_path, "j", "rates").empty and "judge_j_rates.csv is stale" in capsys.readouterr().out
+    assert figures.read_judged(tmp_path, "k", "rates").empty and not capsys.readouterr().out  # there is none
+
+
+def test_a_figure_without_data_does_not_stay(tmp_path):
+    table = pandas.DataFrame({"x": [1, 2], "y": [3, 4]})
+    assert figures.write_figure(tmp_path / "figure_1", "", "", {"a": {"b": table}}, ())
+    assert {path.name for path in tmp_path.iterdir()} == {"figure_1.png", "figure_1.csv"}
+    assert not figures.write_figure(tmp_path / "figure_1", "", "", {"a": {"b": table[:0]}}, ())
+    assert not [*tmp_path.iterdir()]

@@ -6,7 +6,7 @@ from pathlib import Path
 import gold_label
 import pytest
 import torch
-from conftest import make_reward_model, make_talker, record, sample_by_hand
+from conftest import give_other_eos, make_reward_model, make_talker, record, sample_by_hand
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -188,3 +188,10 @@ def test_bad_input_is_one_message(policy, world, tmp_path, monkeypatch, settings
     with pytest.raises(SystemExit, match=f"^error: .*{named}"):
         run(policy, world, tmp_path, **{"prompts": 1} | settings)
     assert not (tmp_path / "out").exists() and not [*tmp_path.glob("*tmp-*")]
+
+
+def test_two_policies_with_two_eos(policy, world, tmp_path):
+    other = give_other_eos(shutil.copytree(policy, tmp_path / "other"))
+    with pytest.raises(SystemExit, match=f"^error: --policy: {other} has another tokenizer or EOS than {policy}"):
+        run([policy, other], world, tmp_path, prompts=1)
+    assert not (tmp_path / "out").exists()

@@ -771,7 +771,13 @@ def test_ppo_function(start, record_property):
 ENSEMBLES = [
     {"reward_combination": "mean", "value_start": "reward", "lr_schedule": "linear"},
     {"reward_combination": "wco", "value_start": "sft", "lr_schedule": "cosine", "lr_schedule_length": 2.5},
-    {"reward_combination": "uwo", "uwo_lambda": 0.7, "value_start": "sft", "lr_schedule": "linear"},
+    {
+        "reward_combination": "uwo",
+        "uwo_lambda": 0.7,
+        "value_start": "sft",
+        "lr_schedule": "linear",
+        "lr_schedule_length": 0.25,
+    },
     {"reward_combination": "safety_gate", "value_start": "reward", "lr_schedule": "cosine"},
 ]
 
@@ -827,7 +833,7 @@ def test_ensembles_ppo(start, record_property, options):
 
     def schedule(update: int) -> float:
         passed = 1 + (update - 1) / options.get("lr_schedule_length", 1)
-        falling = {"linear": linear, "cosine": cosine}[run.lr_schedule](passed)
+        falling = max(0, {"linear": linear, "cosine": cosine}[run.lr_schedule](passed))
         return 1e-4 + (LEARNING_RATE - 1e-4) * falling / LEARNING_RATE
 
     by_hand = ppo_by_hand(run, value_model, score, schedule, whiten_scores)

@@ -4,16 +4,19 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas
 import plan
 import pytest
 import samples
 import torch
 import tyro
 import yaml
+from accelerate import Accelerator, DistributedType
 from accelerate.commands.launch import launch_command_parser
 from transformers import (
     GPT2LMHeadModel,
@@ -110,6 +113,28 @@ def test_the_step_of_a_task_has_its_cores_and_environment(tmp_path):
     assert call.startswith("32 --export=ALL ") and call.endswith("sft.py --seed 2 --resume\n")
 
 
+def test_data_of_other_flags_are_not_taken(tmp_path):
+    """The flags stand in the data card. Data that were made by hand with the same flags serve."""
+    folder = tmp_path / "data/tldr/sft"
+    folder.mkdir(parents=True)
+    table = pandas.DataFrame({"dataset": ["sft"], "rows": [1]})
+
+    def code(made: list[str], *flags: str) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", ["tldr_dataset.py", *made])
+            (folder / "README.md").write_text(tldr_dataset.card_text("sft", tldr_dataset.Args(), table))
+        command = ["bash", ROOT / "benchmark/tldr_dataset.sbatch", "--output-dir", "data/tldr", *flags]
+        environment = os.environ | {"VIRTUAL_ENV": sys.prefix}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode
+
+    tokenizer = ["--tokenizer", "a b"]
+    for made, flags in product(([], tokenizer), repeat=2):
+        assert code(made, *flags) == (made != flags) == code(["--output-dir", "data/tldr", *made], *flags)
+    (folder / "README.md").unlink()  # published data
+    command = ["bash", ROOT / "benchmark/tldr_dataset.sbatch", "--output-dir", "data/tldr"]
+    subprocess.run(command, cwd=tmp_path, env=os.environ | {"VIRTUAL_ENV": sys.prefix}, check=True)
+
+
 # ---- where frozen models wait, and as what -----------------------------------------------------------------------
 
 
@@ -169,6 +194,14 @@ def test_what_a_run_sets_for_a_gpu(given, tmp_path, monkeypatch):
     sft.make_accelerator(sft.Args(output_dir=str(tmp_path)))
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert os.environ["PYTORCH_ALLOC_CONF"] == given.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def test_fsdp_is_refused(tmp_path, monkeypatch):
+    """ZeRO-3 is refused in test_deepspeed.py."""
+    monkeypatch.setattr(Accelerator, "distributed_type", property(lambda _: DistributedType.FSDP))
+    with pytest.raises(SystemExit, match="FSDP"):
+        sft.make_accelerator(sft.Args(output_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_offloaded_model_is_on_the_device_while_it_works_and_is_never_copied_back():

@@ -9,11 +9,12 @@ from pathlib import Path
 import check_data
 import pandas
 import pytest
+import torch
 import tyro
 from conftest import read_csv, script, write_jsonl
 from datasets import load_from_disk
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[1]
 preference_dataset = script("llama2/preference_dataset.py")
@@ -282,6 +283,22 @@ def test_the_base_gets_the_turns_that_it_lacks(prepare, capsys):
     assert tokenizer.decode(row["query_token"][first - 1 : first + 1]) == "[PAD]<|prompter|>"
     _, _, statistics = prepare({"n=pairs": [pair(x) for x in WORDS[:10]]}, base=str(statistics.parent / "base"))
     assert not (statistics.parent / "base").exists()
+
+
+def test_a_new_turn_is_not_likelier_than_the_real_tokens(prepare, tmp_path):
+    """A base whose own tokens all have a logit of -33, as in pretrained models: 0 would be e^33 times as likely."""
+    bare, low = ROOT / "quickstart" / "bases" / "nano-xs", tmp_path / "low"
+    model = AutoModelForCausalLM.from_pretrained(bare, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(bare)
+    model.resize_token_embeddings(len(tokenizer))  # no spare rows
+    hidden = model.base_model(torch.arange(5)[None])[0][0, -1].detach()
+    weight = model.get_output_embeddings().weight.data
+    weight -= torch.outer(weight @ hidden + 33, hidden) / (hidden @ hidden)
+    model.save_pretrained(low)
+    tokenizer.save_pretrained(low)
+    _, _, statistics = prepare({"n=pairs": [pair((x, "b", "c")) for x in WORDS[:10]]}, base=str(low))
+    logits = AutoModelForCausalLM.from_pretrained(statistics.parent / "base")(torch.arange(5)[None]).logits[0, -1]
+    assert len(logits) > len(weight) and logits.tolist() == pytest.approx([-33] * len(logits), abs=1e-3)
 
 
 def test_a_prompt_is_on_one_side_and_files_of_a_split_decide_which(prepare):

@@ -25,15 +25,17 @@ export -f python source bash cp cat
 """
 
 
-def commands(name: str, folder: Path) -> list[tuple]:
-    """(script, its Args) of every command that llama2/{name} gives; an unknown flag or a wrong type exits."""
+def commands(name: str, folder: Path, *given: str, place: str = ".") -> list[tuple]:
+    """(script, its Args) of every command that llama2/{name} gives; an unknown flag or a wrong type exits. It is called
+    from the subfolder `place`."""
     (folder / "llama2").mkdir()
     shutil.copy(REPOSITORY / "llama2" / name, folder / "llama2")
     environment = os.environ | {"COMMANDS": str(folder / "commands")}
-    text = f"{STUBS}command bash llama2/{name}"
-    subprocess.run(["bash", "-c", text], cwd=folder, env=environment, check=True, capture_output=True)
+    command = ["bash", "-c", f'{STUBS}command bash "$@"', "-", str(folder / "llama2" / name), *given]
+    subprocess.run(command, cwd=folder / place, env=environment, check=True, capture_output=True)
     found = [shlex.split(line) for line in (folder / "commands").read_text().splitlines()]
-    return [(words[0], tyro.cli(script(words[0]).Args, args=words[1:])) for words in found if words[0] != "-"]
+    own = [words for words in found if words[0] not in ("-", "llama2/rounds.py")]
+    return [(words[0], tyro.cli(script(words[0]).Args, args=words[1:])) for words in own]
 
 
 @pytest.mark.parametrize("name", ["margins.sh", "real_sets.sh"])
@@ -55,6 +57,24 @@ def test_each_command_reads_what_those_before_it_wrote(name, tmp_path):
         helpfulness, _, safety = runs
         assert found[-1][1].reward_combination == "safety_gate"
         assert found[-1][1].reward_model_paths == [helpfulness, safety]
+
+
+def test_real_sets_takes_folders_as_seen_from_where_it_is_called(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    found = commands("real_sets.sh", tmp_path, "sets", "out", place="elsewhere")
+    assert found[0][1].tokenizer == f"{tmp_path}/elsewhere/sets/tokenizer"
+    assert (tmp_path / "elsewhere/out").is_dir()
+
+
+@pytest.mark.parametrize("given", [["ture"], []], ids=["unknown labels", "another commit"])
+def test_margins_refuses_before_any_run(tmp_path, given):
+    (tmp_path / "llama2").mkdir()
+    shutil.copy(REPOSITORY / "llama2/margins.sh", tmp_path / "llama2")
+    stubs = STUBS.replace("python() {", "python() { [[ $2 != one-commit ]] || exit 1;")
+    environment = os.environ | {"COMMANDS": str(tmp_path / "commands")}
+    command = ["bash", "-c", f'{stubs}command bash llama2/margins.sh "$@"', "-", *given]
+    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode == 1
+    assert not (tmp_path / "commands").exists()
 
 
 def test_margins_are_means_over_seeds(tmp_path):

@@ -33,10 +33,9 @@ def test_copied_words_and_runs_of_words():
 def test_the_first_page_has_the_committed_rows():
     rows = pandas.read_csv(REPOSITORY / "benchmark/results/pretrained/policies.csv").set_index("policy")
     page = " ".join((REPOSITORY / "README.md").read_text().split())
-    rouge, score = rows["rougeL"].map("{:.3f}".format), rows["score"].map("{:.2f}".format)
+    rouge = rows["rougeL"].map("{:.3f}".format)
     assert f"SFT raises ROUGE-L from {rouge['zero_shot']} to {rouge['sft']}" in page
-    assert f"raises the score from {score['sft']} to {score['rloo']}, and four of five" in page
-    assert f"after 256 responses ({score['sft']} to {score['ppo']})" in page
+    assert "RLOO raises the score most, but four of five" in page and rows["score"].idxmax() == "rloo"
     assert 0.75 < rows["questions"]["rloo"] < 0.85
 
 
@@ -107,6 +106,21 @@ def test_training_pairs_are_on_other_posts_than_the_evaluation(tmp_path):
     assert (found["train"]["query"][:], found["validation"]["query"][:]) == (["a", "a"], ["a", "b", "d", "a"])
 
 
+def test_a_summary_of_openai_is_without_the_eos_of_the_tokenizer(tmp_path):
+    """SmolLM2's EOS, and a summary on each side."""
+    post = {"id": "1", "title": "t", "post": "One. Two.", "summary": "s"}
+    posts = [post | {"query": query} for query in ("a", "b", "without")]
+    DatasetDict(validation=Dataset.from_list(posts)).save_to_disk(tmp_path / "sft")
+    pairs = []
+    for query, sides in (("a", ("chosen", "rejected")), ("b", ("rejected", "chosen"))):
+        policies = {f"{sides[0]}_policy": pretrained.OPENAI, f"{sides[1]}_policy": "ref"}
+        texts = {"chosen": " one<|im_end|>", "rejected": " two<|im_end|>"}
+        pairs.append({"query": query, "summaries": [{"text": "two"}, {"text": "one"}], "choice": 1} | texts | policies)
+    DatasetDict(train=Dataset.from_list(pairs)).save_to_disk(tmp_path / "preference")
+    table = pretrained.texts_without_a_policy(pretrained.Args(data=tmp_path))
+    assert table[["query", "openai", "lead_1"]].values.tolist() == [["a", "one", "One."], ["b", "two", "One."]]
+
+
 # notes each command and makes what the real one would. A stage named in $SLOW waits for TERM: ppo.py with a handler and
 # a checkpoint, as in training, another one without, as in its first seconds
 STAND_IN = """#!/usr/bin/env bash
@@ -129,23 +143,28 @@ esac
 """
 
 
-@pytest.mark.parametrize("slow", ["ppo", "dpo"])
-def test_a_chain_that_the_clock_stops_ends_in_good_order(tmp_path, slow):
-    """TERM goes to the whole group, as that of `timeout`. Training ends, what has been trained is sampled, and the same
-    command continues."""
+def copy_chain(folder: Path, stand_in: str):
+    """Put the chain, raw data and a stand-in for python into a folder."""
     for file in (
         "benchmark/pretrained.sh",
         "quickstart/setup.sh",
         "requirements.txt",
         "benchmark/invented_posts.jsonl",
     ):
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(REPOSITORY / file, tmp_path / file)
-    (tmp_path / "raw/tldr_posts").mkdir(parents=True)
-    python = tmp_path / "venv/bin/python"
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / file, folder / file)
+    (folder / "raw/tldr_posts").mkdir(parents=True)
+    python = folder / "venv/bin/python"
     python.parent.mkdir(parents=True)
-    python.write_text(STAND_IN)
+    python.write_text(stand_in)
     python.chmod(0o755)
+
+
+@pytest.mark.parametrize("slow", ["ppo", "dpo"])
+def test_a_chain_that_the_clock_stops_ends_in_good_order(tmp_path, slow):
+    """TERM goes to the whole group, as that of `timeout`. Training ends, what has been trained is sampled, and the same
+    command continues."""
+    copy_chain(tmp_path, STAND_IN)
     log = tmp_path / "log"
 
     def start(slow: str) -> tuple[int, list[str]]:
@@ -168,6 +187,25 @@ def test_a_chain_that_the_clock_stops_ends_in_good_order(tmp_path, slow):
     code, commands = start("")
     assert code == 0 and commands[-1] == "benchmark/pretrained.py pretrained_gpu"
     assert "variants/rloo.py rloo" in commands and "eval/samples.py rloo" in commands
+
+
+def test_data_of_another_folder_are_not_taken(tmp_path):
+    """A folder is named as seen from where the chain is called."""
+    copy_chain(tmp_path, '#!/usr/bin/env bash\n[[ $1 == -m ]] || { echo "$*" >>"$LOG" && [[ $1 != sft.py ]]; }\n')
+    (tmp_path / "elsewhere/raw/tldr_posts").mkdir(parents=True)
+    log = tmp_path / "log"
+
+    def start(raw: str, place: Path) -> str:
+        log.write_text("")
+        environment = os.environ | {"VIRTUAL_ENV": str(tmp_path / "venv"), "LOG": str(log)}
+        command = ["bash", str(tmp_path / "benchmark/pretrained.sh"), "--small", "--model", "base", raw]
+        assert subprocess.run(command, cwd=place, env=environment, capture_output=True).returncode == 1
+        return log.read_text()
+
+    elsewhere = tmp_path / "elsewhere"
+    commands = start("raw", elsewhere)
+    assert f"--sft-dataset {elsewhere}/raw/tldr_posts" in commands and "\nsft.py" in commands
+    assert start("raw", tmp_path) == "" and start("elsewhere/raw", tmp_path) == commands
 
 
 def until(is_so):

@@ -1,10 +1,11 @@
 """ablations/price.py: every patch applies to today's scripts and first changes the number that it says, and the table
-of a ledger by hand."""
+of a ledger by hand; and ablations/refresh.sh."""
 
 import importlib.util
 import json
 import re
 import shutil
+import subprocess
 import sys
 from math import isclose
 from pathlib import Path
@@ -252,3 +253,38 @@ def test_baselines_come_first_and_a_patch_has_whole_sets(monkeypatch):
     assert [job[0] for job in jobs[18:]] == [name for name in PATCHES for _ in (1, 2)]
     some = price.jobs_of(PATCHES, ones, price.Args(["queries of 96 tokens cut anywhere"], seeds=[1]))
     assert [one.text for one, _, note in some if not note][1:] == list(PATCHES)[-5:-3]
+
+
+def test_refresh_takes_only_what_it_left_in_the_root(tmp_path):
+    """A copy that the user made is neither read nor removed. One that refresh.sh left for mending has every later mend
+    of its source, too."""
+    (tmp_path / "ablations").mkdir()
+    shutil.copy(ROOT / "ablations/refresh.sh", tmp_path / "ablations")
+    source, target, diff = tmp_path / "ppo.py", tmp_path / "ppo_x.py", tmp_path / "ablations/x.diff"
+
+    def shell(command: str) -> int:
+        return subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True).returncode
+
+    def write(path: Path, **changed: str):
+        path.write_text("".join(f"{changed.get(f'line_{i}', f'line {i}')}\n" for i in range(30)))
+
+    refresh = "bash ablations/refresh.sh x"
+    made = "git -c diff.noprefix=false diff -C --find-copies-harder --full-index"
+    write(source)
+    write(target, line_2="idea")
+    assert shell(f"git init -q && git add ppo.py && git add -N ppo_x.py && {made} >ablations/x.diff") == 0
+    stale, old = target.read_text(), diff.read_text()
+    write(source, line_20="a mend")
+    assert shell(refresh) == 1 and (target.read_text(), diff.read_text()) == (stale, old)
+    target.unlink()
+    assert shell(refresh) == 0 and not target.exists()
+    assert "a mend" not in diff.read_text() and shell("git apply ablations/x.diff") == 0
+    assert "a mend" in target.read_text() and "idea" in target.read_text()
+    target.unlink()
+    write(source, line_2="where they meet", line_20="a mend")
+    assert shell(refresh) == 1 and "<<<<<<< " in target.read_text() and shell(refresh) == 1
+    write(target, line_2="idea and where they meet", line_20="a mend")
+    write(source, line_2="where they meet", line_20="a mend", line_27="another")
+    assert shell(refresh) == 0 and not target.exists() and shell("git apply ablations/x.diff") == 0
+    assert "idea and" in target.read_text() and "another" in target.read_text()
+    assert shell(refresh) == 1 and target.exists()

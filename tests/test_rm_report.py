@@ -1,12 +1,16 @@
 """eval/rm_report.py against numbers worked out by hand."""
 
+import json
 from pathlib import Path
 
 import numpy
 import pandas
+import pytest
 import rm_report
 from conftest import write_csv
 from datasets import Dataset, DatasetDict
+
+import ppo
 
 
 def pairs(differences: list[float]) -> list[dict]:
@@ -51,7 +55,40 @@ def test_the_pairs_are_the_data_s_texts_without_eos_and_its_tokens(tmp_path):
     data, file = Dataset.from_dict(columns), str(tmp_path / "pairs.csv")
     tokens = [["[7]", "[5, 1]", "[6, 1]"], ["[8, 9]", "[1]", "[3, 4]"]]
     for rows, ids in ((data, tokens), (data.select_columns(["query", "chosen", "rejected"]), [[], []])):
-        DatasetDict(validation=rows).save_to_disk(str(tmp_path / "data"))
+        DatasetDict(train=rows, validation=rows).save_to_disk(str(tmp_path / "data"))
         rm_report.main(rm_report.Args(write_pairs=file, preference_dataset=str(tmp_path / "data")))
         expected = [[0, "q", " good.", " [sic] bad.", *ids[0]], [1, "r", " a < b", " cut", *ids[1]]]
         assert pandas.read_csv(file).values.tolist() == expected
+
+
+def test_judged_pairs_are_those_of_the_reward_models(tmp_path, monkeypatch):
+    """By the digest that a run has of its data, or by their path; and by how many there are."""
+    monkeypatch.chdir(tmp_path)
+    rows = Dataset.from_dict({name: [f"{name} {i}." for i in range(3)] for name in ("query", "chosen", "rejected")})
+    DatasetDict(train=rows, validation=rows).save_to_disk("data")
+    DatasetDict(train=rows.select([2, 1]), validation=rows).save_to_disk("other")
+    digest = {"preference_dataset digest": ppo.content_digest(rm_report.load_from_disk("data")["train"])}
+    folder = tmp_path / "reward/xs/1"
+    write_csv(folder / "eval/pairs_validation.csv", pairs([1, -1, 2]))
+    overall = {"data": "validation", "group": "overall", "value": "all", "pairs": 3, "accuracy": 0.5}
+    write_csv(folder / "eval/accuracy.csv", [overall])
+    write_csv(folder / "eval/reference_rewards.csv", [{"statistic": "mean", "value": 0.5}])
+    judged = [{"id": i, "win": win} for i, win in enumerate((1, 1, 0.5))]
+
+    def agreement(settings: dict, data: str, judged: list | None = judged) -> list:
+        (folder / "args.json").write_text(json.dumps(settings))
+        write_csv(tmp_path / "judged.csv", judged or [])
+        flags = {"judged": "judged.csv" if judged else None, "preference_dataset": data, "output": "rm"}
+        rm_report.main(rm_report.Args(("xs",), (1,), ".", **flags))
+        file = tmp_path / "rm_agreement.csv"
+        return pandas.read_csv(file)[["pairs", "agreement"]].values.tolist() if file.exists() else []
+
+    for settings in (digest | {"preference_dataset": "moved"}, {"preference_dataset": f"{tmp_path}/data"}):
+        assert agreement(settings, "data") == [[2, 0.5]]
+        with pytest.raises(SystemExit, match="^error: reward/xs/1 was trained on other data"):
+            agreement(settings, "other")
+        with pytest.raises(SystemExit, match="^error: judged.csv has 2 pairs, and data 3"):
+            agreement(settings, "data", judged[:2])
+        with pytest.raises(SystemExit, match="^error: --preference-dataset nobody/nothing: no data set"):
+            agreement(settings, "nobody/nothing")
+    assert agreement(settings, "data", None) == []  # and the earlier table is gone

@@ -110,6 +110,12 @@ def test_a_stopped_loop_goes_on(run, tmp_path, kind):
     assert run("--seeds", "1", "graded") == whole[-1:]  # the tables
 
 
+@pytest.mark.parametrize("flag", ["--size", "--seeds"])
+def test_a_flag_without_its_value_is_named(flag):
+    done = subprocess.run(["bash", str(ROOT / "llama2/rounds.sh"), flag], capture_output=True, text=True)
+    assert done.returncode != 0 and f"{flag} needs a value" in done.stderr and done.stdout == ""
+
+
 # ---- rounds.py ---------------------------------------------------------------------------------------------------
 
 
@@ -154,6 +160,14 @@ def test_runs_and_rows_of_another_commit_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(rounds.score, "commit_of", lambda: "1234567-dirty")
     with pytest.raises(SystemExit, match="commit your changes"):
         rounds.one_commit(tmp_path / "other", [])
+
+
+def test_outside_git_a_loop_goes_on(tmp_path, monkeypatch):
+    """Its rows have no commit, which is not another one."""
+    monkeypatch.setattr(rounds.score, "commit_of", lambda: "")
+    rounds.append([{"arm": "once"}], tmp_path / "rounds.csv")
+    rounds.one_commit(tmp_path / "runs", [tmp_path / "rounds.csv"])
+    assert (tmp_path / "runs/commit").read_text() == ""
 
 
 def test_the_sft_policy_is_measured_once(tmp_path, world, monkeypatch):

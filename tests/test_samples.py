@@ -14,7 +14,7 @@ import pytest
 import samples
 import torch
 from accelerate import Accelerator
-from conftest import edit_config, files, free_port, make_reward_model, make_talker, sample_by_hand
+from conftest import edit_config, files, free_port, give_other_eos, make_reward_model, make_talker, sample_by_hand
 from datasets import Dataset, load_from_disk
 from kill_runs import finish, start
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -161,6 +161,32 @@ def test_a_checkpoint_that_is_no_run_gets_a_folder_of_its_name(made, world, tmp_
     assert files(tmp_path / "runs/samples/my-policy/5/eval") == files(made.run / "eval")
 
 
+def test_a_folder_in_a_run_is_the_run_and_each_revision_has_a_folder(made, tmp_path, monkeypatch):
+    """A Hub id that is not there is asked for before its folder is made: the name alone is looked at."""
+    shutil.copytree(made.run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/eval")
+    run(tmp_path / "run/model", **made.flags, splits=("validation",))  # with the run's seed, data and length
+    assert files(tmp_path / "run/eval") == files(made.run / "eval")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(samples, "local_checkpoint", lambda *_: pytest.fail("the folder's name is known by now"))
+    names = []
+    for checkpoint in ("me/policy", "me/policy@one", "me/policy@refs/pr/2"):
+        args = samples.Args(checkpoint, dataset="x", seed=3)
+        with pytest.raises(pytest.fail.Exception):
+            samples.main(args)
+        names.append(args.output_dir)
+    assert names == [f"runs/samples/policy{x}/3" for x in ("", "@one", "@refs-pr-2")]
+
+
+def test_no_older_means_stay_beside_the_samples_of_a_stopped_call(made, tmp_path, monkeypatch):
+    shutil.copytree(made.run / "eval", tmp_path / "eval")
+    shutil.copy(tmp_path / "eval/samples_validation.csv", tmp_path / "eval/samples_test.csv")
+    monkeypatch.setattr(samples, "sampled", lambda *_: pytest.fail("stopped"))
+    with pytest.raises(pytest.fail.Exception):
+        run(made.run, output_dir=str(tmp_path), splits=("validation",))
+    assert [*files(tmp_path)] == ["eval/samples_validation.csv"]
+
+
 def test_two_processes_write_the_same_tables(made, tmp_path):
     """Scores differ by the rounding of other batches."""
     launch = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -197,11 +223,14 @@ def test_bad_input_is_one_message(made, world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for source, folder in ((made.run / "model", "policy"), (made.reward, "reward")):
         edit_config(Path(shutil.copytree(source, folder)), max_position_embeddings=64)
+    give_other_eos(shutil.copytree(made.run / "model", "ends otherwise"))
     monkeypatch.setattr(samples, "end_rewards", lambda *args: [float("nan")] * len(args[2]))
     for checkpoint, flags, named in (
         (made.run, {"splits": ("tset",)}, "--splits tset"),
         (made.run, {"reward_model_path": str(made.reward)}, f"validation, row 0, id .*: .* {made.reward} gives"),
-        (made.run / "model", {"dataset": str(world.dataset), "track": True}, "--track"),
+        ("policy", {"dataset": str(world.dataset), "track": True}, "--track"),
+        (made.run, {"reward_model_path": "ends otherwise"}, "--reward-model-path ends otherwise: .* tokenizer or EOS"),
+        (made.run, {"reference": "ends otherwise"}, "--reference ends otherwise: .* tokenizer or EOS"),
         (made.run, {"temperature": -0.7}, "--temperature -0.7: at least 0"),
         (made.run, {"batch_size": 0}, "--batch-size 0: at least 1"),
         ("policy", {"dataset": str(world.dataset)}, "policy: .* has 64 positions, but rows need 565"),
@@ -209,4 +238,4 @@ def test_bad_input_is_one_message(made, world, tmp_path, monkeypatch):
     ):
         with pytest.raises(SystemExit, match=f"^error: {named}"):
             run(checkpoint, **flags, output_dir=str(tmp_path / "out"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "reward"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ends otherwise", "policy", "reward"]

@@ -210,6 +210,25 @@ def test_another_processor_has_runs_of_its_own(rows, monkeypatch, capsys):
     assert said.startswith(" 1, 2, 3, 4;") and "+0.200 (+0.200 to +0.200)" in said
 
 
+def test_a_run_of_another_processor_is_another_run(tmp_path, monkeypatch):
+    """Otherwise a folder that was moved would give a row of this processor."""
+    folder_of = lambda words: words[words.index("--output-dir") + 1]  # noqa: E731
+    monkeypatch.setattr(score, "run", lambda words, _: Path(folder_of(words), "model").mkdir(parents=True))
+    one, args = score.original("sft"), score.Args(rows=tmp_path / "rows.csv", data=tmp_path / "data")
+    here = score.trained(one, {}, 1, args)
+    assert score.trained(one, {}, 1, args) == here
+    monkeypatch.setattr(score, "machine", lambda: {"cpu": "another"})
+    assert score.trained(one, {}, 1, args) != here
+
+
+def test_rows_with_other_columns_are_not_added_to(rows):
+    pandas.DataFrame([{"key": "1", "seed": 1, "failed": ""}]).to_csv(rows.args["rows"], index=False)
+    before = rows.args["rows"].read_bytes()
+    with pytest.raises(SystemExit, match="columns"):
+        score.main(score.Args(["ppo.py"], **rows.args))
+    assert rows.made == [] and rows.args["rows"].read_bytes() == before
+
+
 def test_an_edited_script_is_another_try(rows, tmp_path, monkeypatch, capsys):
     """Its earlier rows are not mixed into the table, but count in Holm's correction."""
     monkeypatch.chdir(tmp_path)

@@ -228,6 +228,18 @@ def test_bad_files(folder, file, content, named):
     assert not list(folder.glob("out*"))
 
 
+def test_absent_splits_and_files_that_are_not_read_are_named(folder, capsys):
+    (folder / "posts/validation.jsonl").rename(folder / "posts/valid.jsonl")
+    raw = tldr_dataset.read_raw(str(folder / "posts"), tldr_dataset.SFT_SPLITS, tldr_dataset.SFT_COLUMNS)
+    said = capsys.readouterr().out
+    assert raw.keys() == {"train"} and "absent splits: validation, test" in said and "valid.jsonl" in said
+    for split in ("validation", "test"):
+        write_jsonl(folder / f"posts/{split}.jsonl", [sft_row(1)])
+    (folder / "posts/valid.jsonl").unlink()
+    tldr_dataset.read_raw(str(folder / "posts"), tldr_dataset.SFT_SPLITS, tldr_dataset.SFT_COLUMNS)
+    assert capsys.readouterr().out == ""
+
+
 # ---- Hub -------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import pandas
 import pytest
 import torch
 import visualize_tokens
-from conftest import close, give_other_tokenizer, make_reward_model
+from conftest import close, give_other_eos, give_other_tokenizer, make_reward_model
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
@@ -172,10 +172,12 @@ def test_every_number_is_that_of_a_single_row(made, written):
 
 def test_bad_input_is_one_message(made, world, tmp_path):
     give_other_tokenizer(world, Path(shutil.copytree(made.folders["sft"], tmp_path / "other")))
+    give_other_eos(shutil.copytree(made.folders["dpo"], tmp_path / "eos"))
     for changes, named in (
         ({"reward_model": f"{tmp_path}/other"}, f"--reward-model {tmp_path}/other"),
+        ({"dpo": f"{tmp_path}/eos"}, f"--dpo {tmp_path}/eos"),
         ({"counted": 17}, "--counted 17"),
     ):
         with pytest.raises(SystemExit, match=named):
             visualize_tokens.main(visualize_tokens.Args(**made.args | {"output": str(tmp_path / "x")} | changes))
-    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    assert {path.name for path in tmp_path.iterdir()} == {"other", "eos"}

@@ -137,7 +137,7 @@ class Args:
     sample_batch_size: int | None = None
     """episodes per device to sample at a time; affects memory, speed, rounding; default: fits 80 GB, or 32"""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """autocast type; trained weights are kept in float32; default: bf16 on a GPU (Detail 8), none on a CPU"""
+    """autocast type; weights in training are float32 (DeepSpeed: a copy); default: bf16 on a GPU (Detail 8)"""
     offload: bool | None = None
     """keep reference and reward model in CPU memory except while they are used; default: only for 6.9b"""
     save_every: int = 0
@@ -183,8 +183,9 @@ def rloo_loss(logprobs: torch.Tensor, mb: dict, cliprange: float, on_policy: boo
 def data_order(n: int, seed: int, start: int, stop: int) -> torch.Tensor:
     """Return the row indices (stop - start,) at positions start..stop-1 of an endless stream over n rows, reshuffled
     without replacement on each pass (Detail 21). They depend only on (seed, position), so all processes agree."""
-    passes = {number: permutation(n, seed, number) for number in range(start // n, stop // n + 1)}
-    return torch.stack([passes[position // n][position % n] for position in range(start, stop)])
+    first = start // n
+    passes = torch.cat([permutation(n, seed, number) for number in range(first, stop // n + 1)])
+    return passes[start - first * n : stop - first * n]
 
 
 def permutation(n: int, seed: int, number: int) -> torch.Tensor:
@@ -277,7 +278,7 @@ def main(args: Args):
                     # One column before each response token. Rows are right-padded, so they need no mask.
                     logits = model(mb["tokens"], mb["columns"])  # (b, W, V)
                     logprobs = token_logprobs(logits, mb["responses"], args.temperature)
-                    del logits  # the largest tensor, not needed for the backward pass
+                    del logits  # the largest tensor; the backward pass does not need it
                     loss, sums = rloo_loss(logprobs, mb, args.cliprange, on_policy)
                     loss = loss / len(mini_batch)
                     accelerator.backward(loss * accelerator.num_processes)  # DDP and DeepSpeed average over devices
@@ -345,11 +346,11 @@ def sample(accelerator: Accelerator, policy, queries, keys, tokenizer, args, tem
 
 
 @torch.no_grad()
-def forward_passes(accelerator: Accelerator, model, ref_policy, batch: dict, mini_batches: tuple, args) -> dict:
+def forward_passes(accelerator: Accelerator, model, ref_policy, batch: dict, mini_batch_rows: tuple, args) -> dict:
     """Return logprobs, ref_logprobs and entropy (B, R) of the responses in a batch, 0 outside their masks. The
-    models see the same micro-batches as in training on `mini_batches`, each of which is rows (n,) of the batch."""
+    models see the same micro-batches as in training on mini-batches with these rows, (n,) each."""
     mbs = []
-    for mini_batch in mini_batches:
+    for mini_batch in mini_batch_rows:
         mbs += micro_batches(batch, own_share(accelerator, mini_batch), args.micro_batch_size)
     zeros = torch.zeros(batch["responses"].shape, device=accelerator.device)
     outputs = {key: zeros.clone() for key in ("logprobs", "ref_logprobs", "entropy")}
@@ -793,24 +794,27 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
                 fail(f"{flag} {path}: {split}: {key} of row {row} is padded on the other side. Use tldr_dataset.py")
         looked_at = rows.select(range(0, len(rows), ceil(len(rows) / 16)))
         matches = sum(is_of_tokenizer(row, keys, tokenizer) for row in looked_at)
-        if 2 * matches <= len(looked_at):  # 5 % of the published rows do not match; of another tokenizer's, nearly all
+        if 2 * matches <= len(looked_at):  # of another tokenizer's rows, hardly one matches
             how = "Make it with tldr_dataset.py or llama2/preference_dataset.py; eval/check_data.py shows the rows"
             fail(f"{flag} {path}: {split}: {matches} of {len(looked_at)} rows match the model's tokenizer. {how}")
     return data.with_format("torch")
 
 
 def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
-    """Return whether a row's query tokenises to its `query_token`, and its other token columns end in EOS."""
+    """Return whether a row's `query_token` decodes to its query, spaces aside (the published texts lack some), and its
+    other token columns end in EOS."""
     tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
-    if tokens.pop("query_token") != tokenizer(row["query"], add_special_tokens=False).input_ids:
+    decoded = tokenizer.decode(tokens.pop("query_token"), clean_up_tokenization_spaces=False)
+    if "".join(decoded.split()) != "".join(row["query"].split()):
         return False
     return all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokens.values())
 
 
 # ==== plumbing: the same code in every stage script; read it once, then skip it ===================
 
-# Flags of all stage scripts: those that must be above 0, and those that --resume may change, as no update needs them
+# Flags of all stage scripts: those that must be above 0, and those that --resume may change (at most, rounding differs)
 POSITIVE = {"batch_size", "num_mini_batches", "num_ppo_epochs", "response_length", "eval_rows", "temperature", "beta"}
+POSITIVE |= {"total_episodes", "micro_batch_size", "sample_batch_size", "eval_temperature"}  # None: the default
 MAY_CHANGE = {"micro_batch_size", "sample_batch_size", "mixed_precision", "offload", "processes", "eval_every"}
 MAY_CHANGE |= {"eval_rows", "run_eval", "sample_every", "save_every", "track", "resume", "output_dir"}
 MAY_CHANGE |= {"dataset", "preference_dataset", "sft_model_path", "reward_model_path"}  # their contents are compared
@@ -855,6 +859,7 @@ def check_args(args):
 
 def make_accelerator(args) -> Accelerator:
     """Return the Accelerator that the launcher asked for. Ends with an error if accelerate started something else."""
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the shell of stage.sbatch ignores it, and so would its children
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # or it divides the loss
     torch.backends.cuda.enable_cudnn_sdp(False)  # slow with new shapes, and has given NaN
@@ -873,8 +878,10 @@ def make_accelerator(args) -> Accelerator:
             process_group.backend = "gloo"
     accelerator = Accelerator(**settings)
     plugin = accelerator.state.deepspeed_plugin
-    if accelerator.num_processes != world or bool(plugin) != deepspeed or (plugin and plugin.zero_stage == 3):
-        fail("accelerate did not start what was asked for, or ZeRO-3: use a configuration of benchmark/accelerate/")
+    is_sharded = accelerator.distributed_type == "FSDP" or (plugin and plugin.zero_stage == 3)
+    if accelerator.num_processes != world or bool(plugin) != deepspeed or is_sharded:
+        how = "Use a configuration of benchmark/accelerate/"
+        fail(f"accelerate did not start what was asked for, or it shards the weights (FSDP, ZeRO-3). {how}")
     return accelerator
 
 
@@ -919,7 +926,7 @@ def optimizer_step(accelerator: Accelerator, model, optimizer, max_grad_norm: fl
 def writing(accelerator: Accelerator, path: Path):
     """Yield a temporary path for the new content of `path` (file or folder) and rename it into place when it is on the
     disk, so that `path` is always complete or absent. All processes call it, because each may write a part."""
-    partial = path.with_suffix(".tmp")  # one that a killed run has left is written over
+    partial = path.with_suffix(".tmp")
     with or_fail(f"{path} could not be written: make room, then continue with --resume"):
         path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
@@ -956,6 +963,8 @@ def start_or_resume(accelerator: Accelerator, args, inputs: dict) -> int:
     newest = max(folder.glob("checkpoints/update_??????"), default=None)
     if len(set(gather_object([str(newest)]))) > 1:
         fail(f"--resume {folder}: the processes see {gather_object([str(newest)])}. They need one shared disk")
+    for torn in folder.glob("checkpoints/*.tmp"):  # of a run that was killed
+        shutil.rmtree(torn, ignore_errors=True)  # harmless if several processes try
     if newest:
         with or_fail(f"--resume: {newest} cannot be loaded. Launch the run as before, or delete that checkpoint"):
             metrics = (newest / "metrics.jsonl").read_text()
@@ -982,7 +991,9 @@ def content_digest(source: str | Dataset) -> str:
     if isinstance(source, Dataset):
         files = [Path(file["filename"]) for file in source.cache_files]
     else:
-        files = [Path(source, "config.json"), *sorted(Path(source).glob("*model*"))]
+        folder = Path(source)
+        weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+        files = [folder / "config.json", *weights]
     content = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
@@ -1003,11 +1014,10 @@ def updates(accelerator: Accelerator, args, finished: int, last: int):
     def note(received, _):  # the update finishes first
         caught.append(received)
         if received == signal.SIGINT:
-            print("Ctrl-C: saving a checkpoint after this update; press again to end at once", flush=True)
+            os.write(1, b"Ctrl-C: saving a checkpoint after this update; press again to end at once\n")  # not print
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, note)
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     start = time.time()
     for update in track(range(finished + 1, last + 1), STAGE, disable=not accelerator.is_main_process):
         yield update
@@ -1026,7 +1036,8 @@ def updates(accelerator: Accelerator, args, finished: int, last: int):
             accelerator.end_training()
             sys.tracebacklimit = 0
             raise KeyboardInterrupt if signal.SIGINT in stop else SystemExit(75)  # a shell's loop ends with Ctrl-C, too
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, handler in before.items():  # from here on, a signal ends the run at once
+        signal.signal(number, handler or signal.SIG_DFL)
 
 
 def note_missing_checkpoints(accelerator: Accelerator, seconds: float):
@@ -1034,7 +1045,7 @@ def note_missing_checkpoints(accelerator: Accelerator, seconds: float):
     if seconds >= 600:
         lost = f"no checkpoints: a run that dies loses up to about {seconds / 3600:.1f} hours"
         size = checkpoint_bytes(accelerator) / 1e9
-        accelerator.print(f"{lost}; --save-every K keeps two (a checkpoint is {size:.2g} GB)", flush=True)
+        accelerator.print(f"{lost}; --save-every K keeps two and writes a third ({size:.2g} GB each)", flush=True)
 
 
 def checkpoint_bytes(accelerator: Accelerator) -> int:
