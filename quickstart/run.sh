@@ -67,7 +67,16 @@ if [[ $fast ]]; then
         --num-cnndm-comparisons 100)
     episodes=960 pairs=2000
 fi
-[[ -e $data/raw ]] || step python quickstart/posts.py --seed "$posts_seed" --output-dir "$data/raw" ${counts[@]+"${counts[@]}"}
+version=$(cat quickstart/{posts.py,truth.py,sentences.json} | cksum)
+if [[ -e $data/version && $(<"$data/version") != "$version" ]]; then # metric.py measures on posts of today's
+    echo "error: $data is of another version of posts.py, truth.py or sentences.json: remove it, and run this again" >&2
+    exit 1
+fi
+if [[ ! -e $data/raw ]]; then
+    step python quickstart/posts.py --seed "$posts_seed" --output-dir "$data/raw" ${counts[@]+"${counts[@]}"}
+    mkdir -p "$data"
+    echo "$version" >"$data/version"
+fi
 [[ -e $data/tldr ]] || step python tldr_dataset.py --sft-dataset "$data/raw/posts" \
     --preference-dataset "$data/raw/comparisons" --tokenizer "quickstart/bases/$model" --output-dir "$data/tldr"
 [[ -z $data_only ]] || exit 0

@@ -181,7 +181,8 @@ with open(os.environ["CALLS"], "a") as calls:
 
 def make_clone(folder: Path) -> Path:
     """A copy of run.sh with a virtual environment whose python only records how it is called."""
-    for name in ("quickstart/run.sh", "quickstart/setup.sh", "requirements.txt"):
+    scripts = [f"quickstart/{name}" for name in ("run.sh", "setup.sh", "posts.py", "truth.py", "sentences.json")]
+    for name in ("requirements.txt", *scripts):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     python = folder / "venv/bin/python"
@@ -232,6 +233,17 @@ def test_continue_keeps_what_is_there(tmp_path):
     assert names(calls) == [name for name in SCRIPTS if name != DATA[0]][:2] + SCRIPTS[4:] and sft.exists()
     assert all(("--resume" in call) == (call[0] in [f"{stage}.py" for stage in STAGES]) for call in calls)
     assert names(quickstart(clone)) == SCRIPTS[1:] and not sft.exists()
+
+
+def test_posts_of_another_version_are_not_trained_on(tmp_path):
+    """Policies are measured on posts of today's."""
+    clone = make_clone(tmp_path)
+    assert names(quickstart(clone, "--data-only")) == DATA
+    (clone / "data/quickstart/posts-1/raw").mkdir(parents=True)
+    assert names(quickstart(clone, "--data-only")) == DATA[1:]
+    with open(clone / "quickstart/truth.py", "a") as file:
+        file.write("# another one")
+    assert quickstart(clone, "--data-only", code=1) == []
 
 
 @pytest.mark.parametrize("arguments", ["--size xl", "--seed 1 --posts-seed", "--seed ../.."])
