@@ -40,7 +40,7 @@ def run(tmp_path):
     """rounds.sh in a copy of the scripts that it calls, with the stand-in. Returns its commands."""
     for folder in ("llama2", "quickstart"):
         (tmp_path / folder).mkdir()
-        for file in (ROOT / folder).glob("*.sh"):
+        for file in (ROOT / folder).glob("*.*"):
             shutil.copy(file, tmp_path / folder)
     (tmp_path / "llama2/results").mkdir()
     (tmp_path / "requirements.txt").touch()
