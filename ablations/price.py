@@ -192,7 +192,7 @@ def differences(patches: dict[str, Patch], ledger: pandas.DataFrame, last: bool)
     differences to its baseline. holm is corrected over all rows of the table."""
     own_rows = ledger[ledger["note"] == ""]
     run = ["seed", "cpu"]
-    starts = ledger[ledger["note"] == "SFT"].set_index(run)["truth"]
+    starts = ledger[(ledger["note"] == "SFT") & (ledger["candidate"] == "sft.py")].set_index(run)["truth"]
     found = {}
     for stage in STAGES:
         pairs, facts, runs = {}, {}, {}
@@ -260,7 +260,8 @@ def show(patches: dict[str, Patch], args: Args):
     if table.empty or "mean" not in table:
         print(f"{args.rows} has no patch with two seeds beside its baseline")
         return
-    plain = ledger[ledger["candidate"].isin([f"{stage}.py" for stage in STAGES]) & (ledger["note"].isin(["", "SFT"]))]
+    is_baseline = ledger["candidate"].isin([f"{stage}.py" for stage in STAGES]) & (ledger["note"] == "")
+    plain = ledger[is_baseline | (ledger["note"] == "SFT")]
     for (name, note, cpu), rows in plain.groupby(["candidate", "note", "cpu"], sort=False):
         means = {key: f"{rows[key].mean():.{score.NUMBERS[key]}f}" for key in ("truth", "kl", "words", "eos_rate")}
         print(f"{name} {note}".strip() + f", {len(rows)} seeds on {cpu}:", *(f"{key} {x}" for key, x in means.items()))
