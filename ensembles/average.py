@@ -33,9 +33,9 @@ from rich.progress import track
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import at_least, same_tokenizer, save_checkpoint, wins  # noqa: E402
+from eval_helpers import at_least, last_rewards, same_tokenizer, save_checkpoint, wins  # noqa: E402
 
-from ppo import fail, load_reward_model, load_splits, load_tokenizer, local_checkpoint, or_fail, rounded_width  # noqa: E402
+from ppo import fail, load_reward_model, load_splits, load_tokenizer, local_checkpoint, or_fail  # noqa: E402
 
 COLUMNS = ["query", "query_token", "query_chosen_token", "query_rejected_token"]
 TAKEN = ("model", "pairs", "all")  # columns of accuracy.csv that are no batch
@@ -53,12 +53,6 @@ class Args:
     """pairs whose validation split tells the accuracies: folder or Hub id[@revision]"""
     micro_batch_size: int = 32
     """pairs in a forward pass: memory and speed, and rounding"""
-
-
-def last_rewards(model, tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Return the rewards (b,) of right-padded rows (b, T), read at their last token (Detail 12)."""
-    lengths = (tokens != pad_id).sum(1)
-    return model(tokens[:, : rounded_width(lengths)]).gather(1, lengths[:, None] - 1).squeeze(1)
 
 
 # ---- the average ---------------------------------------------------------------------------------------------------

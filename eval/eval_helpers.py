@@ -167,9 +167,34 @@ def same_tokenizer(one, other) -> bool:
     return (one.get_vocab(), one.eos_token) == (other.get_vocab(), other.eos_token)
 
 
+def last_rewards(model, tokens, pad_id: int):
+    """Return the rewards (b,) of right-padded rows (b, T), read at their last token (Detail 12)."""
+    from ppo import rounded_width  # here, because most tools need no models
+
+    lengths = (tokens != pad_id).sum(1)
+    return model(tokens[:, : rounded_width(lengths)]).gather(1, lengths[:, None] - 1).squeeze(1)
+
+
+def log_ratios(policy, reference, batch: dict, temperature: float, size: int = 32):
+    """Return log pi - log pi_reference (n,), summed over each response of a batch (EOS counted): over responses sampled
+    at this temperature, its mean is the KL. size: rows in a forward pass."""
+    import torch
+
+    from ppo import micro_batches, response_logits, token_logprobs
+
+    ratios = torch.zeros(len(batch["responses"]), device=batch["responses"].device)
+    for mb in micro_batches(batch, torch.arange(len(ratios), device=ratios.device), size):
+        logprobs = []
+        for model in (policy, reference):
+            logits = response_logits(model, mb["tokens"], mb["columns"])
+            logprobs.append(token_logprobs(logits, mb["responses"], temperature))
+        ratios[mb["rows"]] = ((logprobs[0] - logprobs[1]) * mb["response_mask"]).sum(1)
+    return ratios
+
+
 def save_checkpoint(model, tokenizer, folder: Path):
     """Save a model and its tokenizer as the stages do: transformers 4 and whom the umask lets read can read them."""
-    from ppo import add_old_names  # here, because most tools need no models
+    from ppo import add_old_names
 
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
