@@ -19,9 +19,9 @@ from types import SimpleNamespace
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
-REPOSITORY = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("", "quickstart", "benchmark", "benchmark/speed", "benchmark/parity", "eval", "ensembles")
-sys.path[:0] = [str(REPOSITORY / folder) for folder in FOLDERS]
+sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -34,7 +34,7 @@ torch.set_num_threads(1)
 # tqdm's own lock is shared with forked processes: a child killed while holding it would leave all others waiting
 tqdm.set_lock(threading.RLock())
 tqdm.monitor_interval = 0
-SHARED = REPOSITORY.parent / "shared" / "data"
+SHARED = ROOT.parent / "shared" / "data"
 make_accelerator = Accelerator.__init__
 
 
@@ -52,15 +52,15 @@ def ablations() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="ablations-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name in ("ppo.py", "dpo.py"):
-        shutil.copy(REPOSITORY / name, folder)
-    for diff in sorted((REPOSITORY / "ablations").glob("*.diff")):
+        shutil.copy(ROOT / name, folder)
+    for diff in sorted((ROOT / "ablations").glob("*.diff")):
         subprocess.run(["git", "apply", diff], cwd=folder, check=True)
     return folder
 
 
 def script_path(path: str) -> Path:
     """A script of ours, or one that a diff in ablations/ makes."""
-    return REPOSITORY / path if (REPOSITORY / path).exists() else ablations() / path
+    return ROOT / path if (ROOT / path).exists() else ablations() / path
 
 
 def script(path: str):
@@ -106,6 +106,13 @@ def write_csv(path: Path, rows: list[dict]):
 
     path.parent.mkdir(parents=True, exist_ok=True)
     pandas.DataFrame(rows).to_csv(path, index=False)
+
+
+def write_program(path: Path, text: str):
+    """An executable file, which stands in for a program."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
 
 
 def files(folder: Path) -> dict[str, bytes]:

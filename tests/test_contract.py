@@ -24,8 +24,6 @@ import ppo
 import reward
 import sft
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 def changed_weights(source: Path, folder: Path, change) -> str:
     """A copy of a checkpoint with other weights."""

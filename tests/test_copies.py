@@ -8,8 +8,8 @@ import difflib
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 STAGES = ["sft.py", "reward.py", "ppo.py", "dpo.py", "ensembles/ppo.py", "llama2/reward.py"]
 STAGES += [f"variants/{name}.py" for name in ("rloo", "grpo", "online_dpo")]
 OURS = [

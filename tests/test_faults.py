@@ -25,7 +25,6 @@ from safetensors.torch import load_file, save_file
 import ppo
 import sft
 
-ROOT = Path(__file__).resolve().parents[1]
 LAST = 6
 
 

@@ -13,10 +13,9 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
-from conftest import make_reward_model, make_talker, read_jsonl, read_metrics
+from conftest import ROOT, make_reward_model, make_talker, read_jsonl, read_metrics
 from scipy import stats
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "ablations"))
 
 import price  # noqa: E402

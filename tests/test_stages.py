@@ -19,7 +19,6 @@ import ppo
 import reward
 import sft
 
-ROOT = Path(__file__).resolve().parents[1]
 STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}
 SEED = 3
 EVALUATIONS = {
