@@ -1,6 +1,7 @@
 """Shared by the tests: the scripts as modules, helpers, and one small generated world per test session."""
 
 import atexit
+import copy
 import csv
 import functools
 import importlib.util
@@ -170,6 +171,18 @@ def edit_config(folder: Path, **fields):
     """Set fields of a checkpoint's config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def random_model(config, tokenizer, eos: int | None = None):
+    """A random model whose vocabulary is exactly the tokenizer's; `eos` (default: the tokenizer's) is its BOS, too."""
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    config.vocab_size = len(tokenizer)
+    config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id if eos is None else eos
+    config.pad_token_id = None
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def make_reward_model(source: Path, folder: Path, bias: float = 0.0) -> Path:

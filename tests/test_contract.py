@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import edit_config, make_reward_model, read_metrics, single_process
+from conftest import edit_config, give_other_eos, make_reward_model, random_model, read_metrics, single_process
 from datasets import DatasetDict, load_from_disk
 from safetensors.torch import load_file, save_file
 from test_faults import toy, toy_args
@@ -36,11 +36,7 @@ def base_without_pad(world, folder: Path, config) -> tuple[str, torch.nn.Module]
     """A random model with a row for each id of the tokenizer but [PAD], all of whose logits are near -30, so that a new
     row with a logit of 0 would take the whole softmax."""
     tokenizer = AutoTokenizer.from_pretrained(world.tokenizer)
-    config.vocab_size = len(tokenizer)
-    config.bos_token_id = config.pad_token_id = None
-    config.eos_token_id = tokenizer.eos_token_id
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = random_model(config, tokenizer).eval()
     with torch.no_grad():
         norm = model.base_model.ln_f if hasattr(model.base_model, "ln_f") else model.base_model.norm
         if hasattr(norm, "bias"):
@@ -120,10 +116,7 @@ def test_statistics_and_padding_of_an_earlier_training_are_not_inherited(world, 
 
 
 def test_a_reward_model_with_another_eos_is_refused(world, tmp_path):
-    folder = make_reward_model(world.model, tmp_path / "reward")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(300)
-    tokenizer.save_pretrained(folder)
+    folder = give_other_eos(make_reward_model(world.model, tmp_path / "reward"))
     paths = {"sft_model_path": str(world.model), "reward_model_path": str(folder), "dataset": str(world.dataset)}
     with pytest.raises(SystemExit, match=f"^error: --reward-model-path {folder}: another tokenizer or EOS than in"):
         ppo.main(ppo.Args(**paths, output_dir=str(tmp_path / "run"), batch_size=8, total_episodes=8))
