@@ -16,8 +16,6 @@ OUTPUT_DIR/ model/, a folder like reward.py's; args.json; and accuracy.csv: for 
 """
 
 import json
-import os
-import shutil
 import sys
 from collections import defaultdict
 from dataclasses import asdict, dataclass
@@ -36,6 +34,7 @@ sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".
 from eval_helpers import at_least, last_rewards, same_tokenizer, save_checkpoint, wins  # noqa: E402
 
 from ppo import fail, load_reward_model, load_splits, load_tokenizer, local_checkpoint, or_fail  # noqa: E402
+from tldr_dataset import unfinished_folder  # noqa: E402
 
 COLUMNS = ["query", "query_token", "query_chosen_token", "query_rejected_token"]
 TAKEN = ("model", "pairs", "all")  # columns of accuracy.csv that are no batch
@@ -129,15 +128,12 @@ def main(args: Args):
     if rows[-1]["all"] < worst["all"]:
         print(f"warning: the average is below its worst member, {worst['model']}: were all trained from one head?")
 
-    # ---- save: beside, then renamed, so that the folder is whole or absent -----------------------
-    unfinished = output_dir.with_name(output_dir.name + ".tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    with or_fail(f"{output_dir} could not be written"):
-        save_checkpoint(mean.to_transformers(), tokenizer, unfinished / "model")
-        pandas.DataFrame(rows).to_csv(unfinished / "accuracy.csv", index=False)
+    with or_fail(f"{output_dir} could not be written"), unfinished_folder(output_dir) as folder:
+        finished = folder / "finished"
+        save_checkpoint(mean.to_transformers(), tokenizer, finished / "model")
+        pandas.DataFrame(rows).to_csv(finished / "accuracy.csv", index=False)
         settings = {"stage": "average"} | asdict(args)
-        (unfinished / "args.json").write_text(json.dumps(settings, indent=2) + "\n")
-        os.replace(unfinished, output_dir)
+        (finished / "args.json").write_text(json.dumps(settings, indent=2) + "\n")
     print(f"wrote {output_dir}")
 
 

@@ -21,7 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("", "quickstart", "benchmark", "benchmark/speed", "benchmark/parity", "eval", "ensembles")
+FOLDERS = ("", "quickstart", "benchmark", "benchmark/speed", "benchmark/parity", "eval", "ensembles", "ablations")
 sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 
 import pytest  # noqa: E402

@@ -13,9 +13,10 @@ import shlex
 from functools import cache
 from pathlib import Path
 
+import conftest
 import plan
 import pytest
-from conftest import ROOT, read_csv, script_path
+from conftest import ROOT
 from test_copies import OURS, STAGES
 
 FOLDERS = ["quickstart", "benchmark", "eval", "ensembles", "llama2", "variants", "ablations", "tests"]
@@ -75,7 +76,7 @@ def test_a_folder_names_its_scripts(folder):
 @cache
 def flags_of(script: str) -> set[str]:
     """What a script takes: the fields of Args, an argparse argument, or, of a shell script, what its text names."""
-    text = script_path(script).read_text()
+    text = conftest.script_path(script).read_text()
     if script.endswith(".sh"):
         return set(re.findall(r"--[a-z-]+", text))
     found = set(re.findall(r'add_argument\("(--[a-z-]+)"', text))
@@ -111,7 +112,7 @@ def unknown_flags(text: str) -> list[str]:
     wrong = []
     for script, *words in commands(text):
         flags = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
-        assert script_path(script).exists(), script
+        assert conftest.script_path(script).exists(), script
         wrong += [f"{script} {flag}" for flag in sorted(flags - flags_of(script))]
     scripts = [*OURS, *MADE, "quickstart/run.sh", "benchmark/pretrained.sh", "tests/undo_details.py"]
     known = NOT_OURS.union(*(flags_of(script) for script in scripts))
@@ -137,7 +138,7 @@ def test_a_flag_that_is_gone_is_noticed():
 
 def written_metrics(script: str) -> set[str]:
     """The keys of metrics that a stage script names, but for those that it takes out again."""
-    tree = ast.parse(script_path(script).read_text())
+    tree = ast.parse(conftest.script_path(script).read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     popped = {call.args[0].value for call in calls if ast.unparse(call.func).endswith(".pop") and call.args}
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -172,7 +173,7 @@ def speed_table(name: str, peers: str) -> str:
 def h100_tables() -> list[str]:
     """Two tables: speed on the H100 beside TRL's; and hours and memory, as measured and as plan.py has them."""
     names = ("device", "stages", "trl")
-    product, stages, peers = (read_csv(ROOT / f"benchmark/results/h100/{name}.csv") for name in names)
+    product, stages, peers = (conftest.read_csv(ROOT / f"benchmark/results/h100/{name}.csv") for name in names)
     rate, peers = float(product[0]["TFLOP/s of a product"]), {row["stage"]: row for row in peers}
     speed = "| 1B on one H100 | ours, items/s | TRL, items/s | ratio | TFLOP/s in training |"
     speed += " share of the product's rate | seconds of an update | seconds of PPO's phases |\n" + "|---" * 8 + "|\n"
