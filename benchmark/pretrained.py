@@ -39,10 +39,9 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "eval"), str(ROOT / "quickstart")]
 
-from eval_helpers import log_ratios, markdown, wilson, wins  # noqa: E402
+from eval_helpers import log_ratios, markdown, read_metrics, wilson, wins  # noqa: E402
 from report import bootstrap_interval  # noqa: E402
 from rm_report import calibration  # noqa: E402
-from run_metrics import read_metrics  # noqa: E402
 
 import ppo  # noqa: E402
 from tldr_dataset import unfinished_folder  # noqa: E402

@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -76,6 +77,27 @@ def load_function(flag: str, value: str):
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return getattr(module, name)
+
+
+def read_metrics(run: Path, may_be_empty: bool = False) -> list[dict]:
+    """Return one dict per line of a run's metrics.jsonl. The rest behind the last newline is left out, because a run
+    that was killed, or that still writes, can end in half a line. A damaged line before it ends the process with a
+    message, and so does a missing file, or one without any line unless it `may_be_empty`."""
+    file, rows = run / "metrics.jsonl", []
+    if not file.exists():
+        fail(f"{run} has no metrics.jsonl, which training writes: name a run folder, or train it.")
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            rows.append(json.loads(line))
+            rows[-1]["update"]
+        except (ValueError, TypeError, KeyError):
+            fail(
+                f"{file}, line {number} is damaged: it is not the metrics of an update. Restore the file, or delete "
+                "the line to go on without that update."
+            )
+    if not rows and not may_be_empty:
+        fail(f"{file} has no complete line yet. Wait for the run's first update, or train it anew.")
+    return rows
 
 
 def digest_of(path: Path) -> str:

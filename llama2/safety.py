@@ -27,10 +27,9 @@ import torch  # noqa: E402
 import tyro  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from datasets import load_from_disk  # noqa: E402
-from eval_helpers import fail, log_ratios, markdown, or_fail, with_sd  # noqa: E402
+from eval_helpers import fail, log_ratios, markdown, or_fail, read_metrics, with_sd  # noqa: E402
 from gold_label import safety_bins  # noqa: E402
 from rounds import append, print_contrasts  # noqa: E402
-from run_metrics import read_metrics  # noqa: E402
 from truth import find_facts, score  # noqa: E402
 
 import ppo  # noqa: E402
