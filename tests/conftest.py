@@ -185,6 +185,16 @@ def random_model(config, tokenizer, eos: int | None = None):
     return AutoModelForCausalLM.from_config(config)
 
 
+def random_base(config, world, folder: Path) -> Path:
+    """The folder of a random model and its tokenizer, the world's."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(world.tokenizer)
+    random_model(config, tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def make_reward_model(source: Path, folder: Path, bias: float = 0.0) -> Path:
     """A reward model with a random head on the base in `source`, and minus `bias` as its `reward_mean`."""
     import reward
