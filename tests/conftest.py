@@ -215,14 +215,18 @@ def head_of(folder: Path) -> tuple[torch.Tensor, float]:
     return weight, -json.loads(Path(folder, "config.json").read_text()).get("reward_mean", 0.0)
 
 
-def make_constant(source: Path, folder: Path) -> Path:
-    """A copy of a reward model that gives everything the same reward, minus its `reward_mean`."""
+def changed_weights(source: Path, folder: Path, change) -> Path:
+    """A copy of a checkpoint with other weights."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(source, folder)
-    state = load_file(folder / "model.safetensors")
-    save_file(state | {"score.weight": torch.zeros_like(state["score.weight"])}, folder / "model.safetensors")
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def make_constant(source: Path, folder: Path) -> Path:
+    """A copy of a reward model that gives everything the same reward, minus its `reward_mean`."""
+    return changed_weights(source, folder, lambda x: x | {"score.weight": torch.zeros_like(x["score.weight"])})
 
 
 @pytest.fixture(scope="session")
