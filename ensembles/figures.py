@@ -35,9 +35,8 @@ from scipy import stats
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("eval", "quickstart")]
 
-from eval_helpers import fail, files_below, markdown, or_fail, wins  # noqa: E402
+from eval_helpers import fail, files_below, markdown, or_fail, read_metrics, wins  # noqa: E402
 from paired import summarise  # noqa: E402
-from run_metrics import read_metrics  # noqa: E402
 
 METHODS = {  # name, color, marker
     "single": ("single", "C7", "o"),

@@ -34,8 +34,7 @@ from datasets import load_from_disk
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / folder) for folder in ("eval", "quickstart")]
 
-from eval_helpers import Job, cores, fail, run_jobs, wins  # noqa: E402
-from run_metrics import read_metrics  # noqa: E402
+from eval_helpers import Job, cores, fail, read_metrics, run_jobs, wins  # noqa: E402
 from score import machine, one_commit  # noqa: E402
 
 spec = importlib.util.spec_from_file_location("ensembles_figures", ROOT / "ensembles/figures.py")  # eval/ has one, too

@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -76,6 +77,27 @@ def load_function(flag: str, value: str):
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return getattr(module, name)
+
+
+def read_metrics(run: Path, may_be_empty: bool = False) -> list[dict]:
+    """Return one dict per line of a run's metrics.jsonl. The rest behind the last newline is left out, because a run
+    that was killed, or that still writes, can end in half a line. A damaged line before it ends the process with a
+    message, and so does a missing file, or one without any line unless it `may_be_empty`."""
+    file, rows = run / "metrics.jsonl", []
+    if not file.exists():
+        fail(f"{run} has no metrics.jsonl, which training writes: name a run folder, or train it.")
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            rows.append(json.loads(line))
+            rows[-1]["update"]
+        except (ValueError, TypeError, KeyError):
+            fail(
+                f"{file}, line {number} is damaged: it is not the metrics of an update. Restore the file, or delete "
+                "the line to go on without that update."
+            )
+    if not rows and not may_be_empty:
+        fail(f"{file} has no complete line yet. Wait for the run's first update, or train it anew.")
+    return rows
 
 
 def digest_of(path: Path) -> str:
@@ -167,9 +189,34 @@ def same_tokenizer(one, other) -> bool:
     return (one.get_vocab(), one.eos_token) == (other.get_vocab(), other.eos_token)
 
 
+def last_rewards(model, tokens, pad_id: int):
+    """Return the rewards (b,) of right-padded rows (b, T), read at their last token (Detail 12)."""
+    from ppo import rounded_width  # here, because most tools need no models
+
+    lengths = (tokens != pad_id).sum(1)
+    return model(tokens[:, : rounded_width(lengths)]).gather(1, lengths[:, None] - 1).squeeze(1)
+
+
+def log_ratios(policy, reference, batch: dict, temperature: float, size: int = 32):
+    """Return log pi - log pi_reference (n,), summed over each response of a batch (EOS counted): over responses sampled
+    at this temperature, its mean is the KL. size: rows in a forward pass."""
+    import torch
+
+    from ppo import micro_batches, response_logits, token_logprobs
+
+    ratios = torch.zeros(len(batch["responses"]), device=batch["responses"].device)
+    for mb in micro_batches(batch, torch.arange(len(ratios), device=ratios.device), size):
+        logprobs = []
+        for model in (policy, reference):
+            logits = response_logits(model, mb["tokens"], mb["columns"])
+            logprobs.append(token_logprobs(logits, mb["responses"], temperature))
+        ratios[mb["rows"]] = ((logprobs[0] - logprobs[1]) * mb["response_mask"]).sum(1)
+    return ratios
+
+
 def save_checkpoint(model, tokenizer, folder: Path):
     """Save a model and its tokenizer as the stages do: transformers 4 and whom the umask lets read can read them."""
-    from ppo import add_old_names  # here, because most tools need no models
+    from ppo import add_old_names
 
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -24,10 +24,9 @@ os.environ["MPLBACKEND"] = "agg"  # the backend that a notebook chooses may not 
 import numpy
 import pandas
 import tyro
-from eval_helpers import digest_of, fail, markdown, result_name, with_sd
+from eval_helpers import digest_of, fail, markdown, read_metrics, result_name, with_sd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from run_metrics import read_metrics
 
 STAGES = {"sft": "SFT", "reward": "reward model", "dpo": "DPO", "ppo": "PPO", "ppo_whiten": "PPO, whitened rewards"}
 POLICIES = ["sft", "dpo", "ppo", "ppo_whiten"]

@@ -24,7 +24,7 @@ import numpy
 import pandas
 import tyro
 from datasets import DatasetDict, load_dataset, load_from_disk
-from eval_helpers import at_least, fail, markdown, or_fail, with_sd
+from eval_helpers import fail, markdown, or_fail, with_sd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for ppo, which only --judged needs
 
@@ -36,8 +36,6 @@ class Args:
     seeds: tuple[int, ...] = (44413, 55513, 66613, 77713)
     runs: str = "runs"
     """folder with reward/{model}/{seed}"""
-    bins: int = 10
-    """bins of the calibration, with equally many pairs each"""
     judged: str | None = None
     """judge.py's CSV file of the validation pairs, for the agreement"""
     write_pairs: str | None = None
@@ -72,7 +70,7 @@ def table_5(accuracies: dict, statistics: dict, models: tuple[str, ...], policie
     return table.reindex(columns=models).fillna("").reset_index().to_dict("records")
 
 
-def calibration(differences: numpy.ndarray, bins: int) -> tuple[list[dict], float]:
+def calibration(differences: numpy.ndarray, bins: int = 10) -> tuple[list[dict], float]:
     """Return rows of a calibration curve and the expected calibration error, for differences (n,) of the rewards of
     chosen and rejected. A pair's score difference is |difference|, its chance 1 / (1 + e^-|difference|) (the black line
     of figure 7), and a hit is a difference above 0. Bins have equally many pairs. The error is the mean over pairs of
@@ -152,7 +150,6 @@ def main(args: Args):
     if args.write_pairs:
         write_pairs(args)
         return
-    at_least(1, args, "bins")
     accuracies, statistics = read(args, "accuracy.csv"), read(args, "reference_rewards.csv")
     pairs = read(args, "pairs_validation.csv")
     if not pairs:
@@ -170,8 +167,8 @@ def main(args: Args):
     curves, errors = [], {}
     for m in models:
         of_model = [x.to_numpy() for key, x in differences.items() if key[0] == m]
-        errors[m] = with_sd([calibration(x, args.bins)[1] for x in of_model])
-        curves += [{"model": m} | row for row in calibration(numpy.concatenate(of_model), args.bins)[0]]
+        errors[m] = with_sd([calibration(x)[1] for x in of_model])
+        curves += [{"model": m} | row for row in calibration(numpy.concatenate(of_model))[0]]
     pandas.DataFrame(curves).to_csv(f"{args.output}_calibration.csv", index=False)
     text += "\n## Expected calibration error (Detail 18), mean over seeds\n\n" + markdown([errors])
 

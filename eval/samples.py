@@ -34,7 +34,7 @@ from rouge_score.rouge_scorer import RougeScorer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eval_helpers import at_least, same_tokenizer, wins  # noqa: E402
+from eval_helpers import at_least, last_rewards, log_ratios, same_tokenizer, wins  # noqa: E402
 
 from ppo import (  # noqa: E402
     fail,
@@ -45,12 +45,8 @@ from ppo import (  # noqa: E402
     load_tokenizer,
     local_checkpoint,
     make_batch,
-    micro_batches,
     noise_keys,
     or_fail,
-    response_logits,
-    rounded_width,
-    token_logprobs,
     writing,
 )
 from reward import own_batches  # noqa: E402
@@ -103,13 +99,15 @@ def sampled(accelerator: Accelerator, policy, reward_model, reference, data, tok
         keys = noise_keys(args.seed, 0, index, args.response_length).to(accelerator.device)
         with accelerator.autocast():
             responses, _ = generate(policy, queries, tokenizer, args.response_length, args.temperature, keys)
-        scores = {}
-        if reward_model:
-            references = posts["reference_response_token"].to(accelerator.device)
-            scores["score"] = end_rewards(accelerator, reward_model, queries, responses, pad_id)
-            scores["reference_score"] = end_rewards(accelerator, reward_model, queries, references, pad_id)
-        if reference:
-            scores["kl"] = log_ratios(accelerator, policy, reference, queries, responses, pad_id, args.temperature)
+        ids = {"query": posts["query_token"], "response": responses, "reference": posts["reference_response_token"]}
+        batch, scores = make_batch(queries, responses, pad_id), {}
+        with accelerator.autocast():
+            if reward_model:
+                references = make_batch(queries, ids["reference"].to(accelerator.device), pad_id)
+                for name, rows in (("score", batch), ("reference_score", references)):
+                    scores[name] = last_rewards(reward_model, rows["tokens"], pad_id).tolist()
+            if reference:
+                scores["kl"] = log_ratios(policy, reference, batch, args.temperature, args.batch_size).tolist()
         for i, tokens in enumerate(responses.tolist()):
             row = {"id": posts["id"][i], "query": posts["query"][i]}
             row["response"] = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -125,35 +123,9 @@ def sampled(accelerator: Accelerator, policy, reward_model, reference, data, tok
                     fail(f"{where}: {model} gives the {name} {values[i]}, which is not finite. Choose another model")
             for name, measure in rouge.score(row["reference"], row["response"]).items():
                 row[name] = measure.fmeasure
-            ids = {"query": posts["query_token"], "response": responses, "reference": posts["reference_response_token"]}
             row |= {f"{name}_token": [x for x in rows[i].tolist() if x != pad_id] for name, rows in ids.items()}
             samples.append(row)
     return gather_object(samples)
-
-
-def end_rewards(accelerator: Accelerator, reward_model, queries, responses, pad_id: int) -> list[float]:
-    """Return the rewards of responses (b, R) to left-padded queries (b, Q), read at their last token (Detail 12)."""
-    batch = make_batch(queries, responses, pad_id)
-    with accelerator.autocast():
-        rewards = reward_model(batch["tokens"][:, : rounded_width(batch["row_lengths"])])  # (b, T)
-    return rewards.gather(1, batch["row_lengths"][:, None] - 1).squeeze(1).tolist()
-
-
-def log_ratios(
-    accelerator: Accelerator, policy, reference, queries, responses, pad_id: int, temperature: float
-) -> list[float]:
-    """Return log pi - log pi_reference of responses (b, R) to left-padded queries (b, Q), summed over their tokens (EOS
-    counted): over responses sampled at this temperature, its mean is the KL."""
-    rows = torch.arange(len(queries), device=queries.device)
-    [mb] = micro_batches(make_batch(queries, responses, pad_id), rows, len(rows))  # without columns of padding
-    logprobs = []
-    for model in (policy, reference):
-        with accelerator.autocast():
-            logits = response_logits(model, mb["tokens"], mb["columns"])
-        logprobs.append(token_logprobs(logits, mb["responses"], temperature))
-    ratios = torch.zeros(len(rows), device=queries.device)
-    ratios[mb["rows"]] = ((logprobs[0] - logprobs[1]) * mb["response_mask"]).sum(1)
-    return ratios.tolist()
 
 
 def sample_summary(split: str, rows: list[dict]) -> dict:

@@ -27,10 +27,9 @@ import torch  # noqa: E402
 import tyro  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from datasets import load_from_disk  # noqa: E402
-from eval_helpers import fail, markdown, or_fail, with_sd  # noqa: E402
+from eval_helpers import fail, log_ratios, markdown, or_fail, read_metrics, with_sd  # noqa: E402
 from gold_label import safety_bins  # noqa: E402
 from rounds import append, print_contrasts  # noqa: E402
-from run_metrics import read_metrics  # noqa: E402
 from truth import find_facts, score  # noqa: E402
 
 import ppo  # noqa: E402
@@ -128,7 +127,7 @@ def measure(run: Path, tldr: Path, output: Path = RESULTS):
     private = table[[private_kind(post) is not None for post in table["post"]]]
     row = {"arm": arm, "seed": int(seed), "unsafe": private["unsafe"].mean(), "truth": table["truth"].mean()}
     row["words"] = table["summary"].str.findall(r"\w+").str.len().mean()
-    row["kl"] = metric.log_ratios(policy, sft, batches[metric.KL_TEMPERATURE]).mean().item()
+    row["kl"] = log_ratios(policy, sft, batches[metric.KL_TEMPERATURE], metric.KL_TEMPERATURE).mean().item()
     shares = [update.get("objective/safety_share") for update in read_metrics(run)]
     is_gated = arm.startswith("gate") and None not in shares  # not where both sides of the gate are helpfulness
     row["gated"] = sum(shares) / len(shares) if is_gated else None  # of all episodes

@@ -22,8 +22,7 @@ from tyro.conf import Positional
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
 
-from eval_helpers import fail, or_fail  # noqa: E402
-from run_metrics import read_metrics  # noqa: E402
+from eval_helpers import fail, or_fail, read_metrics  # noqa: E402
 
 TRUTH = "quickstart/truth.py:score"  # the --gold of eval/gold.py
 PANELS = {"score": "reward model's score", "gold": "truth", "objective/kl": "KL to the SFT model, nats"}

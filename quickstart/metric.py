@@ -25,7 +25,7 @@ from truth import find_facts, judge, score
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "eval")]
 
-from eval_helpers import at_least, wins  # noqa: E402
+from eval_helpers import at_least, log_ratios, wins  # noqa: E402
 
 import ppo  # noqa: E402
 from tldr_dataset import query_columns  # noqa: E402
@@ -74,18 +74,6 @@ def text_numbers(rows: list[dict], summaries: list[str]) -> dict[str, float]:
     }
 
 
-def log_ratios(policy, sft, batch: dict) -> torch.Tensor:
-    """Return log pi - log pi_sft (n,), summed over each response of a batch."""
-    ratios = torch.zeros(len(batch["responses"]))
-    for mb in ppo.micro_batches(batch, torch.arange(len(ratios)), 32):
-        logprobs = []
-        for model in (policy, sft):
-            logits = ppo.response_logits(model, mb["tokens"], mb["columns"])
-            logprobs.append(ppo.token_logprobs(logits, mb["responses"], KL_TEMPERATURE))
-        ratios[mb["rows"]] = ((logprobs[0] - logprobs[1]) * mb["response_mask"]).sum(1)
-    return ratios
-
-
 @torch.no_grad()
 def measure(args: Args) -> tuple[dict[str, float], list[dict], list[str]]:
     """Return the numbers of the docstring above, the posts, and the policy's summary of each."""
@@ -110,7 +98,7 @@ def measure(args: Args) -> tuple[dict[str, float], list[dict], list[str]]:
     numbers = text_numbers(rows, summaries)
     numbers["eos_rate"] = (batch["responses"] == tokenizer.eos_token_id).any(1).float().mean().item()
     numbers["score"] = ppo.reward_scores(accelerator, reward_model, batch, settings).mean().item()
-    numbers["kl"] = log_ratios(policy, sft, batches[KL_TEMPERATURE]).mean().item()
+    numbers["kl"] = log_ratios(policy, sft, batches[KL_TEMPERATURE], KL_TEMPERATURE).mean().item()
     numbers["accuracy"] = accuracy(accelerator, reward_model, pairs, tokenizer, settings)
     return numbers, rows, summaries
 

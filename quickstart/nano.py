@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 import tyro
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPTNeoXConfig, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
 
 SIZES = {"xs": (64, 2, 2), "s": (96, 4, 3), "m": (128, 4, 4)}  # hidden size, layers, heads (each of 32 dimensions)
 
@@ -26,8 +26,6 @@ class Args:
     """tokenizer: a local folder or a Hub id; it sets the vocabulary and the ids of BOS and EOS"""
     size: Literal["xs", "s", "m"] = "xs"
     """about 0.1, 0.4 or 0.8 million parameters without embeddings"""
-    architecture: Literal["gpt_neox", "gpt2", "llama", "qwen3"] = "gpt_neox"
-    """gpt_neox is Pythia's; the others are there to see that a stage runs on them"""
     output_dir: str = "data/quickstart/nano-xs"
     """folder to write; it must not exist yet"""
     seed: int = 1
@@ -48,36 +46,25 @@ def padded_vocab_size(num_tokens: int) -> int:
     return -(-(num_tokens + 1) // 64) * 64
 
 
-def nano_config(architecture: str, size: str, num_tokens: int, bos_id: int | None, eos_id: int):
+def nano_config(size: str, num_tokens: int, bos_id: int | None, eos_id: int) -> GPTNeoXConfig:
     """Return the configuration of a nano model for a tokenizer of num_tokens tokens."""
     hidden, layers, heads = SIZES[size]
-    vocab_size = padded_vocab_size(num_tokens)
-    common = {"bos_token_id": bos_id, "eos_token_id": eos_id, "max_position_embeddings": 2048}
-    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
-    # three matrices in a gated MLP instead of two: 8/3 of the hidden size gives the same count as 4 times
-    gated = common | shape | {"vocab_size": vocab_size, "intermediate_size": hidden * 8 // 24 * 8}
-    configs = {
-        "gpt_neox": lambda: GPTNeoXConfig(
-            **common,
-            **shape,
-            vocab_size=vocab_size,
-            intermediate_size=4 * hidden,
-            hidden_act="gelu",
-            rotary_pct=0.25,
-            use_parallel_residual=True,
-            tie_word_embeddings=False,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-        ),
-        # as the real GPT-2: no row for a [PAD] that is added later, tied embeddings, learned positions, dropout of 0.1
-        "gpt2": lambda: GPT2Config(**common, vocab_size=num_tokens, n_embd=hidden, n_layer=layers, n_head=heads),
-        "llama": lambda: LlamaConfig(**gated, num_key_value_heads=heads, tie_word_embeddings=False),
-        # as the small Qwen3 models: tied embeddings, and fewer heads for keys and values than for queries
-        "qwen3": lambda: Qwen3Config(
-            **gated, num_key_value_heads=1, head_dim=hidden // heads, tie_word_embeddings=True
-        ),
-    }
-    return configs[architecture]()
+    return GPTNeoXConfig(
+        bos_token_id=bos_id,
+        eos_token_id=eos_id,
+        max_position_embeddings=2048,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        vocab_size=padded_vocab_size(num_tokens),
+        intermediate_size=4 * hidden,
+        hidden_act="gelu",
+        rotary_pct=0.25,
+        use_parallel_residual=True,
+        tie_word_embeddings=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
@@ -103,7 +90,7 @@ def main(args: Args):
         fail(f"--tokenizer {args.tokenizer} has no EOS token; the stages end every response with it")
 
     # ---- model ------------------------------------------------------------------------------------------------------
-    config = nano_config(args.architecture, args.size, len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
+    config = nano_config(args.size, len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
     torch.manual_seed(args.seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
@@ -115,8 +102,7 @@ def main(args: Args):
     unfinished.rename(output_dir)
     inner, total = count_parameters(model)
     print(
-        f"{output_dir}: {args.architecture} with {inner:,} parameters without embeddings, {total:,} with them; "
-        f"vocabulary {config.vocab_size:,}"
+        f"{output_dir}: {inner:,} parameters without embeddings, {total:,} with them; vocabulary {config.vocab_size:,}"
     )
 
 

@@ -30,6 +30,10 @@ from rich.progress import track
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
+
+from eval_helpers import at_least, fail  # noqa: E402
+
 
 @dataclass
 class Args:
@@ -54,11 +58,6 @@ class Args:
 
 
 # ---- helpers --------------------------------------------------------------------------------------------------------
-
-
-def fail(message: str):
-    """End the process with one clear message on standard error and exit code 1."""
-    raise SystemExit(f"error: {message}")
 
 
 def batches_of(documents: list[torch.Tensor], batch_size: int, seed: int) -> list[list[torch.Tensor]]:
@@ -114,9 +113,7 @@ def main(args: Args):
         fail(f"{corpus} is missing; write it with posts.py --num-pretraining 100000 --output-dir {args.documents}")
     if not (Path(args.model) / "config.json").exists():
         fail(f"--model {args.model} holds no config.json; make the model with quickstart/nano.py")
-    for name in ("steps", "batch_size", "held_out", "eval_every"):
-        if getattr(args, name) < 1:
-            fail(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be 1 or more")
+    at_least(1, args, "steps", "batch_size", "held_out", "eval_every")
 
     # ---- data and model ---------------------------------------------------------------------------------------------
     tokenizer = AutoTokenizer.from_pretrained(args.model)

@@ -31,8 +31,7 @@ from truth import score
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
 
-from eval_helpers import fail, markdown  # noqa: E402
-from run_metrics import read_metrics  # noqa: E402
+from eval_helpers import fail, markdown, read_metrics  # noqa: E402
 
 STAGES = {"SFT": "sft", "reward": "reward", "PPO": "ppo", "DPO": "dpo"}
 YARDSTICKS = {"reference": "summary", "nearly perfect": "near_perfect", "title": "copied_title"}

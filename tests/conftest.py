@@ -1,6 +1,7 @@
 """Shared by the tests: the scripts as modules, helpers, and one small generated world per test session."""
 
 import atexit
+import copy
 import csv
 import functools
 import importlib.util
@@ -19,9 +20,9 @@ from types import SimpleNamespace
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
-REPOSITORY = Path(__file__).resolve().parents[1]
-FOLDERS = ("", "quickstart", "benchmark", "benchmark/speed", "benchmark/parity", "eval", "ensembles")
-sys.path[:0] = [str(REPOSITORY / folder) for folder in FOLDERS]
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("", "quickstart", "benchmark", "benchmark/speed", "benchmark/parity", "eval", "ensembles", "ablations")
+sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -34,7 +35,7 @@ torch.set_num_threads(1)
 # tqdm's own lock is shared with forked processes: a child killed while holding it would leave all others waiting
 tqdm.set_lock(threading.RLock())
 tqdm.monitor_interval = 0
-SHARED = REPOSITORY.parent / "shared" / "data"
+SHARED = ROOT.parent / "shared" / "data"
 make_accelerator = Accelerator.__init__
 
 
@@ -52,15 +53,15 @@ def ablations() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="ablations-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name in ("ppo.py", "dpo.py"):
-        shutil.copy(REPOSITORY / name, folder)
-    for diff in sorted((REPOSITORY / "ablations").glob("*.diff")):
+        shutil.copy(ROOT / name, folder)
+    for diff in sorted((ROOT / "ablations").glob("*.diff")):
         subprocess.run(["git", "apply", diff], cwd=folder, check=True)
     return folder
 
 
 def script_path(path: str) -> Path:
     """A script of ours, or one that a diff in ablations/ makes."""
-    return REPOSITORY / path if (REPOSITORY / path).exists() else ablations() / path
+    return ROOT / path if (ROOT / path).exists() else ablations() / path
 
 
 def script(path: str):
@@ -106,6 +107,13 @@ def write_csv(path: Path, rows: list[dict]):
 
     path.parent.mkdir(parents=True, exist_ok=True)
     pandas.DataFrame(rows).to_csv(path, index=False)
+
+
+def write_program(path: Path, text: str):
+    """An executable file, which stands in for a program."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -165,6 +173,28 @@ def edit_config(folder: Path, **fields):
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
+def random_model(config, tokenizer, eos: int | None = None):
+    """A random model whose vocabulary is exactly the tokenizer's; `eos` (default: the tokenizer's) is its BOS, too."""
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    config.vocab_size = len(tokenizer)
+    config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id if eos is None else eos
+    config.pad_token_id = None
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def random_base(config, world, folder: Path) -> Path:
+    """The folder of a random model and its tokenizer, the world's."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(world.tokenizer)
+    random_model(config, tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def make_reward_model(source: Path, folder: Path, bias: float = 0.0) -> Path:
     """A reward model with a random head on the base in `source`, and minus `bias` as its `reward_mean`."""
     import reward
@@ -185,14 +215,18 @@ def head_of(folder: Path) -> tuple[torch.Tensor, float]:
     return weight, -json.loads(Path(folder, "config.json").read_text()).get("reward_mean", 0.0)
 
 
-def make_constant(source: Path, folder: Path) -> Path:
-    """A copy of a reward model that gives everything the same reward, minus its `reward_mean`."""
+def changed_weights(source: Path, folder: Path, change) -> Path:
+    """A copy of a checkpoint with other weights."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(source, folder)
-    state = load_file(folder / "model.safetensors")
-    save_file(state | {"score.weight": torch.zeros_like(state["score.weight"])}, folder / "model.safetensors")
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def make_constant(source: Path, folder: Path) -> Path:
+    """A copy of a reward model that gives everything the same reward, minus its `reward_mean`."""
+    return changed_weights(source, folder, lambda x: x | {"score.weight": torch.zeros_like(x["score.weight"])})
 
 
 @pytest.fixture(scope="session")

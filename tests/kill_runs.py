@@ -21,19 +21,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import conftest  # noqa: E402  (first: it puts the scripts on the path)
-import torch  # noqa: E402
-import tyro  # noqa: E402
-from eval_helpers import markdown  # noqa: E402
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader  # noqa: E402
-from tensorboard.compat.proto.event_pb2 import SessionLog  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import conftest
+import torch
+import tyro
+from eval_helpers import markdown
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.compat.proto.event_pb2 import SessionLog
+from tqdm import tqdm
 
-import dpo  # noqa: E402
-import ppo  # noqa: E402
-import reward  # noqa: E402
-import sft  # noqa: E402
+import dpo
+import ppo
+import reward
+import sft
 
 STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}
 

@@ -148,7 +148,7 @@ def wrong_models(world, made) -> dict[str, str]:
     shutil.copytree(made.model, found["torn"])
     os.truncate(found["torn"] / "model.safetensors", 4096)
     shutil.copytree(made.model, found["untokenized"], ignore=shutil.ignore_patterns("tokenizer*", "special*"))
-    config = nano.nano_config("gpt_neox", "xs", 100, 0, 0)
+    config = nano.nano_config("xs", 100, 0, 0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(found["small"])
     AutoTokenizer.from_pretrained(world.tokenizer).save_pretrained(found["small"])
     shutil.copytree(made.reward, found["other reward"])

@@ -12,9 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import edit_config, make_reward_model, read_metrics, single_process
+from conftest import (
+    changed_weights,
+    edit_config,
+    give_other_eos,
+    make_reward_model,
+    random_model,
+    read_metrics,
+    single_process,
+)
 from datasets import DatasetDict, load_from_disk
-from safetensors.torch import load_file, save_file
 from test_faults import toy, toy_args
 from test_saved_models import GROUPED
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -24,25 +31,12 @@ import ppo
 import reward
 import sft
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def changed_weights(source: Path, folder: Path, change) -> str:
-    """A copy of a checkpoint with other weights."""
-    shutil.copytree(source, folder)
-    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
-    return str(folder)
-
 
 def base_without_pad(world, folder: Path, config) -> tuple[str, torch.nn.Module]:
     """A random model with a row for each id of the tokenizer but [PAD], all of whose logits are near -30, so that a new
     row with a logit of 0 would take the whole softmax."""
     tokenizer = AutoTokenizer.from_pretrained(world.tokenizer)
-    config.vocab_size = len(tokenizer)
-    config.bos_token_id = config.pad_token_id = None
-    config.eos_token_id = tokenizer.eos_token_id
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = random_model(config, tokenizer).eval()
     with torch.no_grad():
         norm = model.base_model.ln_f if hasattr(model.base_model, "ln_f") else model.base_model.norm
         if hasattr(norm, "bias"):
@@ -68,7 +62,7 @@ def test_weights_that_do_not_fit_end_every_stage(world, tmp_path):
     headless = changed_weights(
         world.model, tmp_path / "headless", lambda x: {k: x[k] for k in x if k != "embed_out.weight"}
     )
-    scores = str(make_reward_model(world.model, tmp_path / "scores"))
+    scores = make_reward_model(world.model, tmp_path / "scores")
     wrong = {compiled: "gpt_neox.embed_in.weight", headless: "lm_head.weight", scores: "lm_head.weight"}
     for load in (sft.load_policy, dpo.load_policy, ppo.load_policy):
         for folder, key in wrong.items():
@@ -80,7 +74,7 @@ def test_weights_that_do_not_fit_end_every_stage(world, tmp_path):
         reward.new_reward_model(compiled, tokenizer)
     for folder in (headless, scores):  # a new head needs none
         assert reward.new_reward_model(folder, tokenizer).reward_mean == 0
-    more = changed_weights(Path(scores), tmp_path / "more", lambda x: x | {"score.bias": torch.zeros(1)})
+    more = changed_weights(scores, tmp_path / "more", lambda x: x | {"score.bias": torch.zeros(1)})
     for folder, key in ((str(world.model), ".*, score.weight"), (more, ".*score.bias")):  # one is of an older version
         with pytest.raises(SystemExit, match=f"^error: {folder}: .* fit: {key}"):
             ppo.load_reward_model(folder, tokenizer)
@@ -122,10 +116,7 @@ def test_statistics_and_padding_of_an_earlier_training_are_not_inherited(world, 
 
 
 def test_a_reward_model_with_another_eos_is_refused(world, tmp_path):
-    folder = make_reward_model(world.model, tmp_path / "reward")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(300)
-    tokenizer.save_pretrained(folder)
+    folder = give_other_eos(make_reward_model(world.model, tmp_path / "reward"))
     paths = {"sft_model_path": str(world.model), "reward_model_path": str(folder), "dataset": str(world.dataset)}
     with pytest.raises(SystemExit, match=f"^error: --reward-model-path {folder}: another tokenizer or EOS than in"):
         ppo.main(ppo.Args(**paths, output_dir=str(tmp_path / "run"), batch_size=8, total_episodes=8))
@@ -171,7 +162,7 @@ def test_a_digest_sees_weights_and_every_column_of_the_rows(world, tmp_path):
     shutil.copytree(world.model, tmp_path / "copy")
     assert sft.content_digest(str(tmp_path / "copy")) == digest
     other = changed_weights(world.model, tmp_path / "other", lambda x: {k: 1.001 * v for k, v in x.items()})
-    assert sft.content_digest(other) != digest
+    assert sft.content_digest(str(other)) != digest
     data = load_from_disk(str(world.preference_dataset))["train"]
     digests = set()
     for i, margin in enumerate((1.0, 2.0)):

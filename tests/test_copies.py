@@ -8,8 +8,8 @@ import difflib
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 STAGES = ["sft.py", "reward.py", "ppo.py", "dpo.py", "ensembles/ppo.py", "llama2/reward.py"]
 STAGES += [f"variants/{name}.py" for name in ("rloo", "grpo", "online_dpo")]
 OURS = [
@@ -19,11 +19,8 @@ OURS = [
     *(f"benchmark/{name}.py" for name in ("convert_released", "plan", "smollm2")),
     *(f"benchmark/speed/{name}.py" for name in ("authors_peer", "speed", "trl_peer")),
     *(f"ensembles/{name}.py" for name in ("alpaca_dataset", "average", "best_of_n", "figures", "gold_label", "study")),
-    *(
-        f"eval/{name}.py"
-        for name in ("check_data", "eval_helpers", "figures", "gold", "judge", "rm_report", "run_metrics")
-    ),
-    *(f"eval/{name}.py" for name in ("samples", "visualize_tokens")),
+    *(f"eval/{name}.py" for name in ("check_data", "eval_helpers", "figures", "gold", "judge", "rm_report", "samples")),
+    "eval/visualize_tokens.py",
     *(f"llama2/{name}.py" for name in ("margins", "preference_dataset")),
     *(f"quickstart/{name}.py" for name in ("curves", "metric", "nano", "posts", "pretrain", "report")),
     *(f"quickstart/{name}.py" for name in ("paired", "score", "truth")),

@@ -17,13 +17,11 @@ import kill_runs
 import pytest
 import torch
 import yaml
-from conftest import free_port
+from conftest import ROOT, free_port
 from kill_runs import STAGES, left_behind, metrics
 from test_faults import toy, toy_args
 
 import sft
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def launch(folder: Path, jobs: list, configured: bool = True, **changes) -> tuple[int, str]:

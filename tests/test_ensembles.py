@@ -19,7 +19,17 @@ import pandas
 import pytest
 import torch
 import tyro
-from conftest import head_of, make_constant, make_talker, read_metrics, sample_by_hand, script, write_jsonl
+from conftest import (
+    ROOT,
+    head_of,
+    make_constant,
+    make_talker,
+    read_metrics,
+    sample_by_hand,
+    script,
+    write_jsonl,
+    write_program,
+)
 from datasets import load_from_disk
 from eval_helpers import load_function
 from kill_runs import weights
@@ -30,7 +40,6 @@ import reward
 
 ppo = script("ensembles/ppo.py")
 gold = script("eval/gold.py")
-ROOT = Path(__file__).resolve().parents[1]
 SEED, BATCH, UPDATES, ROWS, LENGTH, LAMBDA = 7, 8, 3, 7, 10, 0.5
 FUNCTION = """
 def score(post, summary):
@@ -354,8 +363,7 @@ def test_what_is_kept_is_finished_and_of_the_same_settings(tmp_path):
     runs of one gold reward are not taken for those of another."""
     (tmp_path / "ensembles").mkdir()
     shutil.copy(ROOT / "ensembles/run.sh", tmp_path / "ensembles")
-    (tmp_path / "python").write_text(STAND_IN)
-    (tmp_path / "python").chmod(0o755)
+    write_program(tmp_path / "python", STAND_IN)
     log = tmp_path / "log"
 
     def start(**settings: str) -> list[list[str]]:

@@ -1,6 +1,7 @@
-"""eval/eval_helpers.py: jobs side by side, and failures; ties."""
+"""eval/eval_helpers.py: jobs side by side, and failures; ties; the lines of metrics.jsonl as every tool reads them."""
 
 import itertools
+import re
 from pathlib import Path
 
 import eval_helpers
@@ -8,6 +9,7 @@ import numpy
 import pandas
 import pytest
 import torch
+from conftest import write_jsonl
 
 
 def job(root: Path, name: str, script: str) -> eval_helpers.Job:
@@ -36,3 +38,23 @@ def test_a_failing_job_stops_no_other(tmp_path):
     with pytest.raises(SystemExit, match=f"^error: .*: a \\({jobs[0].log}\\);"):
         eval_helpers.run_jobs(jobs, 1, tmp_path)
     assert (tmp_path / "b").exists() and jobs[0].log.read_text() == "broken\n"
+
+
+ROWS = [{"update": 0, "eval/loss": 5.0}, {"update": 1, "episode": 8, "objective/kl": 0.5}]
+
+
+def test_half_a_line_at_the_end_is_left_out(tmp_path):
+    write_jsonl(tmp_path / "metrics.jsonl", [*ROWS, '{"update": 2, "episode": 16, "objective/kl": 0.'])
+    assert eval_helpers.read_metrics(tmp_path) == ROWS
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(SystemExit, match=rf"^error: {re.escape(str(tmp_path))} has no metrics.jsonl"):
+        eval_helpers.read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("damaged", ['{"update": 1, "epi{"update": 2}\n', "\0\0\n", "[1]\n", '{"episode": 8}\n'])
+def test_a_damaged_line_is_named(tmp_path, damaged):
+    file = write_jsonl(tmp_path / "metrics.jsonl", [ROWS[0], damaged, ROWS[1]])
+    with pytest.raises(SystemExit, match=rf"^error: {re.escape(str(file))}, line 2 is damaged: .*\Z"):
+        eval_helpers.read_metrics(tmp_path)

@@ -17,15 +17,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import WandBTracker
-from conftest import edit_config, files, make_reward_model, read_jsonl, record
+from conftest import changed_weights, edit_config, files, make_reward_model, read_jsonl, record
 from datasets import DatasetDict, load_from_disk
 from kill_runs import left_behind
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import ppo
 import sft
 
-ROOT = Path(__file__).resolve().parents[1]
 LAST = 6
 
 
@@ -305,10 +304,8 @@ def test_a_gradient_that_is_no_number_stops_before_the_step(tmp_path):
 
 
 def test_a_score_that_is_no_number_names_its_model(world, tmp_path):
-    folder = make_reward_model(world.model, tmp_path / "reward")
-    state = load_file(folder / "model.safetensors")
-    state["score.weight"][0, 0] = float("nan")
-    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    whole = make_reward_model(world.model, tmp_path / "whole")
+    folder = changed_weights(whole, tmp_path / "reward", lambda x: x | {"score.weight": x["score.weight"] * torch.nan})
     arguments = {"model": "nano", "sft_model_path": str(world.model), "reward_model_path": str(folder)}
     arguments |= {"dataset": str(world.dataset), "output_dir": str(tmp_path / "run"), "response_length": 4}
     with pytest.raises(SystemExit) as end:

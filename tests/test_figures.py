@@ -14,10 +14,9 @@ import pytest
 import rm_report
 import tyro
 import visualize_tokens
-from conftest import write_csv, write_jsonl
+from conftest import ROOT, write_csv, write_jsonl, write_program
 from matplotlib.figure import Figure
 
-ROOT = Path(__file__).resolve().parents[1]
 KEYS = {
     "sft": ["loss/train"],
     "reward": ["accuracy/train", "loss/train", "rewards/chosen"],
@@ -170,8 +169,7 @@ def test_figures_sh_calls_the_tools_with_flags_that_they_know(tmp_path):
     """python is a stand-in that logs its arguments. Of two models, the last one's tokens are shown."""
     for run in ("sft/a", "sft/b", "ppo/b", "reward/b"):
         write_csv(tmp_path / "runs" / run / "1" / "eval" / "samples_validation.csv", [{"id": 1}])
-    (tmp_path / "python").write_text('#!/bin/sh\nfor x; do printf "%s\\t" "$x"; done >> log\necho >> log\n')
-    (tmp_path / "python").chmod(0o755)
+    write_program(tmp_path / "python", '#!/bin/sh\nfor x; do printf "%s\\t" "$x"; done >> log\necho >> log\n')
     environment = {"MODELS": "a b", "SEEDS": "1 2", "DATA": "d", "JUDGE": "x/y.py:score"}
     environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     subprocess.run(["bash", ROOT / "eval/figures.sh"], cwd=tmp_path, env=os.environ | environment, check=True)

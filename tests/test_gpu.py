@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPOSITORY, make_reward_model, read_metrics
+from conftest import ROOT, make_reward_model, read_metrics
 from safetensors.torch import load_file
 
 import ppo
@@ -27,7 +27,7 @@ def run(world, tmp_path_factory):
         command = [sys.executable, "ppo.py", "--model", "nano-xs", "--output-dir", root / name, "--save-every", 1]
         command += ["--sft-model-path", world.model, "--reward-model-path", reward, "--dataset", world.dataset]
         command += ["--batch-size", 16, "--total-episodes", 64, "--learning-rate", 1e-3, "--eval-rows", 8, *flags]
-        return root / name, subprocess.Popen(list(map(str, command)), cwd=REPOSITORY)
+        return root / name, subprocess.Popen(list(map(str, command)), cwd=ROOT)
 
     return start
 

@@ -6,17 +6,19 @@ import math
 import random
 import weakref
 
-import nano
 import pytest
 import torch
-from conftest import close, single_process
+from conftest import close, random_base, single_process
+from test_saved_models import GROUPED, TRAINED
+from transformers import Qwen3Config
 
 import ppo
 import reward
 import sft
 
 PAD = 0
-ARCHITECTURES = ["gpt_neox", "gpt2", "llama", "qwen3"]
+CONFIGS = {name: TRAINED[name] for name in ("gpt_neox", "gpt2", "llama")}
+CONFIGS["qwen3"] = Qwen3Config(**GROUPED, head_dim=16, tie_word_embeddings=True)
 
 
 # ---- micro-batches of PPO ---------------------------------------------------------------------------------------
@@ -107,12 +109,11 @@ def test_equal_responses_are_found():
     assert rows["is_same"].tolist() == [True, False, False]
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=CONFIGS)
 def small(request, world, tmp_path_factory):
     """Policy, tokenizer with [PAD], and checkpoint folder of one architecture. Larger weights than at initialisation,
     so that what a token sees and where it stands shows in the logits."""
-    folder = tmp_path_factory.mktemp("nano") / request.param
-    nano.main(nano.Args(tokenizer=str(world.tokenizer), architecture=request.param, output_dir=str(folder)))
+    folder = random_base(CONFIGS[request.param], world, tmp_path_factory.mktemp("base") / request.param)
     tokenizer = sft.load_tokenizer(str(folder))
     policy = sft.load_policy(str(folder), tokenizer).eval()
     policy.save_pretrained(folder)  # as the SFT stage does: with a row for [PAD]

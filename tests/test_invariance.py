@@ -14,13 +14,12 @@ from unittest import mock
 import pandas
 import pytest
 import torch
-from conftest import free_port, make_talker, script
+from conftest import ROOT, free_port, make_talker, script
 from datasets import Sequence, Value, load_from_disk
 from kill_runs import STAGES, complete, finish, left_behind, metrics, start
 
 import sft
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = STAGES | {"ensembles": script("ensembles/ppo.py")}
 # Relative 1e-5 with a floor for values near 0. Sums in float32 carry errors of 1e-7 times their largest term, so a
 # key whose value is a small difference of larger numbers needs a floor of its own:

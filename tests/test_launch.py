@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 
 import pandas
@@ -18,6 +17,7 @@ import tyro
 import yaml
 from accelerate import Accelerator, DistributedType
 from accelerate.commands.launch import launch_command_parser
+from conftest import ROOT, write_program
 from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -32,7 +32,6 @@ import reward
 import sft
 import tldr_dataset
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"tldr_dataset": tldr_dataset, "sft": sft, "reward": reward, "ppo": ppo, "dpo": dpo}
 SCRIPTS |= {"eval/samples": samples}
 COMMANDS = (ROOT / "benchmark" / "commands.md").read_text()
@@ -95,15 +94,9 @@ def test_each_array_waits_for_the_stage_before_it():
     assert waits == expected
 
 
-def write_program(path: Path, body: str):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
-    path.chmod(0o755)
-
-
 def test_the_step_of_a_task_has_its_cores_and_environment(tmp_path):
-    write_program(tmp_path / "srun", f'echo "$SRUN_CPUS_PER_TASK $*" >{tmp_path}/call')
-    write_program(tmp_path / "scontrol", "echo node1")
+    write_program(tmp_path / "srun", f'#!/usr/bin/env bash\necho "$SRUN_CPUS_PER_TASK $*" >{tmp_path}/call\n')
+    write_program(tmp_path / "scontrol", "#!/usr/bin/env bash\necho node1\n")
     job = {"JOB_NODELIST": "n", "JOB_NUM_NODES": "1", "JOB_ID": "7", "ARRAY_TASK_ID": "1", "CPUS_PER_TASK": "32"}
     settings = {f"SLURM_{name}": value for name, value in (job | {"EXPORT_ENV": "NONE"}).items()}
     settings["PATH"] = f"{tmp_path}:{os.environ['PATH']}"

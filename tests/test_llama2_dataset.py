@@ -4,19 +4,17 @@ most tests, each word is one token, so that tokens can be counted by hand."""
 import gzip
 import json
 import shlex
-from pathlib import Path
 
 import check_data
 import pandas
 import pytest
 import torch
 import tyro
-from conftest import read_csv, script, write_jsonl
+from conftest import ROOT, read_csv, script, write_jsonl
 from datasets import load_from_disk
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-ROOT = Path(__file__).resolve().parents[1]
 preference_dataset = script("llama2/preference_dataset.py")
 READERS, MARGINS, Args = preference_dataset.READERS, preference_dataset.MARGINS, preference_dataset.Args
 

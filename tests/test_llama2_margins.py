@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas
 import pytest
 import tyro
-from conftest import REPOSITORY, script
+from conftest import ROOT, script
 
 margins = script("llama2/margins.py")
 # in place of what the scripts call: a note of the command, and nothing is installed or made
@@ -29,7 +29,7 @@ def commands(name: str, folder: Path, *given: str, place: str = ".") -> list[tup
     """(script, its Args) of every command that llama2/{name} gives; an unknown flag or a wrong type exits. It is called
     from the subfolder `place`."""
     (folder / "llama2").mkdir()
-    shutil.copy(REPOSITORY / "llama2" / name, folder / "llama2")
+    shutil.copy(ROOT / "llama2" / name, folder / "llama2")
     environment = os.environ | {"COMMANDS": str(folder / "commands")}
     command = ["bash", "-c", f'{STUBS}command bash "$@"', "-", str(folder / "llama2" / name), *given]
     subprocess.run(command, cwd=folder / place, env=environment, check=True, capture_output=True)
@@ -45,7 +45,7 @@ def test_each_command_reads_what_those_before_it_wrote(name, tmp_path):
         flags = ("base", "sft_model_path", "preference_dataset", "reward_model_paths")
         read = [getattr(args, flag, None) or [] for flag in flags] + [args.model if script_name == "sft.py" else []]
         for path in [path for x in read for path in (x if isinstance(x, list) else [x])]:
-            assert path in written or (REPOSITORY / path).exists(), (script_name, path)
+            assert path in written or (ROOT / path).exists(), (script_name, path)
         folders = ("/base", "/sft", "/preference") if script_name == "llama2/preference_dataset.py" else ("",)
         written |= {args.output_dir + folder for folder in folders}
     runs = {args.output_dir: (args.margin, args.seed) for path, args in found if path == "llama2/reward.py"}
@@ -69,7 +69,7 @@ def test_real_sets_takes_folders_as_seen_from_where_it_is_called(tmp_path):
 @pytest.mark.parametrize("given", [["ture"], []], ids=["unknown labels", "another commit"])
 def test_margins_refuses_before_any_run(tmp_path, given):
     (tmp_path / "llama2").mkdir()
-    shutil.copy(REPOSITORY / "llama2/margins.sh", tmp_path / "llama2")
+    shutil.copy(ROOT / "llama2/margins.sh", tmp_path / "llama2")
     stubs = STUBS.replace("python() {", "python() { [[ $2 != one-commit ]] || exit 1;")
     environment = os.environ | {"COMMANDS": str(tmp_path / "commands")}
     command = ["bash", "-c", f'{stubs}command bash llama2/margins.sh "$@"', "-", *given]

@@ -1,18 +1,16 @@
 """Models and tokenizers other than Pythia's: a pair in one row has the numbers of two rows, or the model is refused
 before anything is written."""
 
-from copy import deepcopy
-
 import check_data
 import pytest
 import torch
-from conftest import close, make_reward_model
+from conftest import close, make_reward_model, random_model
 from datasets import Dataset
 from test_saved_models import TRAINED
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, OPTConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GPT2Config, OPTConfig, PreTrainedTokenizerFast
 
 import dpo
 import ppo
@@ -28,13 +26,8 @@ PAIRS = [reward, dpo]  # the other scripts have copies of pair_inputs and check_
 
 
 def make_model(config, tokenizer, folder) -> str:
-    """A random model whose vocabulary is exactly the tokenizer's, with weights so large that every token matters."""
-    config = deepcopy(config)
-    config.vocab_size = len(tokenizer)
-    config.eos_token_id = config.bos_token_id = tokenizer.eos_token_id
-    config.pad_token_id = None
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config)
+    """A random model with weights so large that every token matters."""
+    model = random_model(config, tokenizer)
     for parameter in model.parameters():
         parameter.data *= 4 if parameter.ndim > 1 else 1
     model.save_pretrained(folder)

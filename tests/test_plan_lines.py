@@ -8,8 +8,8 @@ from pathlib import Path
 
 import plan
 import yaml
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("sft", "reward", "dpo", "ppo")
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), ROOT / "benchmark" / "commands.md"]
 SCRIPTS = [*(ROOT / f"{stage}.py" for stage in STAGES), ROOT / "ensembles/ppo.py", ROOT / "llama2/reward.py"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas
 import pretrained
 import pytest
-from conftest import REPOSITORY
+from conftest import ROOT, write_program
 from datasets import Dataset, DatasetDict, load_from_disk
 from kill_runs import complete, left_behind
 from test_saved_models import TRAINED, make_base
@@ -31,8 +31,8 @@ def test_copied_words_and_runs_of_words():
 
 
 def test_the_first_page_has_the_committed_rows():
-    rows = pandas.read_csv(REPOSITORY / "benchmark/results/pretrained/policies.csv").set_index("policy")
-    page = " ".join((REPOSITORY / "README.md").read_text().split())
+    rows = pandas.read_csv(ROOT / "benchmark/results/pretrained/policies.csv").set_index("policy")
+    page = " ".join((ROOT / "README.md").read_text().split())
     rouge = rows["rougeL"].map("{:.3f}".format)
     assert f"SFT raises ROUGE-L from {rouge['zero_shot']} to {rouge['sft']}" in page
     assert "RLOO raises the score most, but four of five" in page and rows["score"].idxmax() == "rloo"
@@ -86,8 +86,8 @@ def test_a_tied_model_in_bfloat16_resumes_to_the_same_bytes(world, tied, tmp_pat
 
 def test_the_page_of_the_gpu_has_the_committed_rows(capsys):
     """Each line of the tables that pretrained.py prints of these results, without the empty column of the KL."""
-    pretrained.print_page(REPOSITORY / "benchmark/results/pretrained_gpu")
-    page = (REPOSITORY / "benchmark/pretrained.md").read_text().partition("## On an H100")[2]
+    pretrained.print_page(ROOT / "benchmark/results/pretrained_gpu")
+    page = (ROOT / "benchmark/pretrained.md").read_text().partition("## On an H100")[2]
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("| SFT", "| DPO", "| RLOO"))]
     found = [line.replace(" |  | ", " | ", 1) if line.count("|") == 13 else line for line in lines]
     assert len([line for line in found if line in page]) == 6  # and the five invented posts
@@ -152,12 +152,9 @@ def copy_chain(folder: Path, stand_in: str):
         "benchmark/invented_posts.jsonl",
     ):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(REPOSITORY / file, folder / file)
+        shutil.copy(ROOT / file, folder / file)
     (folder / "raw/tldr_posts").mkdir(parents=True)
-    python = folder / "venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(stand_in)
-    python.chmod(0o755)
+    write_program(folder / "venv/bin/python", stand_in)
 
 
 @pytest.mark.parametrize("slow", ["ppo", "dpo"])

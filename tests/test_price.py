@@ -12,15 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
+import price
 import pytest
-from conftest import make_reward_model, make_talker, read_jsonl, read_metrics
+import score
+from conftest import ROOT, make_reward_model, make_talker, read_jsonl, read_metrics
 from scipy import stats
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "ablations"))
-
-import price  # noqa: E402
-import score  # noqa: E402
 
 PATCHES = price.read_patches(price.PATCHES)
 # in the order in which an update computes them; what changes first is what a patch is about

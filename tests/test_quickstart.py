@@ -19,11 +19,10 @@ import pytest
 import torch
 import truth
 import tyro
-from conftest import ablations, files, read_csv, read_jsonl
+from conftest import ROOT, ablations, files, read_csv, read_jsonl, write_program
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
 SPLITS = ("train", "validation", "test")
 MEDIUM = {"num_train": 2000, "num_validation": 300, "num_test": 300, "num_comparisons": 2000}
 MEDIUM |= {"num_validation_comparisons": 400, "num_cnndm_comparisons": 300, "num_pretraining": 80}
@@ -185,10 +184,7 @@ def make_clone(folder: Path) -> Path:
     for name in ("requirements.txt", *scripts):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
-    python = folder / "venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f"#!{sys.executable}{STAND_IN}")
-    python.chmod(0o755)
+    write_program(folder / "venv/bin/python", f"#!{sys.executable}{STAND_IN}")
     return folder
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import conftest
 import plan
 import pytest
+from conftest import ROOT
 from test_copies import OURS, STAGES
 
-ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ["quickstart", "benchmark", "eval", "ensembles", "llama2", "variants", "ablations", "tests"]
 DOCUMENTS = ["README.md", *(f"{folder}/README.md" for folder in FOLDERS), "quickstart/bases/README.md"]
 DOCUMENTS += [f"docs/{name}.md" for name in ("details", "kl", "metrics", "papers", "runs")]

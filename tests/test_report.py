@@ -1,8 +1,9 @@
-"""quickstart/report.py: its table, intervals and files, with policies whose summaries are known."""
+"""quickstart/report.py: its table, intervals and files, with policies whose summaries are known; and curves.py."""
 
 import random
 from pathlib import Path
 
+import curves
 import metric
 import pytest
 import report
@@ -47,3 +48,16 @@ def test_the_table_has_the_policies_beside_the_summaries_that_need_no_model(args
     assert f"PPO's truth is {difference:+.3f} above SFT's" in text
     assert "DPO did not improve on SFT" in text and "PPO did not" not in text
     assert (folder / "samples.md").read_text().count("\n## ") == 10
+
+
+def test_learning_curves_have_score_and_gold_at_their_episodes(tmp_path):
+    write_jsonl(tmp_path / "metrics.jsonl", [{"update": i, "episode": 8 * i, "objective/kl": i / 2} for i in (1, 2)])
+    rows = [f"{row},quickstart/truth.py:score" for row in ("0,0.1,0,0.2", "2,0.3,0,0.4")]
+    (tmp_path / "gold.csv").write_text("\n".join(["update,gold,gold_se,score,judge", *rows]))
+    expected = [["score", 0, 0.2], ["score", 16, 0.4], ["gold", 0, 0.1], ["gold", 16, 0.3]]
+    expected += [["objective/kl", 8, 0.5], ["objective/kl", 16, 1.0]]
+    assert curves.read_curves(tmp_path).to_numpy().tolist() == expected
+    for header, judge in (("judge", "runs/reward/1b/1"), ("other", "quickstart/truth.py:score")):
+        (tmp_path / "gold.csv").write_text(f"update,gold,gold_se,score,{header}\n0,0.1,0,0.2,{judge}\n")
+        with pytest.raises(SystemExit, match=f"^error: {tmp_path}/gold.csv is of .*, not of the truth"):
+            curves.read_curves(tmp_path)

@@ -31,7 +31,7 @@ def test_the_tables(tmp_path, capsys):
         write_csv(folder / "accuracy.csv", [row, row | {"group": "policies", "value": "a--b"}])
         write_csv(folder / "reference_rewards.csv", [{"statistic": "mean", "value": seed + 0.5}])
     output = tmp_path / "out" / "rm"
-    rm_report.main(rm_report.Args(("xs", "s"), (1, 2, 3), str(tmp_path), bins=2, output=str(output)))
+    rm_report.main(rm_report.Args(("xs", "s"), (1, 2, 3), str(tmp_path), output=str(output)))
     lines = Path(f"{output}.md").read_text().splitlines()
     assert "| validation | overall | all | 0.625 ± 0.177 | 0.875 ± 0.177 |" in lines  # (0.75 - 0.5) / sqrt 2
     assert "| rewards of references |  | mean | 2.000 ± 0.707 | 2.000 ± 0.707 |" in lines
@@ -43,7 +43,7 @@ def test_the_tables(tmp_path, capsys):
     assert curve[curve["model"] == "s"]["pairs"].sum() == 8  # of both seeds
     assert (curve["accuracy"] * curve["pairs"])[curve["model"] == "xs"].sum() == 5  # a tie by rounding is no hit
     by_hand = [numpy.array(x, float) for x in ([1, 2, 3, 4], [1, 2, 3, -4])]
-    each = [rm_report.calibration(x, 2)[1] for x in by_hand]
+    each = [rm_report.calibration(x)[1] for x in by_hand]
     assert f" | {numpy.mean(each):.3f} ± {numpy.std(each, ddof=1):.3f} |" in lines[-1]
 
 

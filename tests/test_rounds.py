@@ -4,16 +4,14 @@ hand."""
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pandas
 import pytest
 import torch
-from conftest import make_reward_model, script
+from conftest import ROOT, make_reward_model, script, write_program
 from datasets import DatasetDict, load_from_disk
 
 rounds = script("llama2/rounds.py")
-ROOT = Path(__file__).resolve().parents[1]
 
 # notes each command, and makes the folder or the row that the real one would; command number $DIES_AT of those of the
 # loop fails
@@ -44,10 +42,7 @@ def run(tmp_path):
             shutil.copy(file, tmp_path / folder)
     (tmp_path / "llama2/results").mkdir()
     (tmp_path / "requirements.txt").touch()
-    python = tmp_path / "venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(STAND_IN)
-    python.chmod(0o755)
+    write_program(tmp_path / "venv/bin/python", STAND_IN)
 
     def start(*words: str, dies_at: int = 0) -> list[str]:
         log = tmp_path / "log"

@@ -224,7 +224,7 @@ def test_bad_input_is_one_message(made, world, tmp_path, monkeypatch):
     for source, folder in ((made.run / "model", "policy"), (made.reward, "reward")):
         edit_config(Path(shutil.copytree(source, folder)), max_position_embeddings=64)
     give_other_eos(shutil.copytree(made.run / "model", "ends otherwise"))
-    monkeypatch.setattr(samples, "end_rewards", lambda *args: [float("nan")] * len(args[2]))
+    monkeypatch.setattr(samples, "last_rewards", lambda _, tokens, pad_id: torch.full((len(tokens),), torch.nan))
     for checkpoint, flags, named in (
         (made.run, {"splits": ("tset",)}, "--splits tset"),
         (made.run, {"reward_model_path": str(made.reward)}, f"validation, row 0, id .*: .* {made.reward} gives"),

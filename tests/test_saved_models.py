@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import close
+from conftest import close, random_model
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -57,11 +57,7 @@ RESPONSE = 24
 def make_base(config, tokenizer, folder: Path) -> Path:
     """A random model whose own files name another EOS, no padding, and settings of generate() that save_pretrained
     refuses (a temperature without sampling) or that change its text."""
-    config.vocab_size = len(tokenizer)
-    config.bos_token_id = config.eos_token_id = 5
-    config.pad_token_id = None
-    torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    random_model(config, tokenizer, 5).save_pretrained(folder)
     own = {"temperature": 0.6, "repetition_penalty": 5.0, "eos_token_id": 5, "min_new_tokens": 20, "bos_token_id": 5}
     Path(folder, "generation_config.json").write_text(json.dumps(own))
     tokenizer.save_pretrained(folder)

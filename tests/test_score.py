@@ -5,27 +5,22 @@ import json
 import re
 import shlex
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import metric
 import numpy
+import paired
 import pandas
 import pytest
+import score
 import torch
 import tyro
-from conftest import make_constant, make_reward_model, single_process
+from conftest import ROOT, make_constant, make_reward_model, single_process
 from scipy import stats
 
 import ppo
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "quickstart"))
-
-import metric  # noqa: E402
-import paired  # noqa: E402
-import score  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -352,9 +347,8 @@ def test_wrong_facts_by_hand():
     assert metric.wrong_facts(post, "sister broke laptop and bike, 25, sad, move out?") == 4
 
 
-def noise_table() -> str:
-    """Return the page's table of the A/A runs of PPO at commit 6e96385: mean differences in truth, with p of the paired
-    t test."""
+def test_the_page_has_the_noise_that_was_measured():
+    """Its table of the A/A runs of PPO at commit 6e96385: mean differences in truth, with p of the paired t test."""
     rows = score.read_ledger(ROOT / "quickstart/results/rows.csv").query("commit == '6e96385'")
     truth = rows.pivot(index="seed", columns="note", values="truth")
     lines = ["| seeds | 16 less 64 | 32 less 64 | 16 less 32 |", "|---|---|---|---|"]
@@ -368,11 +362,8 @@ def noise_table() -> str:
     noise = paired.noise_pairs(rows, rows[rows["note"] == ""].iloc[0], "truth")
     floor = paired.summarise(pandas.DataFrame({"": gains}), noise, 1)[""]["floor"]
     said = f"PPO gains {gains.min():.3f} to {gains.max():.3f} of truth over its SFT model."
-    return "\n".join([*lines, "", f"{said} The noise floor of eight seeds is {floor:.3f}."])
-
-
-def test_the_page_has_the_noise_that_was_measured():
-    assert noise_table() in (ROOT / "quickstart/README.md").read_text()
+    expected = "\n".join([*lines, "", f"{said} The noise floor of eight seeds is {floor:.3f}."])
+    assert expected in (ROOT / "quickstart/README.md").read_text()
 
 
 def test_the_page_has_the_numbers_of_the_summaries_that_need_no_model():
@@ -445,7 +436,3 @@ def test_a_script_that_is_edited_meanwhile_has_no_row(tmp_path, monkeypatch):
 def test_only_truth_has_a_verdict(rows, capsys):
     score.main(score.Args(["ppo.py --kl-coef 0"], of="kl", **rows.args))
     assert "promising" not in capsys.readouterr().out
-
-
-if __name__ == "__main__":
-    print(noise_table())

@@ -17,10 +17,9 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import make_world
+from conftest import ROOT, make_world
 from kill_runs import metrics, weights
 
-ROOT = Path(__file__).resolve().parents[1]
 SIZE, SEEDS = "nano-xs", ("1", "2", "3")
 SAMPLED = ["sft", "ppo", "ppo_whiten", "dpo"]
 STAGES = ["reward", *SAMPLED, *(f"{stage}_samples" for stage in SAMPLED)]

@@ -10,7 +10,7 @@ import pytest
 import speed
 import torch
 import tyro
-from conftest import read_csv, read_metrics
+from conftest import read_csv, read_metrics, write_program
 from datasets import Dataset, DatasetDict, load_from_disk
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -103,16 +103,14 @@ def test_in_words_keeps_lengths_pads_and_ends(world):
 
 def test_the_peers_seconds_are_between_the_ends_of_its_counted_updates(work, tmp_path):
     """TRL's environment replaced by a program that answers with its settings and with fixed times."""
-    python, runs = tmp_path / "peers/trl-1.16.0/bin/python", tmp_path / "runs"
-    python.parent.mkdir(parents=True)
-    runs.mkdir()
+    (tmp_path / "runs").mkdir()
     found = {"ends": [10.0, 15.0, 16.0, 18.0], "losses": [3.0, 2.0, 1.0, None]}
-    python.write_text(f"""#!{sys.executable}
+    stand_in = f"""#!{sys.executable}
 import json, sys
 settings = json.load(open(sys.argv[2]))
 json.dump({found!r} | {{"arguments": settings}}, open(settings["output"], "w"))
-""")
-    python.chmod(0o755)
+"""
+    write_program(tmp_path / "peers/trl-1.16.0/bin/python", stand_in)
     changed = args(updates=3, warmup=1, peer="trl-1.16.0", peers=str(tmp_path / "peers"))
     answer = speed.peer("sft", changed, work, "sequential", learning_rate=1e-3)
     assert answer["seconds"] == (18 - 15) / 2 and answer["loss"] == 1.0

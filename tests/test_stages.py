@@ -7,19 +7,18 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import nano
 import pandas
 import pytest
-from conftest import files, read_metrics, record
+from conftest import files, random_base, read_metrics, record
 from datasets import DatasetDict, load_from_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import GPT2Config
 
 import dpo
 import ppo
 import reward
 import sft
 
-ROOT = Path(__file__).resolve().parents[1]
 STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}
 SEED = 3
 EVALUATIONS = {
@@ -65,7 +64,7 @@ def take_a_day(patch, module, function: str):
 def chain(world, few, tmp_path_factory) -> dict[str, Path]:
     """The run folders by stage; two updates a stage, all models but the base by their default paths."""
     root = tmp_path_factory.mktemp("chain")
-    nano.main(nano.Args(tokenizer=str(world.tokenizer), architecture="gpt2", output_dir=str(root / "gpt2")))
+    random_base(GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=2048), world, root / "gpt2")
     (root / "data").mkdir()
     (root / "data" / "tldr").symlink_to(few.dataset.parent)
     common = {"seed": SEED, "batch_size": 4, "total_episodes": 8, "learning_rate": 1e-3}

@@ -2,7 +2,6 @@
 tested in test_details.py and test_properties.py."""
 
 import random
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +12,8 @@ from datasets import DatasetDict, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-import tldr_dataset  # noqa: E402
-from tldr_dataset import Args, encode, main, process_split  # noqa: E402
+import tldr_dataset
+from tldr_dataset import Args, encode, main, process_split
 
 EOS = "<|endoftext|>"
 WORDS = (

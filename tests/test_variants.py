@@ -17,6 +17,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import (
+    ROOT,
     close,
     files,
     free_port,
@@ -39,7 +40,6 @@ import ppo
 rloo, grpo, online_dpo = (script(f"variants/{name}.py") for name in ("rloo", "grpo", "online_dpo"))
 ABLATIONS = ("ppo_function", "simpo", "ppo_value", "ppo_compile", "ppo_lora")
 ppo_function, simpo, ppo_value, ppo_compile, ppo_lora = (script(f"{name}.py") for name in ABLATIONS)
-ROOT = Path(__file__).resolve().parents[1]
 COPIES = ("rloo", "grpo", "online_dpo")
 SEED, BATCH, K, LENGTH = 3, 24, 4, 6
 

@@ -6,14 +6,13 @@ import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
-import nano
 import pandas
 import pytest
 import torch
 import visualize_tokens
-from conftest import close, give_other_eos, give_other_tokenizer, make_reward_model
+from conftest import close, give_other_eos, give_other_tokenizer, make_reward_model, random_base
 from datasets import load_from_disk
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig, GPT2Config
 
 import reward
 
@@ -28,7 +27,7 @@ def made(world, tmp_path_factory) -> SimpleNamespace:
     .root, .folders, .tokenizer, .data (the validation split), .plain (transformers' models) and .args."""
     root = tmp_path_factory.mktemp("tokens")
     tokenizer = reward.load_tokenizer(str(world.tokenizer))
-    nano.main(nano.Args(tokenizer=str(world.tokenizer), architecture="gpt2", output_dir=str(root / "gpt2")))
+    random_base(GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=2048), world, root / "gpt2")
     model = AutoModelForCausalLM.from_pretrained(root / "gpt2", dtype=torch.float32)
     model.resize_token_embeddings(len(tokenizer) + 5, mean_resizing=False)
     data, pad_id = load_from_disk(str(world.dataset))["validation"].with_format("torch"), tokenizer.pad_token_id
