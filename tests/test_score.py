@@ -331,7 +331,7 @@ def test_pages_show_the_tables_of_the_committed_rows(page, tmp_path, monkeypatch
     source = text if page != "README.md" else (ROOT / "quickstart/README.md").read_text()
     commands = re.findall(r"^ *python (quickstart/score.py --show .*--commit .*)$", source, re.MULTILINE)
     assert commands
-    for command in commands if page != "README.md" else [command for command in commands if "6c8e813" in command]:
+    for command in commands if page != "README.md" else [command for command in commands if "017875b" in command]:
         for size in ("xs", "s", "m") if "$size" in command else ["s"]:
             words = shlex.split(command.replace("$size", size))[1:]
             score.main(tyro.cli(score.Args, args=[*words, "--figure", str(tmp_path / "figure.png")]))
