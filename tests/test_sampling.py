@@ -153,9 +153,9 @@ def test_it_is_exactly_1_and_the_first_kl_exactly_0(start, tmp_path, mixed_preci
     assert [line["policy/first_ratio_deviation"] for line in lines] == [0, 0]
     assert lines[0]["objective/kl"] == 0 == lines[0]["objective/kl_k3"] and lines[1]["objective/kl"] > 1e-3
     assert all(line["policy/ratio_variance"] > 1e-6 for line in lines)  # ratios of later steps do move
-    # the sampler's kernels see other shapes: nothing in float32, more in bfloat16
+    # the sampler's kernels see other shapes: nothing in float32, more in bfloat16 where the processor computes in it
     rounding = [line["policy/sampling_logprob_difference_max"] for line in lines]
-    assert max(rounding) < 1e-4 if mixed_precision == "no" else 1e-4 < min(rounding) < 0.5
+    assert 0 < max(rounding) < (1e-4 if mixed_precision == "no" else 0.5)
     assert all(line["policy/sampling_logprob_difference_mean"] <= x for line, x in zip(lines, rounding, strict=True))
 
 
