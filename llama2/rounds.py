@@ -238,12 +238,13 @@ def draw(table: pandas.DataFrame, file: Path):
             if arm == "sft":
                 axis.axhline(own["truth"].mean(), color=f"C{i}", linestyle=":", label=name)
             elif len(own):
+                own = own.assign(labels=own["labels"] + 16 * i - 32)  # side by side where arms have as many
                 means = own.groupby("round")[["labels", "truth"]].mean()
                 axis.plot(means["labels"], means["truth"], "o-", color=f"C{i}", label=name)
                 axis.plot(own["labels"], own["truth"], ".", color=f"C{i}", alpha=0.4)
         axis.set(xlabel="labels", ylabel="truth", title=f"size {size}")
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=9)
+        axis.legend(frameon=False, fontsize=9, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.15))
     figure.savefig(file, dpi=90)
     print(f"\nfigure: {file}")
 

@@ -8,9 +8,9 @@
 #   once       as many labels (1,600), all of pairs by the SFT policy: one reward model, one PPO
 #   ensemble   once's pairs, five reward models and their mean
 #
-#   bash llama2/rounds.sh [--size s|xs] [--seeds "1 2 3 4"] [--fast] [arm]...     (default: graded once ensemble at s,
-#                                                                                  graded plain at xs)
-#   --fast     one seed, size xs, two rounds of 400 prompts and 480 episodes, graded and once: about eight minutes
+#   bash llama2/rounds.sh [--seeds "1 2 3 4"] [arm]...      size s, all arms: about an hour and a half of one core a seed
+#   bash llama2/rounds.sh --fast                            one seed, size xs, two rounds of 400 prompts and 480 episodes,
+#                                                           graded and once: about eight minutes
 #
 # It goes on where it was stopped, and an arm whose last row is in the results is not made again; but --fast, once
 # finished, starts anew.
@@ -25,17 +25,13 @@ while (($#)); do
             arms=(graded once)
             [[ ! -e $output/rounds.png ]] || rm -rf "$runs"
             ;;
-        --size) size=${2:?--size needs a value, s or xs} && shift ;;
         --seeds) seeds=${2:?--seeds needs a value, such as "1 2"} && shift ;;
         graded | plain | once | ensemble) arms+=("$1") ;;
-        *) echo "error: $1 is none of --size, --seeds, --fast, graded, plain, once, ensemble" >&2 && exit 1 ;;
+        *) echo "error: $1 is none of --seeds, --fast, graded, plain, once, ensemble" >&2 && exit 1 ;;
     esac
     shift
 done
-if ((${#arms[@]} == 0)); then
-    arms=(graded once ensemble)
-    [[ $size == s ]] || arms=(graded plain)
-fi
+((${#arms[@]})) || arms=(graded plain once ensemble)
 posts=data/quickstart/posts-1/tldr/sft
 bash quickstart/run.sh --data-only
 source quickstart/setup.sh requirements.txt
