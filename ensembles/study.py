@@ -116,18 +116,19 @@ UNITS = {  # in the order in which they are made
 @dataclass(frozen=True)
 class Scale:
     """How much of everything: reward models of an arm, prompts with pairs, and epochs of the reward models; epochs of
-    the gold model's SFT model; posts and samples of best of n; episodes of PPO."""
+    SFT, and of the gold model's SFT; validation posts; samples of best of n; episodes of PPO."""
 
     members: int = 5
     prompts: int = 4000
     epochs: int = 3
-    gold_epochs: int = 3
+    sft_epochs: float = 1
+    gold_sft_epochs: float = 3
     posts: int = 64
     samples: int = 512
     episodes: int = 1152
 
 
-FAST = Scale(members=2, prompts=320, epochs=1, gold_epochs=1, posts=8, samples=64, episodes=192)
+FAST = Scale(2, prompts=160, epochs=1, sft_epochs=0.25, gold_sft_epochs=0.25, posts=8, samples=64, episodes=128)
 
 
 @dataclass
@@ -168,7 +169,8 @@ def job(args: Args, name: str, result: str, command: str) -> Job:
 
 def sft(args: Args, size: str) -> Job:
     command = f"sft.py --model quickstart/bases/nano-{size} --seed 1 {POSTS} --learning-rate 1e-3 --batch-size 32"
-    command += f" --micro-batch-size 8 --resume --num-train-epochs {args.scale.gold_epochs if size == 'm' else 1}"
+    epochs = args.scale.gold_sft_epochs if size == "m" else args.scale.sft_epochs
+    command += f" --micro-batch-size 8 --resume --num-train-epochs {epochs}"
     return job(args, f"sft/{size}", "model/config.json", command)
 
 
@@ -204,13 +206,16 @@ def golds_of(args: Args, arm: str) -> str:
 
 
 def reward_models(args: Args, arm: str, draw: int) -> list[list[Job]]:
-    """Return the steps that make the reward models of an arm: SFT, the gold model, pairs, members, their average."""
-    models, gold, gold_model = MODELS[arm], TRUTH, []
+    """Return the steps that make the reward models of an arm: SFT, the gold model's pairs and the gold model (or
+    nothing), pairs, members, their average (or nothing)."""
+    models, gold, gold_model = MODELS[arm], TRUTH, [[], []]
     sizes = dict.fromkeys(("s", models.size))
     if models.has_gold_model:  # trained on pairs of its own, with the true labels
         sizes["m"], gold = None, f"{args.runs}/gold"
-        gold_model = [[labels(args, "labelled_gold", TRUTH, 0, args.scale.prompts)]]
-        gold_model += [[reward_model(args, "gold", "m", "labelled_gold/noise_0", 1)]]
+        gold_model = [
+            [labels(args, "labelled_gold", TRUTH, 0, args.scale.prompts)],
+            [reward_model(args, "gold", "m", "labelled_gold/noise_0", 1)],
+        ]
     pairs, folders = pairs_of(arm, draw), members_of(args, arm, draw)
     prompts = args.scale.prompts // (4 if models.is_few else 1)
     members = [
@@ -220,7 +225,7 @@ def reward_models(args: Args, arm: str, draw: int) -> list[list[Job]]:
     command = f"ensembles/average.py --preference-dataset {args.runs}/{pairs}/noise_{models.noise}"
     average = job(args, f"reward/warm/{draw}", "args.json", f"{command} --reward-model-paths {' '.join(folders)}")
     steps = [[sft(args, size) for size in sizes], *gold_model, [labels(args, pairs, gold, draw, prompts)], members]
-    return [*steps, [average] if arm == "centre" else []]
+    return [*steps, [average] * (arm == "centre")]
 
 
 def tables_of(args: Args, unit: BestOfN) -> dict[str, tuple[list[int], float]]:
@@ -237,7 +242,8 @@ def best_of_n(args: Args, unit: BestOfN, draw: int) -> list[list[Job]]:
     paths += [f"{args.runs}/reward/warm/{draw}"] if unit.models == "centre" else []
     command = f"ensembles/best_of_n.py --policy {args.runs}/sft/s {golds_of(args, unit.models)} {POSTS} --seed {draw}"
     command += f" --reward-model-paths {' '.join(paths)} --prompts {args.scale.posts} --samples {args.scale.samples}"
-    samples = job(args, name, "best_of_n.md", f"{command} --micro-batch-size 256 --standardise-posts 64")
+    command += f" --standardise-posts {args.scale.posts} --micro-batch-size 256"
+    samples = job(args, name, "best_of_n.md", command)
     tables = []
     for arm, (members, weight) in tables_of(args, unit).items():
         words = ["ensembles/best_of_n.py", "--estimate", "--members", *map(str, members), "--uwo-lambda", str(weight)]
@@ -257,8 +263,8 @@ def methods_of(args: Args, unit: Ppo) -> list[str]:
 
 
 def ppo(args: Args, unit: Ppo, draw: int) -> list[list[Job]]:
-    """Return the steps of PPO: the runs, then the scoring of their samples by the gold."""
-    runs, golds, five = [], [], members_of(args, unit.models, draw)
+    """Return the steps of PPO: the runs, then the scoring of all their samples by the gold."""
+    runs, folders, five = [], [], members_of(args, unit.models, draw)
     for method in methods_of(args, unit):
         models, combination = five, f"--reward-combination {method}"
         if method == "warm":
@@ -267,21 +273,21 @@ def ppo(args: Args, unit: Ppo, draw: int) -> list[list[Job]]:
             models, combination = [five[int(method.partition("_")[2] or 1) - 1]], ""
         elif method == "uwo":
             combination += f" --uwo-lambda {unit.uwo_lambda}"
-        folder = ppo_folder(args, unit, method, draw)
+        folders.append(ppo_folder(args, unit, method, draw))
         command = f"ensembles/ppo.py --model nano-s --seed {draw} --sft-model-path {args.runs}/sft/s {POSTS} --resume"
         command += f" --reward-model-paths {' '.join(models)} {combination} --kl-coef {unit.kl_coef}"
-        command += " --standardise-posts 128 --penalty-reward-value None --eval-every 3 --eval-rows 64"
-        command += f" --sample-every 0 --total-episodes {args.scale.episodes * unit.length} --batch-size 64"
-        command += " --micro-batch-size 16 --num-ppo-epochs 2 --num-mini-batches 4 --learning-rate 1e-4"
+        command += f" --standardise-posts {2 * args.scale.posts} --eval-rows {args.scale.posts} --eval-every 3"
+        command += f" --penalty-reward-value None --sample-every 0 --total-episodes {args.scale.episodes * unit.length}"
+        command += " --batch-size 64 --micro-batch-size 16 --num-ppo-epochs 2 --num-mini-batches 4 --learning-rate 1e-4"
         command += " --final-learning-rate 1e-4 --save-every 10"
-        runs.append(job(args, folder.removeprefix(f"{args.runs}/"), "model/config.json", command))
-        words = [sys.executable, "eval/gold.py", folder, *golds_of(args, unit.models).split()]
-        golds.append(Job(f"gold of {folder}", words, runs[-1].log, ROOT / folder / "gold.csv"))
-    return [runs, golds]
+        runs.append(job(args, folders[-1].removeprefix(f"{args.runs}/"), "model/config.json", command))
+    words = [sys.executable, "eval/gold.py", *folders, *golds_of(args, unit.models).split()]
+    last = ROOT / max(folders) / "gold.csv"  # eval/gold.py writes them in the order of their names
+    return [runs, [Job(f"gold of {unit.arm or unit.models}/{draw}", words, runs[0].log, last)]]
 
 
 def steps_of(args: Args, unit: BestOfN | Ppo, draw: int) -> list[list[Job]]:
-    """Return the steps of a unit in a draw: jobs that need those of the steps before."""
+    """Return the eight steps of a unit in a draw: jobs that need those of the steps before."""
     own = best_of_n(args, unit, draw) if isinstance(unit, BestOfN) else ppo(args, unit, draw)
     return [*reward_models(args, unit.models, draw), *own]
 
@@ -377,22 +383,22 @@ def main(args: Args):
         for row in read_rows(args.rows):
             if changed := {x: y for x, y in settings_of(args).items() if x != "cpu" and row[x] != y}:
                 fail(f"{changed} differ from those of {args.rows}: set --jobs, or install what was there")
-    for name in [] if args.show else args.units:
-        unit = UNITS[name]
-        for draw in args.draws or (unit.draws[:1] if args.fast else unit.draws):
-            if is_made(args, name, draw):
-                continue
-            for step in steps_of(args, unit, draw):
-                left = [job for job in step if not job.result.exists() and job.result not in printed]
-                if is_trained:
-                    run_jobs(left, args.jobs, ROOT)
-                else:
-                    print("".join(f"{' '.join(job.command)}\n" for job in left), end="")
-                    printed |= {job.result for job in left}
+    made = [] if args.show else [(name, draw) for name in args.units for draw in args.draws or UNITS[name].draws]
+    batches = [[one] for one in made if not is_made(args, *one)]
+    if args.fast:  # the first draw of all units side by side, so that no core waits
+        batches = [[(name, UNITS[name].draws[0]) for name in args.units]]
+    for batch in batches:
+        for steps in zip(*(steps_of(args, UNITS[name], draw) for name, draw in batch), strict=True):
+            jobs = {job.result: job for step in steps for job in step if not job.result.exists()}
             if is_trained:
-                one_commit(ROOT / args.runs, [commit])  # still
-                add_rows(args, name, draw, commit)
-                print(f"{name}, draw {draw}: its rows are in {args.rows}", flush=True)
+                run_jobs(jobs.values(), args.jobs, ROOT)
+            else:
+                print("".join(f"{' '.join(jobs[x].command)}\n" for x in jobs if x not in printed), end="")
+                printed |= jobs.keys()
+        for name, draw in batch if is_trained else []:
+            one_commit(ROOT / args.runs, [commit])  # still
+            add_rows(args, name, draw, commit)
+            print(f"{name}, draw {draw}: its rows are in {args.rows}", flush=True)
     if not args.dry_run:
         drawn = (*MODELS, "long", "lambda_0.5")
         figures.main(figures.Args((str(args.rows),), str(args.rows.parent), drawn))

@@ -57,7 +57,7 @@ def test_the_gold_model_learns_from_the_truth_and_pairs_of_its_own(units):
     assert (model.model, model.preference_dataset) == ("quickstart/bases/nano-m", f"{RUNS}/labelled_gold/noise_0")
     assert (labels.gold, labels.seed) == (TRUTH, 0)
     scored = [args for step in (units["bon_gold_model"][-2], units["ppo_gold_model"][-1]) for _, _, args in step]
-    assert {(args.gold, args.second_gold) for args in scored} == {(f"{RUNS}/gold", TRUTH)} and len(scored) == 5
+    assert {(args.gold, args.second_gold) for args in scored} == {(f"{RUNS}/gold", TRUTH)} and len(scored) == 2
     assert {args.gold for _, _, args in units["ppo_kl_0.1"][-1]} == {TRUTH}
 
 
@@ -96,7 +96,7 @@ def test_each_ppo_run_has_the_settings_and_models_of_its_name(units):
                 assert args.uwo_lambda == (0.5 if arm == "lambda_0.5" else 0.1)
             if name != "ppo_uwo":
                 runs.setdefault((arm, kl_coef), []).append(method)
-        assert [x.runs for _, _, x in units[name][-1]] == [(x.output_dir,) for _, _, x in units[name][-2]]
+        assert [x.runs for _, _, x in units[name][-1]] == [tuple(x.output_dir for _, _, x in units[name][-2])]
     four, members = ["single", "mean", "wco", "uwo"], ["single_2", "single_3", "single_4", "single_5"]
     expected = {("centre", "0.1"): [*four, "warm"], ("gold_model", "0"): four, ("noise_0", "0.1"): four}
     expected[("members", "0.1")] = ["single", *members]
@@ -121,7 +121,7 @@ def test_steps_read_what_earlier_ones_wrote_and_name_what_they_write(units, name
             read += getattr(args, "reward_model_paths", None) or []
             read += [path for path in (getattr(args, "gold", None),) if path and ":" not in path]
             assert all(any(path == x or path.startswith(f"{x}/") for x in written) for path in read), job.name
-            folder = getattr(args, "tables", None) or getattr(args, "output_dir", None) or args.runs[0]
+            folder = getattr(args, "tables", None) or getattr(args, "output_dir", None) or max(args.runs)
             assert study.ROOT / folder in job.result.parents
         written |= {args.output_dir for _, _, args in step if hasattr(args, "output_dir")}
 
