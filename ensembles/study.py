@@ -128,7 +128,7 @@ class Scale:
     episodes: int = 1152
 
 
-FAST = Scale(2, prompts=160, epochs=1, sft_epochs=0.25, gold_sft_epochs=0.25, posts=8, samples=64, episodes=128)
+FAST = Scale(2, prompts=160, epochs=1, sft_epochs=0.25, gold_sft_epochs=0.25, posts=8, samples=64, episodes=64)
 
 
 @dataclass
@@ -366,28 +366,37 @@ def add_rows(args: Args, name: str, draw: int, commit: str):
         file.write("".join(lines))
 
 
+def prepare(args: Args) -> str:
+    """Make the posts, and return the commit of the study. Ends with an error if the rows or runs that are there are of
+    another, or the rows of other settings."""
+    commit = one_commit(ROOT / args.runs, (row["commit"] for row in read_rows(args.rows)))
+    for row in read_rows(args.rows):
+        if changed := {x: y for x, y in settings_of(args).items() if x != "cpu" and row[x] != y}:
+            fail(f"{changed} differ from those of {args.rows}: set --jobs, or install what was there")
+    posts = Job("posts", ["bash", "quickstart/run.sh", "--data-only"], ROOT / args.runs / "logs/posts.log", None)
+    run_jobs([posts], 1, ROOT)
+    return commit
+
+
+def batches_of(args: Args) -> list[list[tuple[str, int]]]:
+    """Return the pairs of unit and draw that are left, in batches whose runs are made side by side: one pair each, so
+    that rows come early, and with --fast the first draw of all units, so that no core waits."""
+    if args.fast:
+        return [[(name, UNITS[name].draws[0]) for name in args.units]]
+    pairs = [(name, draw) for name in args.units for draw in args.draws or UNITS[name].draws]
+    return [[pair] for pair in pairs if not is_made(args, *pair)]
+
+
 def main(args: Args):
     if unknown := set(args.units) - set(UNITS):
         fail(f"--units {unknown.pop()} is none of {', '.join(UNITS)}")
-    args.rows = args.rows.resolve()
+    args.rows = ROOT / args.runs / "study.jsonl" if args.fast else args.rows.resolve()
     os.chdir(ROOT)  # commands, and so the paths in runs' settings, are relative to it
     is_trained, printed = not (args.dry_run or args.show), set()
-    if args.fast:
-        args.draws, args.rows = [], ROOT / args.runs / "study.jsonl"
-        if is_trained:
-            shutil.rmtree(ROOT / args.runs, ignore_errors=True)
-    if is_trained:
-        commit = one_commit(ROOT / args.runs, (row["commit"] for row in read_rows(args.rows)))
-        posts = Job("posts", ["bash", "quickstart/run.sh", "--data-only"], ROOT / args.runs / "logs/posts.log", None)
-        run_jobs([posts], 1, ROOT)
-        for row in read_rows(args.rows):
-            if changed := {x: y for x, y in settings_of(args).items() if x != "cpu" and row[x] != y}:
-                fail(f"{changed} differ from those of {args.rows}: set --jobs, or install what was there")
-    made = [] if args.show else [(name, draw) for name in args.units for draw in args.draws or UNITS[name].draws]
-    batches = [[one] for one in made if not is_made(args, *one)]
-    if args.fast:  # the first draw of all units side by side, so that no core waits
-        batches = [[(name, UNITS[name].draws[0]) for name in args.units]]
-    for batch in batches:
+    if args.fast and is_trained:
+        shutil.rmtree(args.runs, ignore_errors=True)
+    commit = prepare(args) if is_trained else ""
+    for batch in [] if args.show else batches_of(args):
         for steps in zip(*(steps_of(args, UNITS[name], draw) for name, draw in batch), strict=True):
             jobs = {job.result: job for step in steps for job in step if not job.result.exists()}
             if is_trained:
