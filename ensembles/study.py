@@ -379,12 +379,15 @@ def prepare(args: Args) -> str:
 
 
 def batches_of(args: Args) -> list[list[tuple[str, int]]]:
-    """Return the pairs of unit and draw that are left, in batches whose runs are made side by side: one pair each, so
-    that rows come early, and with --fast the first draw of all units, so that no core waits."""
+    """Return the pairs of unit and draw that are left, in batches whose runs are made side by side, so that no core
+    waits: as many draws of a unit as there are jobs, or with --fast the first draw of all units."""
     if args.fast:
         return [[(name, UNITS[name].draws[0]) for name in args.units]]
-    pairs = [(name, draw) for name in args.units for draw in args.draws or UNITS[name].draws]
-    return [[pair] for pair in pairs if not is_made(args, *pair)]
+    batches = []
+    for name in args.units:
+        left = [(name, draw) for draw in args.draws or UNITS[name].draws if not is_made(args, name, draw)]
+        batches += [left[start : start + args.jobs] for start in range(0, len(left), args.jobs)]
+    return batches
 
 
 def main(args: Args):
