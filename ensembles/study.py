@@ -366,7 +366,7 @@ def add_rows(args: Args, name: str, draw: int, commit: str):
         file.write("".join(lines))
 
 
-def prepare(args: Args) -> str:
+def begin(args: Args) -> str:
     """Make the posts, and return the commit of the study. Ends with an error if the rows or runs that are there are of
     another, or the rows of other settings."""
     commit = one_commit(ROOT / args.runs, (row["commit"] for row in read_rows(args.rows)))
@@ -398,7 +398,7 @@ def main(args: Args):
     is_trained, printed = not (args.dry_run or args.show), set()
     if args.fast and is_trained:
         shutil.rmtree(args.runs, ignore_errors=True)
-    commit = prepare(args) if is_trained else ""
+    commit = begin(args) if is_trained else ""
     for batch in [] if args.show else batches_of(args):
         for steps in zip(*(steps_of(args, UNITS[name], draw) for name, draw in batch), strict=True):
             jobs = {job.result: job for step in steps for job in step if not job.result.exists()}
