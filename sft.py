@@ -349,7 +349,8 @@ def load_splits(flag: str, path: str, columns: list[str], tokenizer) -> DatasetD
 def is_of_tokenizer(row: dict, keys: list[str], tokenizer) -> bool:
     """Return whether a row's `query_token` decodes to its query, spaces aside (the published texts lack some), and its
     other token columns end in EOS."""
-    tokens = {key: [token for token in row[key] if token != tokenizer.pad_token_id] for key in keys}
+    pad_id = tokenizer.pad_token_id  # a slow look-up, so once
+    tokens = {key: [token for token in row[key] if token != pad_id] for key in keys}
     decoded = tokenizer.decode(tokens.pop("query_token"), clean_up_tokenization_spaces=False)
     if "".join(decoded.split()) != "".join(row["query"].split()):
         return False

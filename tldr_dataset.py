@@ -569,7 +569,7 @@ def length_statistics(name: str, data: DatasetDict) -> tuple[pd.DataFrame, Figur
             }
             records.append(record)
             title = f"{split}: {text}\nmax {record['max']}, limit {limit}"
-            plots[i, j].hist(lengths, bins=100, range=(0, limit))
+            plots[i, j].hist(lengths, bins=100, range=(0, limit), histtype="stepfilled")
             plots[i, j].set(title=title, xlabel="tokens", ylabel="rows")
     return pd.DataFrame(records), figure
 

@@ -54,8 +54,13 @@ def test_twins_share_every_tensor_and_start_equal(start, precision):
         assert torch.equal(found, expected)
 
 
+LONG = {"llama": pytest.mark.long, "qwen2_moe": pytest.mark.long}  # bfloat16 takes seconds on a CPU
+
+
 @pytest.mark.parametrize(
-    ("start", "precision"), [("gpt_neox", "no"), *((name, "bf16") for name in ARCHITECTURES)], indirect=["start"]
+    ("start", "precision"),
+    [("gpt_neox", "no"), *(pytest.param(name, "bf16", marks=LONG.get(name, ())) for name in ARCHITECTURES)],
+    indirect=["start"],
 )
 def test_plain_peft_loads_the_adapters_that_the_saved_model_has_merged(start, precision):
     """And a checkpoint holds what trains: adapters, and the value model's head."""

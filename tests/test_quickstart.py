@@ -272,13 +272,13 @@ def fast_work(tmp_path_factory):
     work = tmp_path_factory.mktemp("work")
     for path in ("quickstart", "eval", "variants", *(f"{stage}.py" for stage in ("tldr_dataset", *STAGES))):
         (work / path).symlink_to(ROOT / path)
-    fewer = {"num_train": 1200, "num_comparisons": 2400}
+    fewer = {"num_train": 1000, "num_comparisons": 1000}
     fewer |= {"num_validation": 100, "num_test": 4, "num_validation_comparisons": 100, "num_cnndm_comparisons": 20}
     less = {
         "quickstart/posts.py": fewer,
-        "ppo.py": {"total_episodes": 320},
+        "ppo.py": {"total_episodes": 256},
         "dpo.py": {"total_episodes": 64},
-        REPORT: {"posts": 100},
+        REPORT: {"posts": 50},
     }
     loaded = dict(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
