@@ -169,10 +169,16 @@ def weights_of(folder: Path) -> str:
     return content(folder.glob("model/*.safetensors")) + "".join(f" centred by {x}" for x in means if x is not None)
 
 
-def fields_of(path: Path) -> set[str]:
+def fields_of(path: Path) -> frozenset[str]:
     """Return the names of a script's arguments."""
-    classes = [x for x in ast.parse(path.read_text()).body if getattr(x, "name", "") == "Args"]
-    return {x.target.id for node in classes for x in node.body if isinstance(x, ast.AnnAssign)}
+    return fields_in(path.read_text())
+
+
+@cache
+def fields_in(text: str) -> frozenset[str]:
+    """Return the names of the fields of a script's Args."""
+    classes = [x for x in ast.parse(text).body if getattr(x, "name", "") == "Args"]
+    return frozenset(x.target.id for node in classes for x in node.body if isinstance(x, ast.AnnAssign))
 
 
 def stage_of(path: Path) -> str:

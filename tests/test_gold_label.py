@@ -127,9 +127,10 @@ def test_two_policies_and_two_temperatures(policy, world, tmp_path):
 def test_grades_and_safety_by_hand(policy, world, tmp_path):
     """Gold is minus the number of letters, and answers with an odd number of them are unsafe."""
     (tmp_path / "odd.py").write_text("def safe(post, summary):\n    return len(summary) % 2 == 0\n")
-    settings = {"grade_bounds": (2, 6, 12), "safety": f"{tmp_path}/odd.py:safe", "label_noise": (0.0, 0.25)}
-    out = run(policy, world, tmp_path, **settings)
-    plain = run(policy, world, tmp_path / "plain", label_noise=(0.0, 0.25))
+    settings = {"grade_bounds": (2, 6, 12), "safety": f"{tmp_path}/odd.py:safe"}
+    shared = {"label_noise": (0.0, 0.25), "prompts": 32}
+    out = run(policy, world, tmp_path, **settings, **shared)
+    plain = run(policy, world, tmp_path / "plain", **shared)
     seen = set()
     for name in ("noise_0", "noise_25"):
         graded = {row["id"]: row for row in load_from_disk(str(out / name))["train"]}

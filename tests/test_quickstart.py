@@ -276,7 +276,7 @@ def fast_work(tmp_path_factory):
     fewer |= {"num_validation": 100, "num_test": 4, "num_validation_comparisons": 100, "num_cnndm_comparisons": 20}
     less = {
         "quickstart/posts.py": fewer,
-        "ppo.py": {"total_episodes": 256},
+        "ppo.py": {"total_episodes": 192},
         "dpo.py": {"total_episodes": 64},
         REPORT: {"posts": 50},
     }

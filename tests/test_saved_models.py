@@ -84,9 +84,8 @@ def saved(request, world, tmp_path_factory) -> SimpleNamespace:
     base = make_base(TRAINED[request.param], tokenizer, root / "base")
     data, pairs = {"dataset": str(world.dataset)}, {"preference_dataset": str(world.preference_dataset)}
     found = SimpleNamespace(name=request.param, root=root)
-    found.sft = run(
-        sft, root / "sft", model=str(base), loss_on="response", learning_rate=1e-2, total_episodes=800, **data
-    )
+    until_it_ends = data | {"loss_on": "response", "total_episodes": 400 if found.name == IN_SUITE else 800}
+    found.sft = run(sft, root / "sft", model=str(base), learning_rate=1e-2, **until_it_ends)
     of_sft = {"sft_model_path": str(found.sft)}
     found.reward = run(reward, root / "reward", total_episodes=64, **of_sft, **data, **pairs)
     found.dpo = run(dpo, root / "dpo", total_episodes=16, learning_rate=1e-4, **of_sft, **pairs)

@@ -164,6 +164,7 @@ def rows(tmp_path, monkeypatch) -> SimpleNamespace:
         return row | score.machine() | dict.fromkeys(score.NUMBERS, 1.0) | {"truth": truth, "kl": 2.0, "seconds": 1}
 
     monkeypatch.setattr(score, "make_row", make_row)
+    monkeypatch.setattr(score, "draw", lambda tables, path: path.touch())
     args = {"rows": tmp_path / "rows.csv", "data": tmp_path / "data", "seeds": [1, 2, 3]}
     return SimpleNamespace(args=args, made=made)
 
