@@ -54,14 +54,10 @@ def test_twins_share_every_tensor_and_start_equal(start, precision):
         assert torch.equal(found, expected)
 
 
-LONG = {"llama": pytest.mark.long, "qwen2_moe": pytest.mark.long}  # bfloat16 takes seconds on a CPU
+IN_BF16 = [pytest.param(name, "bf16", marks=[] if name == "smollm2" else pytest.mark.long) for name in ARCHITECTURES]
 
 
-@pytest.mark.parametrize(
-    ("start", "precision"),
-    [("gpt_neox", "no"), *(pytest.param(name, "bf16", marks=LONG.get(name, ())) for name in ARCHITECTURES)],
-    indirect=["start"],
-)
+@pytest.mark.parametrize(("start", "precision"), [("gpt_neox", "no"), *IN_BF16], indirect=["start"])
 def test_plain_peft_loads_the_adapters_that_the_saved_model_has_merged(start, precision):
     """And a checkpoint holds what trains: adapters, and the value model's head."""
     folder = run(start, precision, mixed_precision=precision, save_every=2)
