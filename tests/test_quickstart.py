@@ -272,11 +272,11 @@ def fast_work(tmp_path_factory):
     work = tmp_path_factory.mktemp("work")
     for path in ("quickstart", "eval", "variants", *(f"{stage}.py" for stage in ("tldr_dataset", *STAGES))):
         (work / path).symlink_to(ROOT / path)
-    fewer = {"num_train": 1000, "num_comparisons": 1000}
+    fewer = {"num_train": 1000, "num_comparisons": 1200}
     fewer |= {"num_validation": 100, "num_test": 4, "num_validation_comparisons": 100, "num_cnndm_comparisons": 20}
     less = {
         "quickstart/posts.py": fewer,
-        "ppo.py": {"total_episodes": 192},
+        "ppo.py": {"total_episodes": 320},
         "dpo.py": {"total_episodes": 64},
         REPORT: {"posts": 50},
     }
@@ -299,9 +299,9 @@ def test_fast_run_learns(fast_work):
     table = {(row["row"], row["metric"]): float(row["value"]) for row in rows}
     metrics = read_jsonl(work / "runs/quickstart/posts-1-fast/ppo/nano-xs/1/metrics.jsonl")
     assert metrics[-1]["loss/value"] < metrics[0]["loss/value"] / 2 and metrics[-1]["objective/kl"] > 0.1
-    # seen: 0.54, 0.17 and 0.67; with facts at random the truth would be below 0
+    # seen: 0.51, 0.18 and 0.70; with facts at random the truth would be below 0
     assert table["SFT", "truth"] > table["title", "truth"] + 0.15 and table["SFT", "rougeL"] > 0.5
-    assert table["SFT", "accuracy"] > 0.7  # seen: 0.80; 0.5 would be chance
+    assert table["SFT", "accuracy"] > 0.7  # seen: 0.84; 0.5 would be chance
     assert table["SFT", "eos_rate"] > 0.95 and table["PPO", "eos_rate"] > 0.95
     assert table["nearly perfect", "win_rate"] > 0.85 and table["reference", "win_rate"] == 0.5
 
