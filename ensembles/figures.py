@@ -342,7 +342,8 @@ def with_interval(values: pandas.Series, digits: int) -> str:
 
 def drift_table(runs: pandas.DataFrame) -> str:
     """Return a Markdown table of how proxy, gold and second gold change from the middle measurement of the curves to
-    the last, with 95 % t intervals over draws, and of the change in gold less that of a single reward model."""
+    the last, with 95 % t intervals over draws, of the change in gold less that of a single reward model, and of the
+    mean variance within the ensemble at the first and the last update (figure 10)."""
     lines, changes = [], {}
     for key, own in runs.groupby(KEY, sort=False):
         procedure, kl_coef, arm, method = key
@@ -355,12 +356,14 @@ def drift_table(runs: pandas.DataFrame) -> str:
             change = (own[name].str[-1] - own[name].str[middle]).groupby(own["seed"]).mean() if is_there else None
             changes[(*key, name)] = change
             line[name.replace("_", " ")] = with_interval(change, 3) if is_there else ""
-        lines.append((key, line))
-    for key, line in lines:
+        variances = own["variance"][own["variance"].str.len() > 0]
+        ends = [variances.str[i].mean() for i in (0, -1)]
+        lines.append((key, line, "{:.2f} to {:.2f}".format(*ends) if len(variances) else ""))
+    for key, line, variance in lines:
         own, single = changes[(*key, "gold")], changes.get((*key[:3], "single", "gold"))
         less = (own - single).dropna() if single is not None and key[3] != "single" else ()
-        line["gold, less single's"] = with_interval(less, 3) if len(less) else ""
-    return markdown([line for _, line in lines])
+        line |= {"gold, less single's": with_interval(less, 3) if len(less) else "", "variance": variance}
+    return markdown([line for _, line, _ in lines])
 
 
 def wins_table(runs: pandas.DataFrame) -> str:
@@ -387,17 +390,21 @@ def wins_table(runs: pandas.DataFrame) -> str:
 
 def members_table(runs: pandas.DataFrame) -> str:
     """Return a Markdown table of what the members' validation loss says about the gold of the best of n by each alone
-    (figures 15 and 16): their spread within a draw and their correlation, means over draws with 95 % t intervals."""
+    (figures 15 and 16): their spread within a draw, and the loss's correlation with gold at the end of its curve and
+    with its change since the middle, means over draws with 95 % t intervals."""
     lines = []
     for arm, own in runs[runs["member_gold"].str.len() > 0].groupby("arm", sort=False):
-        members = zip(own["member_loss"], own["member_gold"], strict=True)
-        both = [pandas.DataFrame({"loss": x, "gold": y}).map(lambda curve: curve[-1]) for x, y in members]
+        draws = []
+        for losses, golds in zip(own["member_loss"], map(numpy.array, own["member_gold"]), strict=True):
+            change = golds[:, -1] - golds[:, golds.shape[1] // 2]
+            draws.append(pandas.DataFrame({"loss": [x[-1] for x in losses], "gold": golds[:, -1], "change": change}))
         line = {"arm": arm, "draws": len(own), "pairs": f"{own['pairs'].mean():.0f}"}
         for name in ("loss", "gold"):
-            mean, sd = (numpy.mean([getattr(x[name], y)() for x in both]) for y in ("mean", "std"))
+            mean, sd = (numpy.mean([getattr(x[name], y)() for x in draws]) for y in ("mean", "std"))
             line[name] = f"{mean:.3f} ± {sd:.3f}"
-        correlations = pandas.Series([x["loss"].corr(x["gold"]) for x in both])
-        lines.append(line | {"correlation": with_interval(correlations, 2)})
+        for name, title in {"gold": "correlation", "change": "with gold's change"}.items():
+            line[title] = with_interval(pandas.Series([x["loss"].corr(x[name]) for x in draws]), 2)
+        lines.append(line)
     return markdown(lines) if lines else ""
 
 

@@ -218,14 +218,17 @@ def test_the_drift_is_that_from_the_middle_measurement():
     runs = [a_run("wco", 1, 5, x, seed=i) | {"arm": "gold_model"} for i, x in ((1, 6), (2, 9))]
     runs[0]["second_gold"], runs[1]["second_gold"] = [0, 4, 3], [0, 4, 1]
     runs += [a_run("single", 1, 2, x, seed=i) | {"arm": "gold_model"} for i, x in ((1, 9), (2, 0), (3, 8))]
-    runs += [a_run("mean", 1, 2, 4, 1, 9), a_run("mean", 1, 2, procedure="BoN")]  # no second gold, and no single
+    runs += [
+        a_run("mean", 1, 2, 4, 1, 9, variance=[2, 8, 3]),
+        a_run("mean", 1, 2, procedure="BoN"),
+    ]  # no second gold, and no single
     lines = figures.drift_table(pandas.DataFrame(runs)).splitlines()[2:]
     wco, _, mean, best = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
     assert wco[:6] == ["PPO, KL 0", "gold_model", "WCO", "2", "1", "2"]
     assert [cell.split()[0] for cell in wco[6:9]] == ["-2.500", "+2.500", "-2.000"]  # gold -1, -4; 1, 4; -1, -3
     assert wco[9].startswith("+0.000 (-76.237 to")  # 1 - 7 and 4 - -2: -6 and 6, and 12.7062 times 6
-    assert mean == ["PPO, KL 0", "centre", "mean", "1", "2", "4", "-5.000", "+5.000", "", ""]
-    assert best == ["best of n", "centre", "mean", "1", "1", "1", "+0.000", "+0.000", "", ""]
+    assert mean == ["PPO, KL 0", "centre", "mean", "1", "2", "4", "-5.000", "+5.000", "", "", "2.00 to 3.00"]
+    assert best == ["best of n", "centre", "mean", "1", "1", "1", "+0.000", "+0.000", "", "", ""]
 
 
 def test_wins_against_each_member():
@@ -250,20 +253,23 @@ def test_wins_against_each_member():
 
 
 def test_what_the_members_losses_say():
-    """Gold falls by twice the loss in draw 1 and rises with it in draw 2: correlations -1 and 1."""
+    """Gold falls by twice the loss in draw 1 and rises with it in draw 2: correlations -1 and 1. Its change since the
+    middle falls with the loss in both."""
     run = a_run("single", 1, 2, procedure="BoN")
 
-    def curves(*last: float):
-        return [[7, x] for x in last]
+    def curves(*last: float, middle: float = 0.5):
+        return [[7, middle, x] for x in last]
 
     draws = [run | {"member_loss": curves(0.5, 0.6, 0.7), "member_gold": curves(0.6, 0.4, 0.2), "pairs": 10}]
-    draws += [run | {"seed": 2, "member_loss": curves(0.4, 0.8), "member_gold": curves(0.1, 0.3), "pairs": 20}]
+    draws += [run | {"seed": 2, "member_loss": curves(0.4, 0.8), "pairs": 20}]
+    draws[1]["member_gold"] = curves(0.1, middle=0.1) + curves(0.3, middle=0.5)
     runs = figures.with_lists([*draws, a_run("mean", 1, 2)])
     [line] = figures.members_table(runs).splitlines()[2:]
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
     spread = (0.1 + 0.08**0.5) / 2  # standard deviations within the draws: 0.1 and 0.4 / sqrt(2)
     assert cells[:4] == ["centre", "2", "15", f"0.600 ± {spread:.3f}"]
     assert cells[5].lstrip("+-").startswith("0.00 (-12.71 to")  # 0, but for rounding
+    assert cells[6] == "-1.00 (-1.00 to -1.00)"
 
 
 def test_each_arm_has_its_figures(tmp_path, monkeypatch):
