@@ -412,7 +412,7 @@ def main(args: Args):
             add_rows(args, name, draw, commit)
             print(f"{name}, draw {draw}: its rows are in {args.rows}", flush=True)
     if not args.dry_run:
-        drawn = (*MODELS, "long", "lambda_0.5")
+        drawn = (*MODELS, *(unit.arm for unit in UNITS.values() if isinstance(unit, Ppo) and unit.arm))
         figures.main(figures.Args((str(args.rows),), str(args.rows.parent), drawn))
 
 
